@@ -1,0 +1,32 @@
+"""Typed settings: one TOML file, dotted overrides, errors that name the nearest key. Imports no torch."""
+
+from cohort.config.load import annotated_toml, apply_overrides, load_config, to_toml
+from cohort.config.schedule import Schedule
+from cohort.config.schema import (
+    DataConfig,
+    GRPOConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    ReportConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+__all__ = [
+    "DataConfig",
+    "GRPOConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "ReportConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Schedule",
+    "annotated_toml",
+    "apply_overrides",
+    "load_config",
+    "to_toml",
+]

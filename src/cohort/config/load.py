@@ -1,0 +1,199 @@
+"""Reading settings: TOML files, ``--section.key value`` overrides, and errors that name the nearest right key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from cohort.config.schema import GRPOConfig
+from cohort.errors import ConfigError
+
+
+def setting_names(schema: type[BaseModel] = GRPOConfig) -> dict[str, str]:
+    """Every setting's own name with its section: ``{"learning_rate": "optim", ...}``. Names are unique."""
+    sections = schema.model_fields.items()
+    return {key: section for section, field in sections for key in _section_type(field.annotation).model_fields}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
+    """The settings of a TOML file with command-line overrides laid over it.
+
+    Args:
+        path: a TOML file with one table per section.
+        overrides: ``["--rollout.num_generations", "4", "--run.seed=1"]``. A value is read as its setting's type says;
+            ``none`` unsets a setting that may be unset.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key (with the nearest one), a wrong type or range.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config file {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    _check_sections(table, source=str(path))
+    with explain_errors(source=str(path)):
+        GRPOConfig(**table)  # the file alone first: its errors name the file, not the command line
+    return apply_overrides(table, overrides)
+
+
+def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOConfig:
+    """Settings from nested tables and ``--section.key value`` pairs."""
+    merged = {section: dict(values) for section, values in table.items()}
+    for name, text in _pairs(overrides):
+        section, _, key = name.partition(".")
+        section_field = GRPOConfig.model_fields.get(section)
+        fields = _section_type(section_field.annotation).model_fields if section_field else {}
+        if key not in fields:
+            raise ConfigError(f"unknown setting --{name}{_nearest(name, prefix='--')}")
+        merged.setdefault(section, {})[key] = _parse(text, fields[key].annotation)
+    with explain_errors(source="command line" if overrides else ""):
+        return GRPOConfig(**merged)
+
+
+def nest_settings(schema: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort settings given by their own names into their sections; sections given whole stay as they are."""
+    names = setting_names(schema)
+    nested: dict[str, Any] = {key: value for key, value in settings.items() if key in schema.model_fields}
+    for key, value in settings.items():
+        if key in schema.model_fields:
+            continue
+        if key not in names:
+            raise ConfigError(f"unknown setting {key!r}{_nearest(key)}")
+        section = nested.get(names[key], {})
+        given = dict(section) if isinstance(section, Mapping) else section.model_dump(exclude_unset=True)
+        if key in given:
+            raise ConfigError(f"{key!r} is given twice: by its name and in section {names[key]!r}")
+        nested[names[key]] = {**given, key: value}
+    return nested
+
+
+@contextmanager
+def explain_errors(source: str = "") -> Iterator[None]:
+    """Turn pydantic's errors into one ConfigError in Cohort's words, naming where the settings came from."""
+    prefix = f"{source}: " if source else ""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError("\n".join(prefix + _sentence(item) for item in error.errors())) from None
+    except ConfigError as error:
+        raise ConfigError("\n".join(prefix + line for line in str(error).splitlines())) from None
+
+
+def to_toml(config: GRPOConfig) -> str:
+    """The settings as a TOML file that gives them back. Unset ones are left out: TOML has no null."""
+    lines = []
+    for section in GRPOConfig.SECTIONS:
+        lines.append(f"[{section}]")
+        for key, value in getattr(config, section).model_dump().items():
+            if value is not None:
+                lines.append(f"{key} = {_toml_value(value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def annotated_toml() -> str:
+    """Every setting with its default and its documentation, as a TOML file to start from."""
+    lines = []
+    for section in GRPOConfig.SECTIONS:
+        section_type = _section_type(GRPOConfig.model_fields[section].annotation)
+        lines += [f"[{section}]  # {section_type.__doc__}"]
+        for key, field in section_type.model_fields.items():
+            lines += [f"# {line.strip()}" for line in (field.description or "").splitlines()]
+            unset = field.default is None
+            lines += [f"# {key} =" if unset else f"{key} = {_toml_value(field.default)}", ""]
+    return "\n".join(lines)
+
+
+def _check_sections(table: Mapping[str, Any], source: str) -> None:
+    for name, value in table.items():
+        if name not in GRPOConfig.SECTIONS:
+            if isinstance(value, Mapping):
+                close = difflib.get_close_matches(name, GRPOConfig.SECTIONS, n=1)
+                hint = f"did you mean [{close[0]}]?" if close else f"sections are {', '.join(GRPOConfig.SECTIONS)}"
+                raise ConfigError(f"{source}: unknown section [{name}]; {hint}")
+            raise ConfigError(f"{source}: setting {name} stands outside a section{_nearest(name)}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{source}: {name} is a section: expected a table [{name}], got {name} = {value!r}")
+
+
+def _section_type(annotation: Any) -> type[BaseModel]:
+    return typing.cast(type[BaseModel], annotation)
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = list(overrides)
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("--") or len(name) < 3:
+            raise ConfigError(f"expected --section.key value, got {name!r}")
+        name, has_value, text = name[2:].partition("=")
+        if not has_value:
+            if not rest:
+                raise ConfigError(f"--{name} needs a value")
+            text = rest.pop(0)
+        yield name, text
+
+
+def _parse(text: str, annotation: Any) -> Any:
+    """Read a command-line value. Text settings take it as it is; the others read it as TOML."""
+    choices = typing.get_args(annotation) or (annotation,)
+    if type(None) in choices and text.lower() == "none":
+        return None
+    is_list = "tuple" in str(annotation)
+    if not is_list and (str in choices or all(isinstance(choice, str) for choice in choices)):
+        return text
+    try:
+        return tomllib.loads(f"value = {f'[{text}]' if is_list and not text.startswith('[') else text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return [part.strip() for part in text.split(",")] if is_list else text
+
+
+def _nearest(name: str, prefix: str = "") -> str:
+    full = [f"{section}.{key}" for key, section in setting_names().items()]
+    key = name.rpartition(".")[2]
+    names = setting_names()
+    close = difflib.get_close_matches(name, full, n=1, cutoff=0.75)
+    if key in names:  # right name, wrong or missing section
+        close = [f"{names[key]}.{key}"]
+    elif not close and (keys := difflib.get_close_matches(key, names, n=1, cutoff=0.6)):
+        close = [f"{names[keys[0]]}.{keys[0]}"]
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return "; 'cohort config' lists all settings"
+
+
+def _sentence(item: Any) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    match item["type"]:
+        case "extra_forbidden":
+            return f"unknown setting {path}{_nearest(path)}"
+        case "value_error" if not path:
+            return str(item["ctx"]["error"])
+        case "model_type" | "dict_type":
+            return f"{path} is a section: expected a table of settings, got {item['input']!r}"
+        case _:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            return f"{path}: {message}, got {item['input']!r}"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,83 @@
+"""The arithmetic of a run: how many steps, what each computes. Decided once, said in words at the start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cohort.config.schema import GRPOConfig
+from cohort.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What follows from the settings and the number of training prompts."""
+
+    steps: int
+    """Rollouts."""
+    prompts_per_step: int
+    num_generations: int
+    num_iterations: int
+    minibatches: int
+    num_prompts: int
+    needs_old_logps: bool
+    """More than one update uses a rollout: the policy that sampled must be remembered."""
+    needs_ref_logps: bool
+    """beta is not 0."""
+
+    @classmethod
+    def of(cls, config: GRPOConfig, num_prompts: int) -> Schedule:
+        """Work out the schedule.
+
+        Raises:
+            DataError: the data set is smaller than one step.
+        """
+        prompts = config.rollout.prompts_per_step
+        if num_prompts < prompts:
+            raise DataError(
+                f"the training data has {num_prompts} prompts, fewer than one step uses: "
+                f"set rollout.prompts_per_step (now {prompts}) to {num_prompts} or less"
+            )
+        steps = config.run.max_steps or math.ceil(num_prompts * config.run.num_epochs / prompts)
+        return cls(
+            steps=steps,
+            prompts_per_step=prompts,
+            num_generations=config.rollout.num_generations,
+            num_iterations=config.objective.num_iterations,
+            minibatches=config.objective.minibatches,
+            num_prompts=num_prompts,
+            needs_old_logps=config.objective.updates_per_rollout > 1,
+            needs_ref_logps=config.objective.beta != 0,
+        )
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps per rollout."""
+        return self.num_iterations * self.minibatches
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps * self.updates_per_rollout
+
+    def describe(self) -> str:
+        """The schedule in words."""
+        per_rollout = self.prompts_per_step * self.num_generations
+        epochs = self.steps * self.prompts_per_step / self.num_prompts
+        plural = "" if self.updates_per_rollout == 1 else "s"
+        old = (
+            f"one no-grad pass per rollout ({self.updates_per_rollout} updates use it)"
+            if self.needs_old_logps
+            else "not computed: one update per rollout, so the ratio is 1 by identity"
+        )
+        ref = "one no-grad pass per rollout" if self.needs_ref_logps else "not computed: beta is 0, no reference model"
+        return "\n".join(
+            [
+                f"schedule: {self.prompts_per_step} prompts x {self.num_generations} = {per_rollout} completions per "
+                f"rollout, {self.updates_per_rollout} update{plural} each ({self.num_iterations} iterations x "
+                f"{self.minibatches} minibatches); {self.steps} rollouts = {self.updates} updates, "
+                f"{epochs:.2f} epochs of {self.num_prompts:,} prompts",
+                f"  old log-probs: {old}",
+                f"  ref log-probs: {ref}",
+            ]
+        )

@@ -1,0 +1,234 @@
+"""The settings, in sections. One TOML table per section, one ``--section.key`` per setting, one ``GRPOConfig`` in Python.
+
+A field's docstring says what it does, its unit and its off value; ``cohort config`` prints them all as a TOML file.
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Strings = Annotated[tuple[str, ...], Strict(False)]
+Numbers = Annotated[tuple[float, ...], Strict(False)]
+
+
+class Section(BaseModel):
+    """A frozen table of settings. Types are strict: a string is never read as a number."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = ""
+    """A Hugging Face causal language model: a folder, or a hub id. In Python the `model` argument takes its place."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """What the model computes in. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16
+    over them. "auto" is bfloat16 on CUDA that has it and on CPUs with AMX, float32 elsewhere."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda", "cuda:1", "mps". "auto" is CUDA where there is one, else the CPU."""
+    dropout: bool = False
+    """Keep the model's own dropout in the update. Off, as dropout makes the policy that is updated another one than the
+    policy that sampled."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same gradient."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the model's folder."""
+
+
+class DataConfig(Section):
+    """Prompts, and what the rewards need to know of them."""
+
+    train: str = ""
+    """A .jsonl or .parquet file, or the name of a data set for `datasets.load_dataset`."""
+    eval: str = ""
+    """The same for evaluation; empty: no evaluation."""
+    train_split: str = "train"
+    """Split, when `train` is a data set's name."""
+    eval_split: str = "test"
+    """Split, when `eval` is a data set's name."""
+    prompt_column: str = "prompt"
+    """The column that holds the prompt: a string, or a list of chat messages."""
+    prompt_template: str | None = None
+    """Makes the prompt from columns, as in "Question: {question}"; then `prompt_column` is not read."""
+    system_prompt: str | None = None
+    """A system message before the prompt. Needs chat format."""
+    format: Literal["auto", "text", "chat"] = "auto"
+    """"chat" puts the prompt through the tokenizer's chat template (a string becomes the user's message), "text" takes a
+    string as it is, "auto" is chat for lists of messages and text for strings."""
+    shuffle: bool = True
+    """A new order for each epoch, drawn from `run.seed`. Off: the file's order."""
+    train_rows: PositiveInt | None = None
+    """Use the first so many rows only. Unset: all."""
+    eval_rows: PositiveInt | None = None
+    """Use the first so many evaluation rows only. Unset: all."""
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    prompts_per_step: PositiveInt = 8
+    """Prompts in a rollout (P)."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt (G). At least 2: a completion is judged against the others of its group."""
+    max_completion_length: PositiveInt = 256
+    """Tokens after which a completion is cut (finish reason "length")."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in sampling and in every log-probability of the trainer alike."""
+    stop: Strings = ()
+    """Strings that end a completion. Their tokens stay part of it."""
+    num_generations_eval: PositiveInt = 1
+    """Completions per prompt in evaluation, at the same temperature."""
+    max_batch_size: PositiveInt = 256
+    """Completions decoded at a time. Memory only: the samples stay the same up to rounding."""
+
+
+class RewardConfig(Section):
+    """What is good."""
+
+    functions: Strings = ()
+    """Reward functions: built-in names, "module:function", or "file.py:function"."""
+    weights: Numbers | None = None
+    """One weight per function. Unset: 1 each."""
+
+
+class ObjectiveConfig(Section):
+    """The GRPO objective and its schedule."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term. 0: no KL, and no reference model in memory. The paper's is 0.04."""
+    kl_gradient: Literal["reverse", "forward"] = "reverse"
+    """Whose gradient the KL term has: the reverse KL(policy || reference), or, as in the paper (k3 used as a loss), the
+    forward KL(reference || policy)."""
+    epsilon: Annotated[float, Field(gt=0)] = 0.2
+    """The ratio of current to old policy is clipped below at 1 - epsilon."""
+    epsilon_high: Annotated[float, Field(gt=0)] | None = None
+    """... and above at 1 + epsilon_high. Unset: epsilon."""
+    scale_rewards: Literal["group", "none"] = "group"
+    """Divide a group's centred rewards by their standard deviation, or not."""
+    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
+    """The standard deviation divides by G - 1 (1) or by G (0)."""
+    std_epsilon: Annotated[float, Field(ge=0)] = 1e-6
+    """Added to the standard deviation. 0 is the paper's formula to the letter."""
+    num_iterations: PositiveInt = 1
+    """Passes over a rollout (the papers' mu)."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass; each uses its share of the rollout's prompts."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO). Needs beta > 0."""
+    ref_model_sync_steps: PositiveInt = 512
+    """Optimizer updates between two moves of the reference."""
+    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """reference <- alpha * policy + (1 - alpha) * reference."""
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """How many optimizer steps use one rollout."""
+        return self.num_iterations * self.minibatches
+
+
+class OptimConfig(Section):
+    """AdamW."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, on matrices only."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the gradient's running mean."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the squared gradient's running mean."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the squared gradient's mean."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The gradient's norm is cut to this."""
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt"] = (
+        "constant"
+    )
+    """Schedule after the warm-up, by transformers' names."""
+    warmup_steps: Count = 0
+    """Updates over which the learning rate rises from 0."""
+    microbatch_tokens: PositiveInt = 16_384
+    """Tokens, padding included, of one backward pass. Memory only: the gradient is the same whatever it is."""
+
+
+class RunConfig(Section):
+    """How long, where to, how often."""
+
+    output_dir: str | None = None
+    """The run's folder. Must not hold another run. Unset: the next free runs/NAME-001."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seeds sampling, the order of the data and everything else that is drawn."""
+    max_steps: PositiveInt | None = None
+    """Rollouts to train on. Unset: as many as `num_epochs` takes."""
+    num_epochs: PositiveInt = 1
+    """Times each prompt is used, unless `max_steps` says otherwise."""
+    eval_steps: Count = 0
+    """Evaluate every so many steps. 0: before the first step and after the last one only."""
+    save_steps: Count = 0
+    """Write a checkpoint every so many steps. 0: at the end only."""
+    save_total_limit: PositiveInt | None = None
+    """Keep only the newest so many checkpoints. Unset: all."""
+
+
+class ReportConfig(Section):
+    """What a run shows and keeps."""
+
+    progress: bool = True
+    """Show a progress bar."""
+    log_completions: bool = True
+    """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet."""
+
+
+class GRPOConfig(Section):
+    """All settings of a run.
+
+    Settings may be given by section, ``GRPOConfig(rollout={"num_generations": 4})``, or by their own names, which are
+    unique over all sections: ``GRPOConfig(num_generations=4, learning_rate=1e-5, output_dir="runs/mine")``.
+
+    Raises:
+        ConfigError: a setting is unknown (the nearest name is given), of the wrong type, or out of range.
+    """
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = RunConfig()
+    report: ReportConfig = ReportConfig()
+
+    SECTIONS: ClassVar[tuple[str, ...]] = ("model", "data", "rollout", "reward", "objective", "optim", "run", "report")
+
+    def __init__(self, **settings: Any) -> None:
+        from cohort.config.load import explain_errors, nest_settings
+
+        with explain_errors():
+            super().__init__(**nest_settings(type(self), settings))
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GRPOConfig:
+        objective, rollout, optim = self.objective, self.rollout, self.optim
+        if objective.sync_ref_model and objective.beta == 0:
+            raise ValueError("objective.sync_ref_model needs a reference policy: set objective.beta above 0")
+        if rollout.prompts_per_step % objective.minibatches:
+            raise ValueError(
+                f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of objective.minibatches "
+                f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
+            )
+        if optim.warmup_steps and optim.lr_scheduler_type == "constant":
+            raise ValueError(
+                "optim.warmup_steps has no effect with lr_scheduler_type 'constant': set 'constant_with_warmup'"
+            )
+        weights, functions = self.reward.weights, self.reward.functions
+        if weights is not None and functions and len(weights) != len(functions):
+            raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
+        return self

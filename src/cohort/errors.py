@@ -1,0 +1,41 @@
+"""Every error Cohort raises on purpose.
+
+    CohortError
+    ├── ConfigError          a setting is unknown, of the wrong type or out of range   (also ValueError)
+    ├── DataError            a data set or one of its rows cannot be used              (also ValueError)
+    ├── RewardError          a reward function broke its contract                      (also ValueError)
+    ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
+    ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
+    └── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
+
+Each message says what was expected, what came, and what to set. The command line prints the message without a
+traceback and exits with code 2. Each class is also the built-in one that fits, so that ordinary ``except`` clauses work.
+"""
+
+
+class CohortError(Exception):
+    """Base of all errors that Cohort raises on purpose."""
+
+
+class ConfigError(CohortError, ValueError):
+    """A setting is unknown, of the wrong type, or out of range."""
+
+
+class DataError(CohortError, ValueError):
+    """A data set, or one of its rows, cannot be used."""
+
+
+class RewardError(CohortError, ValueError):
+    """A reward function cannot be found or broke its contract."""
+
+
+class ModelError(CohortError, ValueError):
+    """A model or tokenizer cannot be loaded, or cannot be used as a policy."""
+
+
+class RunFolderError(CohortError, ValueError):
+    """The output folder already holds another run, or there is nothing in it to resume."""
+
+
+class PolicyMismatchError(CohortError, RuntimeError):
+    """The sampler and the trainer give different log-probabilities to the same tokens under the same weights."""

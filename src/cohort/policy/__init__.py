@@ -1,0 +1,25 @@
+"""A Hugging Face causal language model as a policy."""
+
+from cohort.policy.load import (
+    Precision,
+    context_length,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_precision,
+)
+from cohort.policy.policy import Policy, disable_dropout, sampled_logps
+
+__all__ = [
+    "Policy",
+    "Precision",
+    "context_length",
+    "disable_dropout",
+    "end_token_ids",
+    "load_model",
+    "load_tokenizer",
+    "resolve_device",
+    "resolve_precision",
+    "sampled_logps",
+]

@@ -1,0 +1,127 @@
+"""Loading: a Hugging Face causal language model and its tokenizer, and what they compute in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cohort.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What is stored and what is computed in."""
+
+    master: torch.dtype
+    """Dtype of the trained weights and of the optimizer's state."""
+    compute: torch.dtype
+    """Dtype of the model's matrix products; log-probs and everything after them are float32 (float64 for float64)."""
+
+    def __str__(self) -> str:
+        name = str(self.compute).removeprefix("torch.")
+        return name if self.compute == self.master else f"{name} over {str(self.master).removeprefix('torch.')} weights"
+
+
+def resolve_device(name: str) -> torch.device:
+    """"auto" is CUDA where there is one, else the CPU; anything else is torch's own name for a device.
+
+    Raises:
+        ModelError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"model.device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def resolve_precision(name: str, device: torch.device) -> Precision:
+    """"auto" is bfloat16 where the hardware multiplies matrices faster in it, float32 elsewhere.
+
+    The rule reads the hardware and never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but without AMX
+    are left at float32: the casts around each product take back what the product gains on small models.
+    """
+    if name == "auto":
+        if device.type == "cuda":
+            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+        else:
+            name = "bfloat16" if device.type == "cpu" and torch.cpu._is_amx_tile_supported() else "float32"
+    compute: torch.dtype = getattr(torch, name)
+    return Precision(torch.float64 if compute == torch.float64 else torch.float32, compute)
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub id.
+
+    Raises:
+        ModelError: no folder, or no tokenizer in it.
+    """
+    from transformers import AutoTokenizer
+
+    _check_folder(path)
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"model folder {path} holds no tokenizer: expected {' or '.join(_TOKENIZER_FILES[:2])}; "
+            f"save it there with tokenizer.save_pretrained({path!r})"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"cannot load a tokenizer from {path!r}: {_first_line(error)}") from error
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def load_model(path: str, precision: Precision, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
+    """The causal language model of a folder or hub id, in the master dtype.
+
+    Raises:
+        ModelError: no folder, or not a causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _check_folder(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=precision.master, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"cannot load a causal language model from {path!r}: {_first_line(error)}") from error
+    return model.to(device)
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """All tokens that end a completion: the generation config's, the model config's and the tokenizer's, together."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return tuple(sorted(found))
+
+
+def context_length(model: Any) -> int | None:
+    """The most tokens the model takes, prompt and completion together; None when its config does not say."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int) and length > 0:
+            return length
+    return None
+
+
+def _check_folder(path: str) -> None:
+    if not path:
+        raise ModelError("no model given: set model.path to a model folder or a hub id")
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise ModelError(f"no model folder {path}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,144 @@
+"""A causal language model as a policy: what it is, and the log-probabilities it gives to completions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cohort.policy.load import Precision
+
+
+class Policy:
+    """A model with the dtype it computes in and the number of updates it has seen.
+
+    Args:
+        model: a transformers causal language model. Used as it is, not copied: training it changes it.
+        precision: what it computes in.
+        dropout: False sets every dropout of the model to 0, the attention's too.
+
+    The model stands in evaluation mode except inside ``training()``.
+    """
+
+    def __init__(self, model: Any, precision: Precision, *, dropout: bool = False) -> None:
+        self.model = model.eval()
+        self.precision = precision
+        self.version = 0
+        """Optimizer updates these weights have seen. Completions carry it."""
+        if not dropout:
+            disable_dropout(model)
+        self._forward_arguments = set(inspect.signature(model.forward).parameters)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    @contextlib.contextmanager
+    def compute(self) -> Iterator[None]:
+        """Run the model in its compute dtype. Weights are cast once per block, not once per call inside it."""
+        if self.precision.compute == self.precision.master:
+            yield
+        else:
+            with torch.autocast(self.device.type, self.precision.compute):
+                yield
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Training mode for the update (gradient checkpointing and dropout need it); evaluation mode again after."""
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
+        """The model's output with logits of the last ``keep`` positions only, where the model can leave out the rest."""
+        if "logits_to_keep" in self._forward_arguments:
+            arguments["logits_to_keep"] = keep
+        output = self.model(input_ids=input_ids, **arguments)
+        if output.logits.shape[1] != keep:
+            output.logits = output.logits[:, -keep:]
+        return output
+
+    def logps(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of completions' tokens and the entropies of the distributions they were drawn from.
+
+            logps_n   = log softmax(logits / temperature)[token_n]
+            entropy_n = - sum_v p_v log p_v       over the full vocabulary, without gradient
+
+        Args:
+            prompt_ids, completion_ids: the token ids of S completions and of their prompts. No completion may be empty.
+            temperature: divides the logits, as it did in sampling.
+
+        Returns:
+            ``(logps_N, entropy_N)``, flat in sequence order, float32 (float64 for a float64 policy). Gradients flow
+            through the first when they are enabled.
+        """
+        shortest = min(map(len, prompt_ids))
+        rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+        # Padded on the right without an attention mask: under causal attention no real token sees what follows it.
+        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        # Logit t predicts token t+1, so the first one needed belongs to the shortest prompt's last token.
+        keep = input_ids.shape[1] - shortest + 1
+        taken = torch.zeros(len(rows), keep, dtype=torch.bool)
+        for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+            start = len(prompt) - shortest
+            taken[row, start : start + len(completion)] = True
+        targets_N = torch.cat([torch.tensor(c) for c in completion_ids]).to(self.device)
+        with self.compute():
+            logits = self.logits(input_ids.to(self.device), keep=keep, use_cache=False).logits
+        return sampled_logps(logits[taken.to(self.device)], targets_N, temperature)
+
+    def copy_frozen(self) -> Policy:
+        """A copy of the policy as it is now, in memory, that needs no gradients: the reference."""
+        model = copy.deepcopy(self.model)
+        model.requires_grad_(False)
+        frozen = Policy(model, self.precision, dropout=True)
+        frozen.version = self.version
+        return frozen
+
+    @torch.no_grad()
+    def move_toward(self, other: Policy, alpha: float) -> None:
+        """self <- alpha * other + (1 - alpha) * self, weight by weight (TR-DPO, arXiv 2404.09656, soft update)."""
+        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            mine.lerp_(theirs.to(mine.dtype), alpha)
+        self.version = other.version
+
+
+def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """``(logps_N, entropy_N)`` of logits of shape ``[N, V]``; statistics in float32 or better. Entropy has no gradient.
+
+    >>> logps, entropy = sampled_logps(torch.zeros(1, 4), torch.tensor([2]), temperature=1.0)
+    >>> logps, entropy
+    (tensor([-1.3863]), tensor([1.3863]))
+    """
+    if logits_NV.dtype != torch.float64:
+        logits_NV = logits_NV.float()
+    scaled_NV = logits_NV / temperature
+    normaliser_N = torch.logsumexp(scaled_NV, dim=-1)
+    logps_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1) - normaliser_N
+    with torch.no_grad():
+        log_probs_NV = scaled_NV - normaliser_N[:, None]
+        # where: a token that cannot occur has logit -inf, and 0 * -inf is not 0.
+        entropy_N = -torch.where(log_probs_NV.isneginf(), 0.0, log_probs_NV.exp() * log_probs_NV).sum(-1)
+    return logps_N, entropy_N
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability of a model to 0: ``nn.Dropout`` modules, and the floats that attention modules read
+    (``attention_dropout`` and the like), which are not modules at all.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

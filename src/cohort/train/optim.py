@@ -1,0 +1,76 @@
+"""AdamW with gradient clipping and a learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cohort.config import OptimConfig
+
+
+class Optimizer:
+    """AdamW (fused where torch has it), transformers' schedules, and clipping by the gradient's norm.
+
+    Weight decay acts on matrices only: biases, norms and other vectors are left alone.
+
+    Args:
+        model: what is trained: its parameters that require gradients.
+        config: the settings.
+        num_updates: updates of the whole run, for schedules that end.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int) -> None:
+        from transformers import get_scheduler
+
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.max_grad_norm = config.max_grad_norm
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=self.parameters[0].device.type in ("cpu", "cuda"),
+        )
+        self.schedule = get_scheduler(
+            config.lr_scheduler_type,
+            self.adamw,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=num_updates,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """The next update's learning rate."""
+        return float(self.schedule.get_last_lr()[0])
+
+    def zero_grad(self) -> None:
+        """Forget the last update's gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Clip, step, advance the schedule. Returns the gradient's norm before clipping.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are left as they were.
+        """
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        if not torch.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient's norm is {grad_norm.item()}: the update was not made")
+        self.adamw.step()
+        self.schedule.step()
+        return float(grad_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs."""
+        return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state_dict``."""
+        self.adamw.load_state_dict(state["adamw"])
+        self.schedule.load_state_dict(state["schedule"])

@@ -1,0 +1,128 @@
+"""The glossary: what flows between the rooms, as frozen dataclasses. Importing this module imports no torch.
+
+Axis letters, used as suffixes of tensor names everywhere:
+
+    P  prompts of a rollout             G  completions of one prompt (``num_generations``)
+    S  completions ("sequences") of a rollout, S = P * G, in group order
+    N  completion tokens of a batch, flat: the tokens of sequence 0, then those of sequence 1, ...
+    V  vocabulary                       K  reward functions
+
+A worked example. Two prompts, two completions each, of 3, 2, 1 and 2 tokens:
+
+    group_S    = [0, 0, 1, 1]                   which group a completion belongs to
+    lengths_S  = [3, 2, 1, 2]                   tokens per completion, end token included
+    sequence_N = [0, 0, 0, 1, 1, 2, 3, 3]       which completion a token belongs to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Message = Mapping[str, Any]
+"""One chat message: ``{"role": ..., "content": ...}``."""
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended, as the sampler saw it. Never guessed from token ids afterwards."""
+
+    EOS = "eos"
+    """The policy drew an end token. The end token is the completion's last token and part of the loss."""
+    STOP = "stop"
+    """The text came to contain a stop string. The tokens that spell it are part of the completion."""
+    LENGTH = "length"
+    """``max_completion_length`` tokens were drawn and none of them ended the completion: it is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data set, rendered to token ids."""
+
+    uid: int
+    """Identity of the prompt's group within the run: its place in the stream of prompts. Two groups never share it."""
+    row_index: int
+    """Which row of the data set."""
+    token_ids: tuple[int, ...]
+    text: str
+    """What ``token_ids`` decode to, special tokens shown."""
+    prompt: str | list[Message]
+    """The row's prompt as reward functions receive it: a string, or a list of messages for a conversation."""
+    columns: Mapping[str, Any]
+    """All columns of the row."""
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether the prompt is a list of messages; then completions reach the rewards as messages too."""
+        return not isinstance(self.prompt, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy wrote after a prompt.
+
+    ``token_ids`` includes the end token when there is one, so ``len(token_ids)`` is the number of loss tokens.
+    Example: ids ``(5, 9, 2)`` with 2 the end token, ``finish_reason`` EOS, three ``sampler_logps``.
+    """
+
+    token_ids: tuple[int, ...]
+    sampler_logps: tuple[float, ...]
+    """log-probability of each token under the distribution it was drawn from; same length as ``token_ids``."""
+    finish_reason: FinishReason
+    text: str
+    """``token_ids`` decoded, special tokens left out."""
+    weights_version: int
+    """How many optimizer updates the weights that sampled it had seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G completions of one prompt; their rewards are compared with each other and with nothing else."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Rewards of a rollout. A completion that a function cannot score has NaN there; see ``rewards.runner``."""
+
+    rewards_S: Tensor
+    """Weighted sum over functions, float64; NaN where no function gave a score."""
+    by_function_SK: Tensor
+    """Each function's own rewards, unweighted, float64; NaN where it returned ``None``."""
+    names: tuple[str, ...]
+    """The K functions' names, made unique."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Scored completions as flat tensors: a whole rollout, one minibatch of it, or one microbatch.
+
+    The four policies are kept apart by name. ``old_logps_N`` is None when one update uses the rollout: the old policy
+    then IS the current one and the ratio is 1 by identity. ``ref_logps_N`` is None when ``beta`` is 0.
+    The current policy's ``logps_N`` is not stored here: the update computes it with its graph.
+    """
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+    completion_ids: tuple[tuple[int, ...], ...]
+    group_S: Tensor
+    advantages_S: Tensor
+    sequence_N: Tensor
+    sampler_logps_N: Tensor
+    old_logps_N: Tensor | None = None
+    ref_logps_N: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """S, the number of completions."""
+        return len(self.completion_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of completion tokens."""
+        return int(self.sequence_N.numel())
