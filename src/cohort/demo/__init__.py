@@ -1,0 +1,1 @@
+"""The embedded task and model of ``cohort demo``."""

@@ -1,0 +1,145 @@
+"""GRPO in under 200 lines, from Cohort's pure functions and its engine, with no trainer.
+
+    python examples/minimal_grpo.py
+
+Trains the demo's model for a few steps on column addition. ``tests/test_minimal_example.py`` holds the parameters equal
+to those of ``cohort.train.loop`` after three steps, bit for bit. What the trainer adds is around this: checks, data files,
+microbatches, several updates per rollout, a run folder, evaluation, resuming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cohort.demo
+from cohort.demo.task import accuracy, problems
+from cohort.objective import PRESETS, Objective, coefficients, group_advantages, k3, token_weights
+from cohort.policy import Policy, end_token_ids, load_model, load_tokenizer, resolve_device, resolve_precision
+from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.types import Completion, Prompt
+
+MODEL = str(Path(cohort.demo.__file__).parent / "model")
+
+# The algorithm's settings.
+SEED = 0
+STEPS = 10
+PROMPTS_PER_STEP = 16  # P
+NUM_GENERATIONS = 8  # G
+TEMPERATURE = 1.0
+LEARNING_RATE = 3e-4
+MAX_GRAD_NORM = 1.0
+OBJECTIVE: Objective = PRESETS["grpo"].replace(beta=0.02, kl_gradient="reverse")
+
+
+def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]:
+    """Rows to prompts, through the chat template. Each prompt's uid names its group."""
+    prompts = []
+    for uid, row in enumerate(rows):
+        messages = [{"role": "user", "content": row["question"]}]
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        ids = tuple(encoded["input_ids"])
+        prompts.append(Prompt(uid, uid, ids, tokenizer.decode(ids), messages, row))
+    return prompts
+
+
+def completion_logps(policy: Policy, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
+    """log pi(token) of every completion token, flat, shape [N]."""
+    logps_N, _entropy_N = policy.logps(
+        [prompt.token_ids for prompt in prompts],
+        [completion.token_ids for completion in completions],
+        TEMPERATURE,
+    )
+    return logps_N
+
+
+def train_step(
+    step: int,
+    prompts_P: Sequence[Prompt],
+    policy: Policy,
+    reference: Policy,
+    engine: LocalEngine,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, float]:
+    """One step of GRPO with one update per rollout."""
+    # 1. Sample a group of G completions per prompt, with the current weights.
+    sampling = Sampling(max_completion_length=96, temperature=TEMPERATURE)
+    groups = engine.generate(prompts_P, NUM_GENERATIONS, sampling, Draws(SEED, step))
+
+    # 2. Score every completion.
+    completions_S = [completion for group in groups for completion in group.completions]
+    prompts_S = [group.prompt for group in groups for _ in group.completions]
+    answers = [prompt.columns["answer"] for prompt in prompts_S]
+    rewards_S = torch.tensor(accuracy([c.text for c in completions_S], answers), dtype=torch.float64)
+
+    # 3. Compare each completion with the others of its group. Equal rewards: advantage 0.
+    group_S = torch.arange(len(groups)).repeat_interleave(NUM_GENERATIONS)
+    advantages_S = group_advantages(
+        rewards_S,
+        group_S,
+        scale=OBJECTIVE.scale,
+        ddof=OBJECTIVE.std_ddof,
+        epsilon=OBJECTIVE.std_epsilon,
+    )
+
+    # 4. Tokens: which completion each belongs to, and its weight 1/Z: mean over tokens, then over completions.
+    lengths_S = torch.tensor([len(completion.token_ids) for completion in completions_S])
+    sequence_N = torch.arange(len(completions_S)).repeat_interleave(lengths_S)
+    weights_N = token_weights(sequence_N, len(completions_S), aggregation=OBJECTIVE.aggregation)
+
+    # 5. Log-probs. One update uses the rollout, so the old policy is the current one and needs no pass of its own.
+    with torch.no_grad():
+        ref_logps_N = completion_logps(reference, prompts_S, completions_S)
+    optimizer.zero_grad()
+    with policy.training():
+        logps_N = completion_logps(policy, prompts_S, completions_S)
+
+        # 6. The gradient: each token's score times its coefficient. The scalar below has that gradient and no meaning.
+        c_N = coefficients(
+            OBJECTIVE,
+            logps_N.detach(),
+            advantages_S[sequence_N],
+            weights_N,
+            ref_logps_N=ref_logps_N,
+        ).total_N
+        torch.sum(-c_N * logps_N).backward()
+
+    # 7. Step.
+    grad_norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    policy.version += 1
+    return {
+        "reward": float(rewards_S.mean()),
+        "kl": float(k3(logps_N.detach(), ref_logps_N).mean()),
+        "grad_norm": float(grad_norm),
+    }
+
+
+def build(model_path: str = MODEL) -> tuple[Policy, Policy, LocalEngine, torch.optim.Optimizer, Any]:
+    """Policy, reference, engine, optimizer, tokenizer."""
+    device = resolve_device("cpu")
+    precision = resolve_precision("float32", device)
+    tokenizer = load_tokenizer(model_path)
+    policy = Policy(load_model(model_path, precision, device), precision)
+    reference = policy.copy_frozen()
+    engine = LocalEngine(policy, tokenizer, end_token_ids(policy.model, tokenizer))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    return policy, reference, engine, optimizer, tokenizer
+
+
+def main() -> None:
+    """Train for a few steps and print what happens."""
+    policy, reference, engine, optimizer, tokenizer = build()
+    prompts = make_prompts(tokenizer, problems(STEPS * PROMPTS_PER_STEP, held_out=False, seed=SEED))
+    for step in range(STEPS):
+        prompts_P = prompts[step * PROMPTS_PER_STEP : (step + 1) * PROMPTS_PER_STEP]
+        result = train_step(step, prompts_P, policy, reference, engine, optimizer)
+        print(f"step {step + 1}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The command line: parsing, and one call per command."""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.time()  # before anything heavy is imported: what the command takes is counted from here
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+from cohort.errors import CohortError  # noqa: E402
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns its exit code: 0, 2 for a mistake in what was asked for, 130 when interrupted."""
+    parser = build_parser()
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and options.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        match options.command:
+            case "demo":
+                demo(options)
+            case "train":
+                train(options, overrides)
+            case "config":
+                from cohort.config import annotated_toml
+
+                print(annotated_toml(), end="")
+    except CohortError as error:
+        print(f"cohort: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ncohort: interrupted; a run with a checkpoint can be continued with --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    from cohort import __version__
+
+    parser = argparse.ArgumentParser(prog="cohort", description="GRPO for causal language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"cohort {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo_parser = commands.add_parser(
+        "demo", help="train a small model on column addition: about two minutes", allow_abbrev=False
+    )
+    demo_parser.add_argument("--seed", type=int, default=0, help="seed of the run (default 0)")
+    demo_parser.add_argument("--output-dir", default=None, help="run folder (default: the next free runs/demo-NNN)")
+    train_parser = commands.add_parser(
+        "train",
+        help="train your model on your data and rewards",
+        usage="cohort train CONFIG.toml [--resume] [--section.key value ...]",
+        epilog="Every setting of 'cohort config' can be given as --section.key value; it goes before the file's.",
+        allow_abbrev=False,
+    )
+    train_parser.add_argument("config", metavar="CONFIG.toml", help="the settings")
+    train_parser.add_argument("--resume", action="store_true", help="continue the run in run.output_dir")
+    commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
+    return parser
+
+
+def demo(options: argparse.Namespace) -> None:
+    """``cohort demo``."""
+    from cohort.demo.run import run_demo
+
+    run_demo(seed=options.seed, output_dir=options.output_dir, started=STARTED)
+
+
+def train(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """``cohort train``."""
+    from cohort.config import load_config
+
+    config = load_config(options.config, overrides)  # before torch is imported: a typo is answered at once
+    from cohort.trainer import trainer_from_config
+
+    trainer = trainer_from_config(config, resume=options.resume)
+    trainer.started = STARTED
+    trainer.train(resume=options.resume)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

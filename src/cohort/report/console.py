@@ -1,0 +1,113 @@
+"""The terminal: what a run says at its start, and its progress."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cohort.config import GRPOConfig, Schedule
+
+if TYPE_CHECKING:
+    from cohort.data import PromptStream
+    from cohort.objective import Objective
+    from cohort.policy import Policy
+    from cohort.rollout import LocalEngine
+
+PLAIN_LINES = 20
+"""How many progress lines a whole run prints where there is no terminal."""
+
+
+def announce(*paragraphs: str) -> None:
+    """Print, and flush: what is said at the start must be there when something fails later."""
+    for paragraph in paragraphs:
+        print(paragraph, flush=True)
+
+
+def describe_run(
+    *,
+    policy: Policy,
+    engine: LocalEngine,
+    prompts: PromptStream,
+    objective: Objective,
+    schedule: Schedule,
+    config: GRPOConfig,
+    tokenizer: Any,
+) -> str:
+    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective, schedule."""
+    count = sum(parameter.numel() for parameter in policy.model.parameters())
+    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
+    rollout, optim = config.rollout, config.optim
+    warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
+    return "\n".join(
+        [
+            f"model: {type(policy.model).__name__}, {count:,} parameters, {policy.precision}, on {policy.device}",
+            f"sampling: temperature {rollout.temperature:g}, at most {rollout.max_completion_length} tokens, "
+            f"stop strings {list(rollout.stop) or 'none'}, end tokens {ends or 'none: every completion runs to its limit'}",
+            f"first prompt: {prompts.take(0, 1)[0].text!r}",
+            objective.describe(),
+            f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
+            f"gradient norm cut to {optim.max_grad_norm:g}",
+            schedule.describe(),
+            f"seed: {config.run.seed}",
+        ]
+    )
+
+
+class StepDisplay:
+    """A progress bar on a terminal; elsewhere a line every twentieth of the run.
+
+    Args:
+        steps: of the whole run.
+        enabled: False shows nothing.
+    """
+
+    def __init__(self, steps: int, *, enabled: bool = True) -> None:
+        self._steps = steps
+        self._enabled = enabled
+        self._bar: Progress | None = None
+        if enabled and sys.stdout.isatty():
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(compact=True),
+                console=Console(),
+            )
+            self._task = self._bar.add_task("sampling the first rollout", total=steps)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        """Show a step."""
+        step = metrics["step"]
+        if self._bar:
+            self._bar.update(self._task, completed=step, description=step_line(metrics))
+        elif self._enabled and (step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps):
+            print(f"step {step}/{self._steps}  {step_line(metrics)}", flush=True)
+
+
+def step_line(metrics: dict[str, Any]) -> str:
+    """A step's headline. Reward and what is behind it; never a loss, whose value says nothing here."""
+    parts = [f"reward {_number(metrics['reward/mean'])}"]
+    if "reward/accuracy" in metrics:
+        parts.append(f"accuracy {_number(metrics['reward/accuracy'])}")
+    parts += [f"dead groups {metrics['groups/dead_share']:.0%}", f"entropy {metrics['entropy']:.4f}"]
+    if "kl/k3" in metrics:
+        parts.append(f"KL {metrics['kl/k3']:.4f}")
+    parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

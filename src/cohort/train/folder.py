@@ -1,0 +1,216 @@
+"""The run folder: everything a run produces, readable without Cohort.
+
+    config.toml              the settings as resolved
+    metrics.jsonl            one line per step
+    rollouts/step-N.parquet  every completion of step N
+    checkpoints/step-N/      weights, config and tokenizer that transformers loads as they are
+        state/               what the loop needs to go on: optimizer, schedule, reference, random state, position
+    summary.json             written when the run ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cohort.config import GRPOConfig, load_config, to_toml
+from cohort.errors import RunFolderError
+from cohort.policy import Policy
+from cohort.train.optim import Optimizer
+from cohort.types import Group, Scores, TokenBatch
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
+        *("run.save_total_limit", "rollout.max_batch_size", "optim.microbatch_tokens"),
+        *("model.device", "model.gradient_checkpointing", "report.progress", "report.log_completions"),
+    }
+)
+"""Settings that change where, how long or how fast a run goes, not what it computes."""
+
+
+class RunFolder:
+    """One run's folder.
+
+    Args:
+        path: the folder. It need not exist.
+        keep_checkpoints: the newest so many are kept; None: all.
+    """
+
+    def __init__(self, path: str | Path, *, keep_checkpoints: int | None = None) -> None:
+        self.path = Path(path)
+        self._keep = keep_checkpoints
+
+    @classmethod
+    def next_free(cls, name: str, *, keep_checkpoints: int | None = None) -> RunFolder:
+        """``runs/NAME-001``, or the first number that no folder has."""
+        number = 1
+        while (Path("runs") / f"{name}-{number:03d}").exists():
+            number += 1
+        return cls(Path("runs") / f"{name}-{number:03d}", keep_checkpoints=keep_checkpoints)
+
+    def check_free(self) -> None:
+        """Raise unless the folder is empty or does not exist.
+
+        Raises:
+            RunFolderError: it holds something.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            what = "already holds a run" if (self.path / "config.toml").exists() else "is not empty"
+            raise RunFolderError(
+                f"{self.path} {what}: choose another run.output_dir"
+                + (", or continue it with --resume" if "run" in what else "")
+            )
+
+    def start(self, config: GRPOConfig) -> None:
+        """Take the folder for a new run."""
+        self.check_free()
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write_whole(self.path / "config.toml", to_toml(config))
+
+    def check_resumable(self, config: GRPOConfig) -> int:
+        """The step of the newest checkpoint, when ``config`` continues this run.
+
+        Raises:
+            RunFolderError: there is no checkpoint, or a setting that changes results differs from the run's.
+        """
+        steps = self.checkpoint_steps()
+        if not steps:
+            raise RunFolderError(f"{self.path} has no checkpoint to resume from")
+        theirs, ours = load_config(self.path / "config.toml"), config
+        changed = [
+            f"{section}.{key}: the run has {old!r}, now {new!r}"
+            for section in GRPOConfig.SECTIONS
+            for key, old in getattr(theirs, section).model_dump().items()
+            if (new := getattr(getattr(ours, section), key)) != old and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME
+        ]
+        if changed:
+            raise RunFolderError(f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed))
+        return steps[-1]
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """One line of ``metrics.jsonl``."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(metrics) + "\n")
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget the lines of steps that a resumed run does again."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            _write_whole(path, "".join(kept))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """``summary.json``."""
+        _write_whole(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def write_rollout(self, step: int, groups: Sequence[Group], scores: Scores, batch: TokenBatch) -> None:
+        """Every completion of a step, a row each, as Parquet."""
+        import pyarrow
+        import pyarrow.parquet
+
+        pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+        rows: dict[str, list[Any]] = {
+            "group": [prompt.uid for prompt, _ in pairs],
+            "row": [prompt.row_index for prompt, _ in pairs],
+            "prompt": [prompt.text for prompt, _ in pairs],
+            "completion": [completion.text for _, completion in pairs],
+            "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
+            "reward": [None if reward != reward else reward for reward in scores.rewards_S.tolist()],
+            "advantage": batch.advantages_S.tolist(),
+            "weights_version": [completion.weights_version for _, completion in pairs],
+            "token_ids": [list(completion.token_ids) for _, completion in pairs],
+            "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
+        }
+        for name, column in zip(scores.names, scores.by_function_SK.T.tolist(), strict=True):
+            rows[f"reward/{name}"] = [None if reward != reward else reward for reward in column]
+        target = self.path / "rollouts" / f"step-{step}.parquet"
+        target.parent.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table(rows), target.with_suffix(".part"))
+        target.with_suffix(".part").replace(target)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, in order."""
+        found = (self.path / "checkpoints").glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in found if path.name.removeprefix("step-").isdigit())
+
+    def checkpoint(self, step: int) -> Path:
+        """Where a step's checkpoint is."""
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def save_checkpoint(
+        self, step: int, policy: Policy, reference: Policy | None, optimizer: Optimizer, tokenizer: Any
+    ) -> None:
+        """Write a checkpoint beside the others, then give it its name: one that has its name is whole."""
+        part = self.checkpoint(step).with_name(f"step-{step}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        (part / "state").mkdir(parents=True)
+        save_model(policy, tokenizer, part)
+        if reference is not None:
+            torch.save(reference.model.state_dict(), part / "state" / "reference.pt")
+        torch.save(optimizer.state_dict(), part / "state" / "optimizer.pt")
+        loop = {"step": step, "version": policy.version, "random": random_state()}
+        torch.save(loop, part / "state" / "loop.pt")
+        shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+        part.rename(self.checkpoint(step))
+        for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
+            shutil.rmtree(self.checkpoint(old))
+
+    def load_checkpoint(self, step: int, policy: Policy, reference: Policy | None, optimizer: Optimizer) -> None:
+        """Put a checkpoint's state into a run's parts."""
+        from safetensors.torch import load_model
+
+        folder = self.checkpoint(step)
+        device = policy.device
+        if (folder / "model.safetensors").exists():
+            load_model(policy.model, folder / "model.safetensors", device=str(device))
+        else:  # written in several files
+            loaded = type(policy.model).from_pretrained(folder, dtype=policy.precision.master)
+            policy.model.load_state_dict(loaded.state_dict())
+        if reference is not None:
+            reference.model.load_state_dict(torch.load(folder / "state" / "reference.pt", map_location=device))
+        optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
+        loop = torch.load(folder / "state" / "loop.pt", weights_only=False)
+        policy.version = loop["version"]
+        set_random_state(loop["random"])
+
+
+def save_model(policy: Policy, tokenizer: Any, path: str | Path) -> None:
+    """Weights, config and tokenizer as transformers loads them, in the master dtype."""
+    policy.model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the global generators. Cohort's own draws have none: they are functions of their keys. A reward
+    function or a model's dropout may use these."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is either the old one or the whole new one."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

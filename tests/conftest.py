@@ -1,0 +1,63 @@
+"""Small models and tokenizers, made on the spot: no test reads a hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+from cohort.policy import Policy, Precision, load_tokenizer
+
+DEMO_MODEL = Path(__file__).parents[1] / "src" / "cohort" / "demo" / "model"
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> str:
+    return str(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer():
+    """The demo's tokenizer: a token per digit, sign and word; has a chat template."""
+    return load_tokenizer(str(DEMO_MODEL))
+
+
+def tiny_llama(vocab_size: int = 37, **changes):
+    """A random Llama of a few thousand parameters. Weights are large enough that distributions are not flat."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    } | changes
+    return LlamaForCausalLM(LlamaConfig(**settings))
+
+
+@pytest.fixture
+def float64_policy() -> Policy:
+    return Policy(tiny_llama().double(), Precision(torch.float64, torch.float64))
+
+
+@pytest.fixture
+def float32_policy() -> Policy:
+    return Policy(tiny_llama(), Precision(torch.float32, torch.float32))
