@@ -3,8 +3,8 @@
     python examples/minimal_grpo.py
 
 Trains the demo's model for a few steps on column addition. ``tests/test_minimal_example.py`` holds the parameters equal
-to those of ``cohort.train.loop`` after three steps, bit for bit. What the trainer adds is around this: checks, data files,
-microbatches, several updates per rollout, a run folder, evaluation, resuming.
+to those of ``cohort.train.loop`` after three steps, bit for bit. What the trainer adds is around this: checks, data
+files, microbatches, several updates per rollout, a run folder, evaluation, resuming.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cohort.demo.task import accuracy, problems
 from cohort.objective import PRESETS, Objective, coefficients, group_advantages, k3, token_weights
 from cohort.policy import Policy, end_token_ids, load_model, load_tokenizer, resolve_device, resolve_precision
 from cohort.rollout import Draws, LocalEngine, Sampling
-from cohort.types import Completion, Prompt
+from cohort.types import Completion, Message, Prompt
 
 MODEL = str(Path(cohort.demo.__file__).parent / "model")
 
@@ -40,7 +40,7 @@ def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]
     """Rows to prompts, through the chat template. Each prompt's uid names its group."""
     prompts = []
     for uid, row in enumerate(rows):
-        messages = [{"role": "user", "content": row["question"]}]
+        messages: list[Message] = [{"role": "user", "content": row["question"]}]
         encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         ids = tuple(encoded["input_ids"])
         prompts.append(Prompt(uid, uid, ids, tokenizer.decode(ids), messages, row))
@@ -48,7 +48,7 @@ def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]
 
 
 def completion_logps(policy: Policy, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
-    """log pi(token) of every completion token, flat, shape [N]."""
+    """Log pi(token) of every completion token, flat, shape [N]."""
     logps_N, _entropy_N = policy.logps(
         [prompt.token_ids for prompt in prompts],
         [completion.token_ids for completion in completions],

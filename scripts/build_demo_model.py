@@ -3,11 +3,12 @@
     python scripts/build_demo_model.py            # writes src/cohort/demo/model, a few minutes on 2 cores
     python scripts/build_demo_model.py --out DIR  # ... elsewhere
 
-The model is trained by imitation on solutions whose writer forgets more than half of the carries. So it has every step of
-the method, but its habit is wrong: sampled, it solves a good third of the problems; greedily, only those that
+The model is trained by imitation on solutions whose writer forgets more than half of the carries. So it has every step
+of the method, but its habit is wrong: sampled, it solves a good third of the problems; greedily, only those that
 need no carry. That is the state GRPO starts from in practice: the right behaviour is in the policy, not its habit.
 
-The same machine writes the same file: the seed is fixed, and the problems the demo holds out are never seen here either.
+The same machine writes the same file: the seed is fixed, and the problems the demo holds out are never seen here
+either.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from cohort.demo.task import DIGITS, is_held_out, solution
 
 FORGET_CARRY = 0.55
-STEPS = 700
+STEPS = 600
 BATCH = 128
 PEAK_LEARNING_RATE = 2e-3
 CHAT_TEMPLATE = (
@@ -53,12 +54,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(vocab_size: int) -> LlamaForCausalLM:
-    """About 0.7 million parameters."""
+    """About half a million parameters."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=4,
+        intermediate_size=256,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -72,7 +73,8 @@ def build_model(vocab_size: int) -> LlamaForCausalLM:
 
 def training_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels of forgetful solutions; only the assistant's words are labelled."""
-    rows, labels = [], []
+    rows: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
     low, high = 10 ** (DIGITS - 1), 10**DIGITS - 1
     while len(rows) < BATCH:
         a, b = rng.randint(low, high), rng.randint(low, high)

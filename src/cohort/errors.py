@@ -9,7 +9,8 @@
     └── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2. Each class is also the built-in one that fits, so that ordinary ``except`` clauses work.
+traceback and exits with code 2. Each class is also the built-in one that fits, so that ordinary ``except`` clauses
+work.
 """
 
 

@@ -74,13 +74,15 @@ class GRPOTrainer:
             raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
         self.tokenizer = processing_class or load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
         prompts = PromptSet(rows, self.tokenizer, config.data)
-        eval_prompts = eval_rows and PromptSet(eval_rows, self.tokenizer, config.data, name="the evaluation data")
+        sets = [prompts]
+        if eval_rows is not None:
+            sets.append(PromptSet(eval_rows, self.tokenizer, config.data, name="the evaluation data"))
         self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        for tried in filter(None, (prompts, eval_prompts)):
+        for tried in sets:
             self.rewards.dry_run([tried.prompt(index, uid=index) for index in range(min(2, len(tried)))])
 
         self.policy = load_policy(model, config.model)
-        for checked in filter(None, (prompts, eval_prompts)):
+        for checked in sets:
             check_context(checked, self.policy, config)
         self.objective = objective_of(config.objective)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
@@ -88,7 +90,7 @@ class GRPOTrainer:
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         ends = end_token_ids(self.policy.model, self.tokenizer)
         self.engine = LocalEngine(self.policy, self.tokenizer, ends, max_batch_size=config.rollout.max_batch_size)
-        self.evaluator = self._evaluator(eval_prompts) if eval_prompts else None
+        self.evaluator = self._evaluator(sets[1]) if eval_rows is not None else None
         self.folder: RunFolder | None = None
         """Where the run is written; chosen when ``train`` starts."""
 
@@ -184,7 +186,8 @@ class GRPOTrainer:
         step = folder.check_resumable(self.args)
         if step >= self.schedule.steps:
             raise ConfigError(
-                f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; raise run.max_steps to go on"
+                f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
+                "raise run.max_steps to go on"
             )
         folder.load_checkpoint(step, self.policy, self.reference, self.optimizer)
         folder.drop_metrics_after(step)
@@ -269,5 +272,3 @@ def output_folder(config: GRPOConfig) -> RunFolder:
 def _reward_functions(given: Any) -> list[RewardFunction]:
     listed = [given] if callable(given) or isinstance(given, str) else list(given or ())
     return [resolve_reward(item) if isinstance(item, str) else item for item in listed]
-
-

@@ -87,7 +87,9 @@ def test_first_update_value_is_zero_and_gradient_is_not():
 
 def test_zero_advantage_means_zero_policy_coefficient():
     logps, old, ref, _ = random_logps(1)
-    got = coefficients(PAPER, logps, torch.zeros_like(logps), token_weights(SEQUENCE, 4), old_logps_N=old, ref_logps_N=ref)
+    got = coefficients(
+        PAPER, logps, torch.zeros_like(logps), token_weights(SEQUENCE, 4), old_logps_N=old, ref_logps_N=ref
+    )
     assert got.policy_N.abs().max() == 0
     assert got.kl_N.abs().max() > 0
 

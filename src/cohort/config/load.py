@@ -130,7 +130,7 @@ def _check_sections(table: Mapping[str, Any], source: str) -> None:
 
 
 def _section_type(annotation: Any) -> type[BaseModel]:
-    return typing.cast(type[BaseModel], annotation)
+    return typing.cast("type[BaseModel]", annotation)
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

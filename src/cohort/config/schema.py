@@ -1,4 +1,5 @@
-"""The settings, in sections. One TOML table per section, one ``--section.key`` per setting, one ``GRPOConfig`` in Python.
+"""The settings, in sections. One TOML table per section, one ``--section.key`` per setting, one ``GRPOConfig`` in
+Python.
 
 A field's docstring says what it does, its unit and its off value; ``cohort config`` prints them all as a TOML file.
 Importing this module imports no torch.
@@ -30,8 +31,8 @@ class ModelConfig(Section):
     path: str = ""
     """A Hugging Face causal language model: a folder, or a hub id. In Python the `model` argument takes its place."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """What the model computes in. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16
-    over them. "auto" is bfloat16 on CUDA that has it and on CPUs with AMX, float32 elsewhere."""
+    """What the model computes in. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in
+    bfloat16 over them. "auto" is bfloat16 on CUDA that has it and on CPUs with AMX, float32 elsewhere."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1", "mps". "auto" is CUDA where there is one, else the CPU."""
     dropout: bool = False
@@ -61,8 +62,8 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """A system message before the prompt. Needs chat format."""
     format: Literal["auto", "text", "chat"] = "auto"
-    """"chat" puts the prompt through the tokenizer's chat template (a string becomes the user's message), "text" takes a
-    string as it is, "auto" is chat for lists of messages and text for strings."""
+    """"chat" puts the prompt through the tokenizer's chat template (a string becomes the user's message), "text" takes
+    a string as it is, "auto" is chat for lists of messages and text for strings."""
     shuffle: bool = True
     """A new order for each epoch, drawn from `run.seed`. Off: the file's order."""
     train_rows: PositiveInt | None = None

@@ -136,5 +136,5 @@ def _tokenize(prompt: str | list[Message], tokenizer: Any, where: str) -> list[i
         )
     except Exception as error:  # templates raise jinja errors of many kinds
         raise DataError(f"{where}: the chat template refused the messages: {error}") from error
-    ids = encoded["input_ids"]
-    return ids
+    chat_ids: list[int] = encoded["input_ids"]
+    return chat_ids

@@ -31,7 +31,7 @@ def load_rows(source: str, *, split: str = "train", limit: int | None = None) ->
         case ".parquet":
             rows = _read_parquet(_existing(path))
         case suffix:
-            if path.exists() or suffix in (".json", ".csv", ".txt"):
+            if path.is_file() or suffix in (".json", ".csv", ".txt"):
                 raise DataError(f"cannot read {source}: expected a .jsonl or .parquet file, or a data set's name")
             rows = _load_named(source, split)
     if limit is not None and limit < len(rows):
@@ -65,7 +65,7 @@ def _existing(path: Path) -> Path:
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

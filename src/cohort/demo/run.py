@@ -31,7 +31,10 @@ def demo_config(seed: int, output_dir: str) -> GRPOConfig:
         num_generations=8,
         max_completion_length=96,
         beta=0.01,
-        learning_rate=3e-4,
+        learning_rate=2e-4,
+        lr_scheduler_type="linear",
+        warmup_steps=5,
+        microbatch_tokens=4096,  # faster than one large one: its tensors stay in the caches
         precision="float32",
         device="cpu",
         max_steps=45,
@@ -65,8 +68,8 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     )
     trainer.started = started
     announce(
-        "Teaching a small language model to carry. It adds four-digit numbers with the work written out, but was taught "
-        "by forgetful examples and leaves out more than half of the carries.\n"
+        "Teaching a small language model to carry. It adds four-digit numbers with the work written out, "
+        "but was taught by forgetful examples and leaves out more than half of the carries.\n"
     )
     before = trainer.evaluation()
     trainer.train()

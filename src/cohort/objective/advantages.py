@@ -1,7 +1,7 @@
 """Rewards to advantages. Pure functions on flat tensors; statistics in float64.
 
 >>> import torch
->>> rewards = torch.tensor([1., 0., 0., 1., 1., 0., 0., 0.])
+>>> rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 >>> group = torch.zeros(8, dtype=torch.long)
 >>> group_advantages(rewards, group, epsilon=0.0)[:2]
 tensor([ 1.2076, -0.7246], dtype=torch.float64)
@@ -90,7 +90,7 @@ def group_advantages(
 
     >>> group_advantages(torch.tensor([0.1] * 8), torch.zeros(8, dtype=torch.long)).tolist() == [0.0] * 8
     True
-    >>> group_advantages(torch.tensor([1., torch.nan, 0.]), torch.zeros(3, dtype=torch.long), epsilon=0.0)
+    >>> group_advantages(torch.tensor([1.0, torch.nan, 0.0]), torch.zeros(3, dtype=torch.long), epsilon=0.0)
     tensor([ 0.7071,  0.0000, -0.7071], dtype=torch.float64)
     """
     if scale not in ("group", "none"):

@@ -25,7 +25,8 @@ from cohort.objective.ratio import importance_ratio, ppo_clip_multiplier
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The two terms of c_N, apart, so that the log can show each. Shape ``[N]`` each; ``kl_N`` is 0 without a KL term."""
+    """The two terms of c_N, apart, so that the log can show each. Shape ``[N]`` each; ``kl_N`` is 0 without a KL
+    term."""
 
     policy_N: Tensor
     kl_N: Tensor
@@ -57,8 +58,8 @@ def coefficients(
         ref_logps_N: log-probs of the reference; needed exactly when ``objective.beta`` is not 0.
 
     Returns:
-        Coefficients in float32, or in float64 when ``logps_N`` is float64. A token with advantage 0 has a policy term of
-        exactly 0.
+        Coefficients in float32, or in float64 when ``logps_N`` is float64. A token with advantage 0 has a policy term
+        of exactly 0.
 
     >>> from cohort.objective import PRESETS
     >>> lp, a, w = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])

@@ -7,8 +7,8 @@ Per token, with D = ref_logps - logps at the sampled token:
     k3 = e^D - D - 1              unbiased when the tokens come from the policy, never negative
 
 Value and gradient are two questions. All three estimate the value of the *reverse* KL, KL(policy || reference). But
-using k3 as a loss, as DeepSeekMath does, gives the gradient of the *forward* KL, KL(reference || policy), state by state:
-d k3 / d logp = 1 - e^D, whose mean over the policy is the forward KL's gradient. The reverse KL's is k1. So a
+using k3 as a loss, as DeepSeekMath does, gives the gradient of the *forward* KL, KL(reference || policy), state by
+state: d k3 / d logp = 1 - e^D, whose mean over the policy is the forward KL's gradient. The reverse KL's is k1. So a
 configuration names the gradient's direction, and the log shows the k1 and k3 means.
 """
 
@@ -69,8 +69,8 @@ def kl_multiplier(
         gradient: whose gradient.
         ratio_N: current to old; None when they are the same policy (ratio 1). Used by "reverse" only.
 
-    Both vanish at logps == ref_logps and agree to first order there. Far away they do not: where the policy is much less
-    likely than the reference, forward grows like e^D and reverse like D.
+    Both vanish at logps == ref_logps and agree to first order there. Far away they do not: where the policy is much
+    less likely than the reference, forward grows like e^D and reverse like D.
 
     >>> lp, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -1.0])
     >>> kl_multiplier(lp, ref, gradient="reverse")

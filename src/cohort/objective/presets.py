@@ -44,7 +44,7 @@ class Objective:
             [
                 f"objective {self.name} ({self.source})",
                 f"  advantage   A = (R - mean(R_group)) / {spread}; 0 when all rewards of the group are equal",
-                f"  policy      min(r A, clip(r, {self.ratio_low:g}, {self.ratio_high:g}) A),  r = policy/old, per token",
+                f"  policy      min(r A, clip(r, {self.ratio_low:g}, {self.ratio_high:g}) A), r = policy/old per token",
                 f"  KL          beta = {self.beta:g}" + (f"; {kl}" if self.beta else "; no reference policy"),
                 "  mean        over the tokens of a completion, then over completions",
             ]

@@ -26,8 +26,8 @@ def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:
 def ppo_clip_sides(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Which tokens the clip silences: ``(clipped_low_N, clipped_high_N)``, boolean.
 
-    Low: A < 0 and ratio < low (the token is already as unlikely as allowed). High: A > 0 and ratio > high. A token exactly
-    on a bound is not clipped: ``min(r A, clip(r) A)`` has its full gradient there.
+    Low: A < 0 and ratio < low (the token is already as unlikely as allowed). High: A > 0 and ratio > high. A token
+    exactly on a bound is not clipped: ``min(r A, clip(r) A)`` has its full gradient there.
     """
     return (advantages_N < 0) & (ratio_N < low), (advantages_N > 0) & (ratio_N > high)
 
@@ -39,7 +39,7 @@ def ppo_clip_multiplier(ratio_N: Tensor, advantages_N: Tensor, low: float, high:
 
     Source: PPO (arXiv 1707.06347) eq. 7, as used by DeepSeekMath (arXiv 2402.03300) eq. 3.
 
-    >>> r, a = torch.tensor([0.5, 0.5, 1.0, 1.5, 1.5]), torch.tensor([1., -1., 1., 1., -1.])
+    >>> r, a = torch.tensor([0.5, 0.5, 1.0, 1.5, 1.5]), torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
     >>> ppo_clip_multiplier(r, a, 0.8, 1.2)
     tensor([0.5000, 0.0000, 1.0000, 0.0000, 1.5000])
     """
@@ -50,7 +50,7 @@ def ppo_clip_multiplier(ratio_N: Tensor, advantages_N: Tensor, low: float, high:
 def ppo_clip_value(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Tensor:
     """The clipped surrogate per token, ``min(r A, clip(r, low, high) A)``, shape ``[N]``. For the log only.
 
-    >>> ppo_clip_value(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1., -1., -1.]), 0.8, 1.2)
+    >>> ppo_clip_value(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.8, 1.2)
     tensor([ 1.2000, -1.5000, -0.8000])
     """
     return torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)

@@ -27,7 +27,7 @@ class Precision:
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto" is CUDA where there is one, else the CPU; anything else is torch's own name for a device.
+    """ "auto" is CUDA where there is one, else the CPU; anything else is torch's own name for a device.
 
     Raises:
         ModelError: no such device here.
@@ -43,10 +43,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device) -> Precision:
-    """"auto" is bfloat16 where the hardware multiplies matrices faster in it, float32 elsewhere.
+    """ "auto" is bfloat16 where the hardware multiplies matrices faster in it, float32 elsewhere.
 
-    The rule reads the hardware and never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but without AMX
-    are left at float32: the casts around each product take back what the product gains on small models.
+    The rule reads the hardware and never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but without
+    AMX are left at float32: the casts around each product take back what the product gains on small models.
     """
     if name == "auto":
         if device.type == "cuda":
@@ -93,7 +93,8 @@ def load_model(path: str, precision: Precision, device: torch.device, *, trust_r
         model = AutoModelForCausalLM.from_pretrained(path, dtype=precision.master, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load a causal language model from {path!r}: {_first_line(error)}") from error
-    return model.to(device)
+    loaded: nn.Module = model.to(device)
+    return loaded
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return next(self.model.parameters()).device
+        return torch.device(next(self.model.parameters()).device)
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
@@ -58,7 +58,8 @@ class Policy:
             self.model.eval()
 
     def logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
-        """The model's output with logits of the last ``keep`` positions only, where the model can leave out the rest."""
+        """The model's output with logits of the last ``keep`` positions only, where the model can leave out the
+        rest."""
         if "logits_to_keep" in self._forward_arguments:
             arguments["logits_to_keep"] = keep
         output = self.model(input_ids=input_ids, **arguments)
@@ -107,7 +108,7 @@ class Policy:
 
     @torch.no_grad()
     def move_toward(self, other: Policy, alpha: float) -> None:
-        """self <- alpha * other + (1 - alpha) * self, weight by weight (TR-DPO, arXiv 2404.09656, soft update)."""
+        """Self <- alpha * other + (1 - alpha) * self, weight by weight (TR-DPO, arXiv 2404.09656, soft update)."""
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version

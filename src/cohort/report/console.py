@@ -36,7 +36,8 @@ def describe_run(
     config: GRPOConfig,
     tokenizer: Any,
 ) -> str:
-    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective, schedule."""
+    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective,
+    schedule."""
     count = sum(parameter.numel() for parameter in policy.model.parameters())
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
     rollout, optim = config.rollout, config.optim
@@ -45,7 +46,8 @@ def describe_run(
         [
             f"model: {type(policy.model).__name__}, {count:,} parameters, {policy.precision}, on {policy.device}",
             f"sampling: temperature {rollout.temperature:g}, at most {rollout.max_completion_length} tokens, "
-            f"stop strings {list(rollout.stop) or 'none'}, end tokens {ends or 'none: every completion runs to its limit'}",
+            f"stop strings {list(rollout.stop) or 'none'}, "
+            f"end tokens {ends or 'none: every completion runs to its limit'}",
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
             objective.describe(),
             f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "

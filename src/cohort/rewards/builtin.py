@@ -32,8 +32,8 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
 def gsm8k(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
     """1 when the number after the completion's last ``####`` equals the one after the answer's, 0 otherwise.
 
-    Needs the column ``answer``, as GSM8K has it: worked steps that end in ``#### number``. Numbers are compared by value:
-    ``#### 1,200.0`` equals ``#### 1200``. A row whose answer has no number cannot be scored: None.
+    Needs the column ``answer``, as GSM8K has it: worked steps that end in ``#### number``. Numbers are compared by
+    value: ``#### 1,200.0`` equals ``#### 1200``. A row whose answer has no number cannot be scored: None.
 
     >>> gsm8k(["12*2=24\\n#### 24", "#### 25", "24"], ["24+0\\n#### 24"] * 3)
     [1.0, 0.0, 0.0]

@@ -72,7 +72,9 @@ class LocalEngine:
             draw = torch.from_numpy(uniforms[:, position % _DRAW_BLOCK].copy()).to(self.policy.device)
             tokens, logps = draw_tokens(active.logits, draw, sampling.temperature)
             unfinished = []
-            for place, (index, token, logp) in enumerate(zip(active.rows, tokens.tolist(), logps.tolist(), strict=True)):
+            for place, (index, token, logp) in enumerate(
+                zip(active.rows, tokens.tolist(), logps.tolist(), strict=True)
+            ):
                 row = rows[index]
                 row.take(token, logp)
                 row.finish_reason = self._finish_reason(row.token_ids, sampling)

@@ -1,6 +1,6 @@
 """Training: the loop, the update, the optimizer, evaluation, the run folder."""
 
-from cohort.train.batch import assemble, microbatches, policy_logps, select, split_minibatches, with_logps
+from cohort.train.batch import assemble, microbatches, policy_logps, select, split_minibatches
 from cohort.train.evaluate import Estimate, Evaluation, Evaluator, confidence_interval
 from cohort.train.folder import RunFolder, save_model
 from cohort.train.loop import Parts, run
@@ -24,5 +24,4 @@ __all__ = [
     "select",
     "split_minibatches",
     "update",
-    "with_logps",
 ]

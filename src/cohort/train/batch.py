@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -89,15 +88,11 @@ def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
 
 @torch.no_grad()
 def policy_logps(policy: Policy, batch: TokenBatch, temperature: float, token_budget: int) -> Tensor:
-    """Log-probs of a whole rollout under a policy, without gradient, shape ``[N]``: the old or the reference policy's."""
+    """Log-probs of a whole rollout under a policy, without gradient, shape ``[N]``: the old or the reference
+    policy's."""
     logps_N = torch.empty(batch.num_tokens, dtype=policy.precision.master, device=batch.sequence_N.device)
     for sequences in microbatches(batch, token_budget):
         prompts = [batch.prompt_ids[s] for s in sequences]
         completions = [batch.completion_ids[s] for s in sequences]
         logps_N[token_indices(batch, sequences)] = policy.logps(prompts, completions, temperature)[0]
     return logps_N
-
-
-def with_logps(batch: TokenBatch, *, old_logps_N: Tensor | None, ref_logps_N: Tensor | None) -> TokenBatch:
-    """The batch with the old and the reference policy's log-probs; None for one that is not needed."""
-    return dataclasses.replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cohort.data import PromptSet
@@ -75,9 +74,9 @@ class Evaluator:
 def confidence_interval(means_P: Tensor) -> Estimate:
     """Mean over prompts with a 95% interval. Prompts are the independent units; completions of one prompt are not.
 
-    When every value is 0 or 1, Wilson's score interval: it stays inside [0, 1] and is right near its ends. Otherwise the
-    normal interval ``mean +- 1.96 std / sqrt(P)``. NaN entries (nothing could be scored) are left out; with nothing left
-    all three numbers are NaN, and with a single non-binary value the interval is unbounded.
+    When every value is 0 or 1, Wilson's score interval: it stays inside [0, 1] and is right near its ends. Otherwise
+    the normal interval ``mean +- 1.96 std / sqrt(P)``. NaN entries (nothing could be scored) are left out; with nothing
+    left all three numbers are NaN, and with a single non-binary value the interval is unbounded.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
 

@@ -1,16 +1,17 @@
 """The run folder: everything a run produces, readable without Cohort.
 
-    config.toml              the settings as resolved
-    metrics.jsonl            one line per step
-    rollouts/step-N.parquet  every completion of step N
-    checkpoints/step-N/      weights, config and tokenizer that transformers loads as they are
-        state/               what the loop needs to go on: optimizer, schedule, reference, random state, position
-    summary.json             written when the run ends
+config.toml              the settings as resolved
+metrics.jsonl            one line per step
+rollouts/step-N.parquet  every completion of step N
+checkpoints/step-N/      weights, config and tokenizer that transformers loads as they are
+    state/               what the loop needs to go on: optimizer, schedule, reference, random state, position
+summary.json             written when the run ends
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -125,14 +126,14 @@ class RunFolder:
             "prompt": [prompt.text for prompt, _ in pairs],
             "completion": [completion.text for _, completion in pairs],
             "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
-            "reward": [None if reward != reward else reward for reward in scores.rewards_S.tolist()],
+            "reward": _none_for_nan(scores.rewards_S),
             "advantage": batch.advantages_S.tolist(),
             "weights_version": [completion.weights_version for _, completion in pairs],
             "token_ids": [list(completion.token_ids) for _, completion in pairs],
             "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
         }
-        for name, column in zip(scores.names, scores.by_function_SK.T.tolist(), strict=True):
-            rows[f"reward/{name}"] = [None if reward != reward else reward for reward in column]
+        for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
+            rows[f"reward/{name}"] = _none_for_nan(column_S)
         target = self.path / "rollouts" / f"step-{step}.parquet"
         target.parent.mkdir(exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.table(rows), target.with_suffix(".part"))
@@ -141,7 +142,9 @@ class RunFolder:
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a whole checkpoint, in order."""
         found = (self.path / "checkpoints").glob("step-*")
-        return sorted(int(path.name.removeprefix("step-")) for path in found if path.name.removeprefix("step-").isdigit())
+        return sorted(
+            int(path.name.removeprefix("step-")) for path in found if path.name.removeprefix("step-").isdigit()
+        )
 
     def checkpoint(self, step: int) -> Path:
         """Where a step's checkpoint is."""
@@ -204,6 +207,10 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
+
+
+def _none_for_nan(values: torch.Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def _write_whole(path: Path, text: str) -> None:

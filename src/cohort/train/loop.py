@@ -1,11 +1,11 @@
 """GRPO: the loop. Read this file first.
 
-One step samples a group of completions for each prompt, scores them, turns the scores into group-relative advantages, and
-updates the policy with a clipped importance ratio and a KL term against a reference. Four policies take part:
+One step samples a group of completions for each prompt, scores them, turns the scores into group-relative advantages,
+and updates the policy with a clipped importance ratio and a KL term against a reference. Four policies take part:
 
     current    ``logps``          the weights being trained, with their graph; computed inside ``update``
-    old        ``old_logps``      the weights that sampled, in the trainer's numerics; only when several updates use a rollout
-    sampler    ``sampler_logps``  what the engine really drew from, recorded while it drew
+    old        ``old_logps``      the weights that sampled, in the trainer's numerics; only when several updates use a
+    rollout sampler    ``sampler_logps``  what the engine really drew from, recorded while it drew
     reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; only when beta is not 0
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
@@ -23,7 +23,7 @@ from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Draws, Engine, Sampling
-from cohort.train.batch import assemble, policy_logps, split_minibatches, with_logps
+from cohort.train.batch import assemble, policy_logps, split_minibatches
 from cohort.train.evaluate import Evaluator
 from cohort.train.folder import RunFolder
 from cohort.train.metrics import PhaseClock, step_metrics
@@ -31,8 +31,8 @@ from cohort.train.optim import Optimizer
 from cohort.train.update import UpdateResult, update
 
 MAX_SAMPLER_GAP = 0.1
-"""Mean |logps - sampler_logps| in nats at which a run stops at once. float32 gives about 1e-6 and bfloat16 about 1e-2; this
-much means that sampler and trainer do not compute the same function."""
+"""Mean |logps - sampler_logps| in nats at which a run stops at once. float32 gives about 1e-6 and bfloat16 about 1e-2;
+this much means that sampler and trainer do not compute the same function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def run(
     parts: Parts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
-    policy, reference, objective = parts.policy, parts.reference, parts.objective
+    policy, reference, optimizer, objective = parts.policy, parts.reference, parts.optimizer, parts.objective
     temperature, token_budget = config.rollout.temperature, config.optim.microbatch_tokens
     sampling = Sampling(config.rollout.max_completion_length, temperature, config.rollout.stop)
 
@@ -64,9 +64,7 @@ def run(
         # Sample: every prompt of the step is computed once for its group of completions.
         prompts = parts.prompts.take(step, schedule.prompts_per_step)
         with clock("generate"):
-            groups = parts.engine.generate(
-                prompts, schedule.num_generations, sampling, Draws(config.run.seed, step)
-            )
+            groups = parts.engine.generate(prompts, schedule.num_generations, sampling, Draws(config.run.seed, step))
 
         # Score, and compare each completion with the others of its group.
         with clock("reward"):
@@ -76,27 +74,16 @@ def run(
         # What the updates hold on to, computed once per rollout and only when they need it. With a single update the
         # old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
         with clock("logps"):
-            batch = with_logps(
-                batch,
-                old_logps_N=policy_logps(policy, batch, temperature, token_budget) if schedule.needs_old_logps else None,
-                ref_logps_N=policy_logps(reference, batch, temperature, token_budget) if reference else None,
-            )
+            old_logps_N = policy_logps(policy, batch, temperature, token_budget) if schedule.needs_old_logps else None
+            ref_logps_N = policy_logps(reference, batch, temperature, token_budget) if reference else None
+            batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         results: list[UpdateResult] = []
         with clock("update"):
             for _iteration in range(schedule.num_iterations):
                 for minibatch in split_minibatches(batch, schedule.minibatches):
-                    results.append(
-                        update(
-                            policy,
-                            parts.optimizer,
-                            minibatch,
-                            objective,
-                            temperature=temperature,
-                            token_budget=token_budget,
-                        )
-                    )
+                    results.append(update(policy, optimizer, minibatch, objective, temperature, token_budget))
         if step == first_step:
             check_sampler_gap(results[0])
 
@@ -114,7 +101,7 @@ def run(
         if config.report.log_completions:
             folder.write_rollout(step + 1, groups, scores, batch)
         if due(step, config.run.save_steps) or step + 1 == schedule.steps:
-            folder.save_checkpoint(step + 1, policy, reference, parts.optimizer, parts.tokenizer)
+            folder.save_checkpoint(step + 1, policy, reference, optimizer, parts.tokenizer)
         yield metrics
 
 
@@ -132,7 +119,7 @@ def check_sampler_gap(first: UpdateResult) -> None:
     gap = first.sums["sampler_gap"] / first.sums["tokens"]
     if not gap <= MAX_SAMPLER_GAP:
         raise PolicyMismatchError(
-            f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens and "
-            f"weights (limit {MAX_SAMPLER_GAP}): the model's cached decoding does not compute what its forward pass "
-            "computes. Set model.precision to 'float32'; if that does not help, the architecture is not supported"
+            f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens "
+            f"and weights (limit {MAX_SAMPLER_GAP}): the model's cached decoding does not compute what its forward "
+            "pass computes. Set model.precision to 'float32'; if that does not help, the architecture is not supported"
         )

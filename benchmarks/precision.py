@@ -1,0 +1,74 @@
+"""bfloat16 over float32 weights against float32, on one update: what ``model.precision = "auto"`` decides between.
+
+    python benchmarks/precision.py --width 256 --layers 6
+
+Alternates the two in one process and prints the medians' ratio; above 1, bfloat16 is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cohort.config import OptimConfig
+from cohort.objective import PRESETS
+from cohort.policy import Policy, Precision, resolve_precision
+from cohort.train import Optimizer, update
+from cohort.types import TokenBatch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.width // 32,
+        num_key_value_heads=max(1, options.width // 64),
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    ids = torch.randint(0, 4096, (options.sequences, options.length)).tolist()
+    count = options.sequences * options.length
+    batch = TokenBatch(
+        prompt_ids=((1, 2, 3, 4),) * options.sequences,
+        completion_ids=tuple(map(tuple, ids)),
+        group_S=torch.zeros(options.sequences, dtype=torch.long, device=device),
+        advantages_S=torch.randn(options.sequences, dtype=torch.float64, device=device),
+        sequence_N=torch.arange(options.sequences, device=device).repeat_interleave(options.length),
+        sampler_logps_N=torch.zeros(count, device=device),
+    )
+    optimizer = Optimizer(model, OptimConfig(), 1)
+    policies = {name: Policy(model, Precision(torch.float32, getattr(torch, name))) for name in ("float32", "bfloat16")}
+    seconds: dict[str, list[float]] = {name: [] for name in policies}
+    for _repeat in range(options.repeats + 1):
+        for name, policy in policies.items():
+            start = time.perf_counter()
+            update(policy, optimizer, batch, PRESETS["grpo"].replace(beta=0.0), 1.0, 16_384)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    print(
+        f"width {options.width}, {options.layers} layers, {count} tokens, {torch.get_num_threads()} threads, {device}: "
+        f"float32 {median['float32']:.3f} s, bfloat16 {median['bfloat16']:.3f} s, "
+        f"ratio {median['float32'] / median['bfloat16']:.2f}; auto takes {resolve_precision('auto', device)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Links between the repository's pages lead somewhere: files exist, and so do the headings they name.
+
+python scripts/check_docs.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    headings = re.findall(r"^#+\s+(.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    found = []
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        missing = not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other))
+        if missing:
+            found.append(f"{page.relative_to(ROOT)}: {target} leads nowhere")
+    return found
+
+
+def main() -> int:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    found = [link for page in sorted(pages) for link in broken_links(page)]
+    print("\n".join(found) or f"links: ok in {len(pages)} pages")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

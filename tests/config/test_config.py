@@ -1,0 +1,178 @@
+"""Settings: names, types, ranges, overrides, and errors that help."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.config import GRPOConfig, RolloutConfig, Schedule, annotated_toml, apply_overrides, load_config, to_toml
+from cohort.config.load import setting_names
+from cohort.errors import ConfigError, DataError
+
+
+def load(tmp_path, text, *overrides):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_setting_names_are_unique_over_sections():
+    count = sum(len(GRPOConfig.model_fields[s].annotation.model_fields) for s in GRPOConfig.SECTIONS)
+    assert len(setting_names()) == count
+    assert tuple(GRPOConfig.model_fields) == GRPOConfig.SECTIONS
+
+
+def test_every_setting_is_documented():
+    for section in GRPOConfig.SECTIONS:
+        for key, field in GRPOConfig.model_fields[section].annotation.model_fields.items():
+            assert field.description, f"{section}.{key}"
+
+
+def test_settings_by_their_own_names_go_to_their_sections():
+    config = GRPOConfig(num_generations=4, learning_rate=1e-5, output_dir="x")
+    assert (config.rollout.num_generations, config.optim.learning_rate, config.run.output_dir) == (4, 1e-5, "x")
+    assert config == GRPOConfig(rollout={"num_generations": 4}, optim={"learning_rate": 1e-5}, run={"output_dir": "x"})
+
+
+def test_own_names_and_a_section_mix():
+    config = GRPOConfig(rollout=RolloutConfig(num_generations=4), temperature=0.5)
+    assert (config.rollout.num_generations, config.rollout.temperature) == (4, 0.5)
+
+
+def test_file_and_overrides(tmp_path):
+    text = "[rollout]\nnum_generations = 4\ntemperature = 1\n[reward]\nfunctions = ['gsm8k']"
+    overrides = ["--rollout.num_generations", "6", "--run.seed=3", "--model.path", "5", "--run.max_steps", "7"]
+    config = load(tmp_path, text, *overrides)
+    assert config.rollout.num_generations == 6
+    assert config.rollout.temperature == 1.0
+    assert config.run.seed == 3
+    assert config.model.path == "5"  # a text setting takes its value as it is
+    assert config.run.max_steps == 7
+
+
+def test_lists_and_unset_on_the_command_line(tmp_path):
+    config = load(tmp_path, "[run]\nmax_steps = 3", "--reward.functions", "a.py:f,b", "--run.max_steps", "none")
+    assert config.reward.functions == ("a.py:f", "b")
+    assert config.run.max_steps is None
+    config = load(tmp_path, "", "--reward.weights", "1, 0.5", "--reward.functions", '["a:f", "b:g"]')
+    assert config.reward.weights == (1.0, 0.5)
+    assert config.reward.functions == ("a:f", "b:g")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (
+            "[rollout]\nnum_generation = 4",
+            [],
+            "unknown setting rollout.num_generation; did you mean rollout.num_generations",
+        ),
+        ("[rolout]\nnum_generations = 4", [], r"unknown section \[rolout\]; did you mean \[rollout\]"),
+        ("num_generations = 4", [], "num_generations stands outside a section; did you mean rollout.num_generations"),
+        ("rollout = 4", [], "rollout is a section"),
+        ("[optim]\nnum_generations = 4", [], "did you mean rollout.num_generations"),
+        ("[rollout]\nnum_generations = 1", [], "num_generations: input should be greater than or equal to 2, got 1"),
+        ("[rollout]\nnum_generations = '4'", [], "num_generations: input should be a valid integer, got '4'"),
+        ("[rollout]\nnum_generations = 2.5", [], "num_generations: input should be a valid integer"),
+        ("[rollout]\ntemperature = 0", [], "temperature: input should be greater than 0"),
+        ("[objective]\nkl_gradient = 'k3'", [], "kl_gradient: input should be 'reverse' or 'forward', got 'k3'"),
+        ("[objective]\nsync_ref_model = true", [], "set objective.beta above 0"),
+        ("[objective]\nminibatches = 3", [], "must be a multiple of objective.minibatches"),
+        ("[optim]\nwarmup_steps = 3", [], "constant_with_warmup"),
+        ("[reward]\nfunctions = ['a']\nweights = [1.0, 2.0]", [], "2 numbers for 1 functions"),
+        ("not toml", [], "not valid TOML"),
+        ("", ["--num_generations", "4"], "did you mean --rollout.num_generations"),
+        ("", ["--rollout.num_generation", "4"], "unknown setting --rollout.num_generation; did you mean"),
+        ("", ["--rollout.zzz", "4"], "'cohort config' lists all settings"),
+        ("", ["--run.seed"], "--run.seed needs a value"),
+        ("", ["seed"], "expected --section.key value, got 'seed'"),
+        ("", ["--run.seed", "x"], "run.seed: input should be a valid integer, got 'x'"),
+        ("", ["--model.precision", "fp16"], "precision: input should be 'auto'"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text, *overrides)
+
+
+def test_errors_name_their_source(tmp_path):
+    with pytest.raises(ConfigError, match="config.toml: rollout"):
+        load(tmp_path, "[rollout]\nnum_generations = 1")
+    with pytest.raises(ConfigError, match="command line: rollout"):
+        load(tmp_path, "", "--rollout.num_generations", "1")
+    with pytest.raises(ConfigError, match="no config file"):
+        load_config(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize("settings", [{"num_generation": 3}, {"zzz": 1}, {"num_generations": "3"}, {"rollout": 5}])
+def test_mistakes_in_python_are_the_same_errors(settings):
+    with pytest.raises(ConfigError):
+        GRPOConfig(**settings)
+    with pytest.raises(ConfigError, match="given twice"):
+        GRPOConfig(num_generations=3, rollout={"num_generations": 4})
+
+
+def test_settings_are_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        GRPOConfig().rollout.num_generations = 3
+
+
+@given(
+    st.builds(
+        dict,
+        num_generations=st.integers(2, 64),
+        temperature=st.floats(0.01, 5),
+        stop=st.lists(st.text(), max_size=3),
+        system_prompt=st.none() | st.text(),
+        max_steps=st.none() | st.integers(1, 99),
+        weights=st.none() | st.lists(st.floats(-2, 2), max_size=3),
+        format=st.sampled_from(["auto", "chat"]),
+        gradient_checkpointing=st.booleans(),
+    )
+)
+def test_written_settings_read_back_the_same(settings):
+    config = GRPOConfig(**settings)
+    assert GRPOConfig(**tomllib.loads(to_toml(config))) == config
+
+
+def test_the_annotated_file_is_the_defaults():
+    assert GRPOConfig(**tomllib.loads(annotated_toml())) == GRPOConfig()
+
+
+def test_schedule_in_words():
+    config = GRPOConfig(prompts_per_step=8, num_generations=8, num_iterations=2, minibatches=4, beta=0.1)
+    schedule = Schedule.of(config, 7473)
+    assert (schedule.steps, schedule.updates, schedule.needs_old_logps, schedule.needs_ref_logps) == (
+        935,
+        7480,
+        True,
+        True,
+    )
+    assert "8 prompts x 8 = 64 completions per rollout, 8 updates each" in schedule.describe()
+    assert "1.00 epochs of 7,473 prompts" in schedule.describe()
+
+
+@pytest.mark.parametrize(
+    ("iterations", "minibatches", "needs"), [(1, 1, False), (2, 1, True), (1, 2, True), (2, 2, True)]
+)
+def test_old_log_probs_are_needed_when_several_updates_use_a_rollout(iterations, minibatches, needs):
+    config = GRPOConfig(num_iterations=iterations, minibatches=minibatches)
+    assert Schedule.of(config, 100).needs_old_logps is needs
+    assert ("by identity" in Schedule.of(config, 100).describe()) is not needs
+
+
+def test_data_smaller_than_a_step():
+    with pytest.raises(DataError, match=r"5 prompts, fewer than one step.*prompts_per_step \(now 8\) to 5"):
+        Schedule.of(GRPOConfig(), 5)
+
+
+def test_config_imports_no_torch():
+    code = "import sys, cohort, cohort.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_overrides_need_no_file():
+    assert apply_overrides({}, ["--run.seed", "4"]).run.seed == 4

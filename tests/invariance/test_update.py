@@ -1,0 +1,140 @@
+"""The real update: its gradient against the paper's objective by autograd, and that how a batch is cut changes
+nothing."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cohort.config import OptimConfig
+from cohort.objective import PRESETS
+from cohort.policy import Policy, Precision
+from cohort.train import Optimizer, assemble, policy_logps, update
+from cohort.types import Completion, FinishReason, Group, Prompt, Scores
+from tests.conftest import tiny_llama
+
+DOUBLE = Precision(torch.float64, torch.float64)
+PAPER = PRESETS["grpo"]
+
+
+def rollout(seed=0):
+    """Four groups of three completions of unequal lengths; one group degenerate, one completion unscored."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = []
+    for p in range(4):
+        prompt = tuple(torch.randint(2, 37, (p * 2 + 1,), generator=generator).tolist())
+        completions = []
+        for _ in range(3):
+            length = int(torch.randint(1, 9, (1,), generator=generator))
+            ids = tuple(torch.randint(2, 37, (length,), generator=generator).tolist())
+            completions.append(Completion(ids, (-1.0,) * length, FinishReason.EOS, "", 0))
+        groups.append(Group(Prompt(p, p, prompt, "", "", {}), tuple(completions)))
+    rewards = torch.rand(12, generator=generator, dtype=torch.float64)
+    rewards[3:6] = 0.25
+    rewards[7] = math.nan
+    return groups, Scores(rewards, rewards[:, None], ("r",))
+
+
+def batch_for(policy, objective, *, old=True):
+    """A batch whose old and reference policies are other models than the current one."""
+    groups, scores = rollout()
+    batch = assemble(groups, scores, objective, torch.device("cpu"))
+    shifted = Policy(tiny_llama().double(), DOUBLE)
+    with torch.no_grad():
+        for index, parameter in enumerate(shifted.model.parameters()):
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    logps = policy_logps(shifted, batch, 1.0, 10_000)
+    return dataclasses.replace(
+        batch, old_logps_N=logps if old else None, ref_logps_N=logps - 0.1 if objective.beta else None
+    )
+
+
+def gradient(policy, batch, objective, token_budget):
+    """The gradient that one real update leaves, with a learning rate of 0."""
+    optimizer = Optimizer(policy.model, OptimConfig(learning_rate=0.0, max_grad_norm=1e9), 1)
+    result = update(policy, optimizer, batch, objective, 1.0, token_budget)
+    return [p.grad.clone() for p in policy.model.parameters()], result
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("objective", [PAPER, PAPER.replace(kl_gradient="reverse"), PAPER.replace(beta=0.0)])
+@pytest.mark.parametrize("budget", [1, 13, 40, 77])
+def test_microbatches_change_nothing(float64_policy, objective, budget, old):
+    batch = batch_for(float64_policy, objective, old=old)
+    whole, whole_result = gradient(float64_policy, batch, objective, 100_000)
+    parts, parts_result = gradient(float64_policy, batch, objective, budget)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert parts_result.grad_norm == pytest.approx(whole_result.grad_norm, rel=1e-10)
+    assert parts_result.sums == pytest.approx(whole_result.sums, rel=1e-9, abs=1e-12)
+
+
+def test_the_order_of_completions_changes_nothing(float64_policy):
+    from cohort.train import select
+
+    batch = batch_for(float64_policy, PAPER)
+    whole, _ = gradient(float64_policy, batch, PAPER, 50)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
+    shuffled, _ = gradient(float64_policy, select(batch, order), PAPER, 50)
+    for one, other in zip(whole, shuffled, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_the_update_follows_the_papers_objective(float64_policy):
+    """Gradient of equation 3 (with k3) through a plain forward of each row, by autograd."""
+    batch = batch_for(float64_policy, PAPER)
+    got, result = gradient(float64_policy, batch, PAPER, 30)
+    model, total, start = float64_policy.model, 0.0, 0
+    model.zero_grad()
+    for s, (prompt, completion) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
+        log_probs = torch.log_softmax(model(torch.tensor([[*prompt, *completion]])).logits[0], -1)
+        inner = 0.0
+        for t, token in enumerate(completion):
+            logp = log_probs[len(prompt) + t - 1, token]
+            ratio = torch.exp(logp - batch.old_logps_N[start + t])
+            gap = batch.ref_logps_N[start + t] - logp
+            a = batch.advantages_S[s]
+            surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+            inner = inner + surrogate - 0.04 * (torch.exp(gap) - gap - 1)
+        total = total + inner / len(completion)
+        start += len(completion)
+    objective = total / batch.num_sequences
+    (-objective).backward()
+    for one, parameter in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)
+    assert result.sums["policy_value"] - 0.04 * result.sums["kl_value"] == pytest.approx(objective.item(), rel=1e-9)
+
+
+def test_gradient_checkpointing_changes_nothing(float64_policy):
+    batch = batch_for(float64_policy, PAPER)
+    plain, _ = gradient(float64_policy, batch, PAPER, 50)
+    float64_policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed, _ = gradient(float64_policy, batch, PAPER, 50)
+    for one, other in zip(plain, checkpointed, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_rollout_without_signal_moves_nothing_but_the_version(float64_policy):
+    groups, _ = rollout()
+    equal = torch.full((12,), 0.5, dtype=torch.float64)
+    plain = PAPER.replace(beta=0.0)
+    batch = assemble(groups, Scores(equal, equal[:, None], ("r",)), plain, torch.device("cpu"))
+    before = [p.clone() for p in float64_policy.model.parameters()]
+    optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.1), 1)
+    result = update(float64_policy, optimizer, batch, plain, 1.0, 50)
+    assert result.grad_norm == 0.0
+    assert float64_policy.version == 1
+    for old, new in zip(before, float64_policy.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(float64_policy):
+    batch = batch_for(float64_policy, PAPER)
+    batch.ref_logps_N[0] = math.nan
+    before = [p.clone() for p in float64_policy.model.parameters()]
+    optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.1), 1)
+    with pytest.raises(FloatingPointError, match="norm is nan"):
+        update(float64_policy, optimizer, batch, PAPER, 1.0, 50)
+    for old, new in zip(before, float64_policy.model.parameters(), strict=True):
+        assert torch.equal(old, new)

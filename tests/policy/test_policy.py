@@ -1,0 +1,171 @@
+"""Log-probs against transformers' own forward; packing does not matter; dropout; loading errors."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cohort.errors import ModelError
+from cohort.policy import (
+    Policy,
+    Precision,
+    context_length,
+    disable_dropout,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_precision,
+    sampled_logps,
+)
+from tests.conftest import tiny_llama
+
+PROMPTS = [(5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3)]
+COMPLETIONS = [(4, 6, 1), (8, 8, 8, 8, 8, 1), (1,), (12, 13)]
+SINGLE = Precision(torch.float32, torch.float32)
+
+
+def plain_logps(model, prompt, completion, temperature):
+    """One row, no padding, everything spelled out."""
+    logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double() / temperature
+    log_probs = torch.log_softmax(logits, -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    places = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+    return [log_probs[p, t].item() for p, t in zip(places, completion, strict=True)], [
+        entropy[p].item() for p in places
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_log_probs_equal_an_unpadded_forward(float64_policy, temperature):
+    with torch.no_grad():
+        logps, entropy = float64_policy.logps(PROMPTS, COMPLETIONS, temperature)
+        rows = [plain_logps(float64_policy.model, p, c, temperature) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    expected = torch.tensor([lp for row, _ in rows for lp in row], dtype=torch.float64)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-12)
+    expected = torch.tensor([h for _, row in rows for h in row], dtype=torch.float64)
+    torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_equal_an_unpadded_forward(float64_policy):
+    model = float64_policy.model
+    weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
+    (float64_policy.logps(PROMPTS, COMPLETIONS, 1.0)[0] * weights).sum().backward()
+    padded = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    start = 0
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        end = start + len(completion)
+        (float64_policy.logps([prompt], [completion], 1.0)[0] * weights[start:end]).sum().backward()
+        start = end
+    for together, parameter in zip(padded, model.parameters(), strict=True):
+        torch.testing.assert_close(together, parameter.grad, rtol=0, atol=1e-11)
+
+
+def test_log_probs_are_float32_whatever_the_model_computes_in():
+    policy = Policy(tiny_llama(), Precision(torch.float32, torch.bfloat16))
+    logps, entropy = policy.logps(PROMPTS, COMPLETIONS, 1.0)
+    assert logps.dtype == entropy.dtype == torch.float32
+    exact, _ = Policy(tiny_llama(), SINGLE).logps(PROMPTS, COMPLETIONS, 1.0)
+    gap = (logps - exact).abs()
+    assert 0 < gap.max() < 0.3  # bfloat16 keeps 8 bits: it differs, but is the same function
+    logps.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in policy.model.parameters())
+
+
+def test_dropout_is_off_everywhere_by_default():
+    config = GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=2, n_positions=64)
+    assert config.attn_pdrop == config.resid_pdrop == config.embd_pdrop == 0.1
+    policy = Policy(GPT2LMHeadModel(config), SINGLE)
+    with policy.training():
+        assert policy.model.training
+        first, second = (policy.logps(PROMPTS, COMPLETIONS, 1.0)[0] for _ in range(2))
+    assert not policy.model.training
+    assert first.tolist() == second.tolist()
+
+
+def test_attention_dropout_is_not_a_module_and_is_still_off():
+    model = tiny_llama(attention_dropout=0.5).train()
+    disable_dropout(model)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert model(ids).logits.tolist() == model(ids).logits.tolist()
+
+
+def test_dropout_stays_when_asked_for():
+    policy = Policy(tiny_llama(attention_dropout=0.5), SINGLE, dropout=True)
+    with policy.training():
+        first, second = (policy.logps(PROMPTS, COMPLETIONS, 1.0)[0] for _ in range(2))
+    assert first.tolist() != second.tolist()
+
+
+def test_frozen_copy_is_a_copy(float32_policy):
+    reference = float32_policy.copy_frozen()
+    before = reference.logps(PROMPTS, COMPLETIONS, 1.0)[0]
+    assert not before.requires_grad
+    with torch.no_grad():
+        for parameter in float32_policy.model.parameters():
+            parameter.mul_(1.1)
+    assert reference.logps(PROMPTS, COMPLETIONS, 1.0)[0].tolist() == before.tolist()
+
+
+def test_moving_the_reference_mixes_weights(float32_policy):
+    reference = float32_policy.copy_frozen()
+    old = [p.clone() for p in reference.model.parameters()]
+    with torch.no_grad():
+        for parameter in float32_policy.model.parameters():
+            parameter.add_(1.0)
+    reference.move_toward(float32_policy, 0.25)
+    for before, after in zip(old, reference.model.parameters(), strict=True):
+        torch.testing.assert_close(after, before + 0.25)
+
+
+def test_entropy_of_impossible_tokens():
+    logits = torch.tensor([[0.0, -torch.inf, 0.0]])
+    logps, entropy = sampled_logps(logits, torch.tensor([0]), 1.0)
+    assert logps.item() == pytest.approx(-0.693147, abs=1e-6)
+    assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
+
+
+def test_end_tokens_of_all_holders_are_joined():
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [1, 7]
+    model.config.eos_token_id = 3
+
+    class Tokenizer:
+        eos_token_id = 9
+
+    assert end_token_ids(model, Tokenizer()) == (1, 3, 7, 9)
+
+
+def test_precision_auto_on_this_cpu():
+    precision = resolve_precision("auto", torch.device("cpu"))
+    assert precision.master == torch.float32
+    assert precision.compute == (torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32)
+    assert resolve_precision("float64", torch.device("cpu")) == Precision(torch.float64, torch.float64)
+    assert str(resolve_precision("bfloat16", torch.device("cpu"))) == "bfloat16 over float32 weights"
+
+
+def test_context_length():
+    assert context_length(tiny_llama(max_position_embeddings=96)) == 96
+
+
+def test_models_that_cannot_be_loaded(tmp_path):
+    with pytest.raises(ModelError, match="no model given"):
+        load_tokenizer("")
+    with pytest.raises(ModelError, match="no model folder ./nowhere"):
+        load_tokenizer("./nowhere")
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot load a causal language model"):
+        load_model(str(tmp_path), SINGLE, torch.device("cpu"))
+    with pytest.raises(ModelError, match="cannot be used here"):
+        resolve_device("cuda:99")
+
+
+def test_a_saved_model_loads_with_the_same_log_probs(tmp_path, float32_policy):
+    float32_policy.model.save_pretrained(tmp_path)
+    again = Policy(load_model(str(tmp_path), SINGLE, torch.device("cpu")), SINGLE)
+    with torch.no_grad():
+        pair = [p.logps(PROMPTS, COMPLETIONS, 1.0)[0].tolist() for p in (float32_policy, again)]
+    assert pair[0] == pair[1]

@@ -1,0 +1,218 @@
+"""The command line: GSM8K from end to end, and every mistake that a newcomer makes, answered before the first
+sample."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cohort.cli import main
+from cohort.data import load_rows
+from cohort.rewards.builtin import final_number, gsm8k
+from tests.conftest import GSM8K, tiny_llama
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "gsm8k.toml"
+
+
+def byte_tokenizer(path):
+    """A tokenizer that can spell everything: a token per byte, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
+    fast.add_special_tokens({"additional_special_tokens": special[2:]})
+    fast.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    fast.save_pretrained(path)
+    return fast
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer(path)
+    tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def gsm8k_command(model_folder, tmp_path, monkeypatch):
+    """``cohort train examples/gsm8k.toml`` with a small model, from the repository's root."""
+    monkeypatch.chdir(ROOT)
+    return [
+        *("train", str(EXAMPLE), "--model.path", str(model_folder), "--run.output_dir", str(tmp_path / "run")),
+        *("--data.train", str(GSM8K / "train.jsonl"), "--data.eval", str(GSM8K / "test.jsonl")),
+        *("--data.eval_rows", "4", "--run.max_steps", "2", "--rollout.prompts_per_step", "2"),
+        *("--rollout.num_generations", "3", "--rollout.max_completion_length", "8", "--optim.warmup_steps", "1"),
+    ]
+
+
+needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not beside the repository")
+
+
+@needs_gsm8k
+def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys):
+    import pyarrow.parquet
+
+    assert main(gsm8k_command) == 0
+    said = capsys.readouterr().out
+    assert "2 prompts x 3 = 6 completions per rollout, 1 update each" in said
+    assert "<|system|>Solve the problem step by step." in said
+    assert "of 7,473 prompts" in said
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert "eval/reward/gsm8k" in steps[-1]
+    raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()
+    assert len(rows) == 6
+    for row in rows:
+        question = raw[row["row"]]["question"]
+        assert row["prompt"].endswith(f"<|user|>{question}<|end|><|assistant|>")
+        assert row["reward"] == gsm8k([row["completion"]], [raw[row["row"]]["answer"]])[0]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["updates"], summary["completions"], summary["steps"]) == (2, 12, 2)
+
+
+@needs_gsm8k
+def test_gsm8k_golds_and_rewards_on_all_real_rows():
+    rows = [*load_rows(str(GSM8K / "train.jsonl")), *load_rows(str(GSM8K / "test.jsonl"))]
+    assert len(rows) == 8792
+    answers = [row["answer"] for row in rows]
+    golds = [final_number(answer) for answer in answers]
+    # an independent reading: what stands after the last "####", commas left out
+    assert [str(gold) for gold in golds] == [
+        answer.rpartition("####")[2].strip().replace(",", "") for answer in answers
+    ]
+    assert gsm8k(answers, answers) == [1.0] * 8792
+    shifted = answers[1:] + answers[:1]
+    expected = [float(a == b) for a, b in zip(golds[1:] + golds[:1], golds, strict=True)]
+    assert gsm8k(shifted, answers) == expected
+    assert gsm8k([f"The answer is {gold}." for gold in golds], answers) == [0.0] * 8792  # not in the asked form
+    assert golds[0] == 72
+
+
+@needs_gsm8k
+def test_resume_from_the_command_line(gsm8k_command, tmp_path, capsys):
+    command = [*gsm8k_command, "--data.eval", ""]
+    assert main(command) == 0
+    assert main(command) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert main([*command, "--resume", "--run.max_steps", "3"]) == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+@pytest.fixture
+def good(tmp_path, model_folder, monkeypatch):
+    """A run that would start, to be spoilt in one place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "answer": "1"}) + "\n" for n in range(9))
+    )
+    (tmp_path / "reward.py").write_text(
+        "def ok(completions, **_): return [0.0] * len(completions)\n"
+        "def needs(completions, gold): return [0.0] * len(completions)\n"
+        "def short(completions, **_): return [0.0]\n"
+        "def crash(completions, **_): raise RuntimeError('boom')\n"
+        "def text(completions, **_): return ['good'] * len(completions)\n"
+    )
+    (tmp_path / "config.toml").write_text(
+        f"[model]\npath = '{model_folder}'\n[data]\ntrain = 'data.jsonl'\n[reward]\nfunctions = ['reward.py:ok']\n"
+        "[rollout]\nprompts_per_step = 2\nnum_generations = 2\nmax_completion_length = 4\n"
+        "[run]\noutput_dir = 'out'\nmax_steps = 1\n"
+    )
+    return tmp_path
+
+
+def test_the_good_run_starts(good):
+    assert main(["train", "config.toml"]) == 0
+    assert (good / "out" / "checkpoints" / "step-1" / "model.safetensors").exists()
+
+
+MISTAKES = {
+    "unknown key": (["--rollout.num_generation", "4"], "did you mean --rollout.num_generations?"),
+    "one generation": (["--rollout.num_generations", "1"], "greater than or equal to 2, got 1"),
+    "data file missing": (["--data.train", "nope.jsonl"], "no data file nope.jsonl"),
+    "no data": (["--data.train", ""], "set data.train"),
+    "column missing": (["--data.prompt_column", "question"], "no column 'question'; the row has: prompt, answer"),
+    "data smaller than a step": (["--rollout.prompts_per_step", "10"], "9 prompts, fewer than one step"),
+    "reward missing": (["--reward.functions", "reward.py:nope"], "it has: ok, needs, short, crash, text"),
+    "no reward": (["--reward.functions", "[]"], "set reward.functions"),
+    "reward signature": (["--reward.functions", "reward.py:needs"], "needs the argument 'gold'; it can have: answer"),
+    "reward count": (["--reward.functions", "reward.py:short"], "one reward per completion: 4, got 1"),
+    "reward raises": (["--reward.functions", "reward.py:crash"], "raised RuntimeError: boom"),
+    "reward type": (["--reward.functions", "reward.py:text"], "must return numbers or None; result 0 is 'good'"),
+    "model folder missing": (["--model.path", "./nope"], "no model folder ./nope"),
+    "no model": (["--model.path", ""], "set model.path"),
+    "too long for the model": (["--rollout.max_completion_length", "5000"], "more than the model's context of 2048"),
+    "nothing to resume": (["--resume"], "has no checkpoint to resume from"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_answered_before_the_first_sample(good, mistake, capsys, monkeypatch):
+    from cohort.rollout import LocalEngine
+
+    monkeypatch.setattr(LocalEngine, "generate", lambda *a: pytest.fail("sampled"))
+    arguments, message = MISTAKES[mistake]
+    assert main(["train", "config.toml", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert not (good / "out").exists()
+
+
+def test_other_mistakes(good, capsys, model_folder):
+    assert main(["train", "nope.toml"]) == 2
+    assert "no config file nope.toml" in capsys.readouterr().err
+    (good / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    assert main(["train", "config.toml"]) == 2
+    assert "row 1: the prompt is empty" in capsys.readouterr().err
+    bare = good / "bare"
+    tiny_llama().save_pretrained(bare)
+    assert main(["train", "config.toml", "--model.path", str(bare)]) == 2
+    assert "holds no tokenizer" in capsys.readouterr().err
+    (good / "out").mkdir()
+    (good / "out" / "notes.txt").write_text("mine")
+    assert main(["train", "config.toml"]) == 2
+    assert "out is not empty" in capsys.readouterr().err
+
+
+def test_config_prints_every_setting(capsys):
+    import tomllib
+
+    assert main(["config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["rollout"]["num_generations"] == 8
+
+
+def test_version_and_unknown_commands(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--what"])
+    assert stop.value.code == 2
+    capsys.readouterr()
+
+
+def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
+    code = "import sys; from cohort.cli import main; sys.exit(main(['train', 'nope.toml']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "cohort: error: no config file nope.toml"
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, cohort; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

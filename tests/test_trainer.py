@@ -1,0 +1,112 @@
+"""GRPOTrainer from Python: its arguments, its errors, and the numerics it sets up."""
+
+import pytest
+import torch
+from datasets import Dataset
+
+from cohort import GRPOConfig, GRPOTrainer
+from cohort.errors import CohortError, ConfigError, DataError, ModelError, RewardError
+from tests.conftest import DEMO_MODEL, tiny_llama
+from tests.train.harness import ROWS, SETTINGS, digits_reward, make_trainer
+
+
+def test_a_folder_and_a_data_set(tmp_path):
+    config = GRPOConfig(**SETTINGS, output_dir=str(tmp_path / "run"), max_steps=1)
+    trainer = GRPOTrainer(
+        model=str(DEMO_MODEL),
+        reward_funcs=[digits_reward, "exact_match"],
+        args=config,
+        train_dataset=Dataset.from_list(ROWS),
+        eval_dataset=Dataset.from_list(ROWS[:3]),
+    )
+    summary = trainer.train()
+    assert trainer.rewards.names == ("digits_reward", "exact_match")
+    assert summary["updates"] == 1
+    assert "eval/reward" in summary["eval_before"]
+    assert "eval/reward" in summary["eval_after"]
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_a_loaded_model_is_trained_in_place(demo_tokenizer, tmp_path):
+    model = tiny_llama(vocab_size=len(demo_tokenizer))
+    before = model.model.embed_tokens.weight.detach().clone()
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", model=model, max_steps=1)
+    trainer.train()
+    assert trainer.policy.model is model
+    assert not torch.equal(before, model.model.embed_tokens.weight)
+
+
+def test_half_precision_models_get_float32_masters(demo_tokenizer, tmp_path):
+    model = tiny_llama(vocab_size=len(demo_tokenizer)).bfloat16()
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", model=model, precision="bfloat16", max_steps=2)
+    metrics = list(trainer.steps())
+    assert {p.dtype for p in trainer.policy.model.parameters()} == {torch.float32}
+    assert metrics[0]["sampler/gap"] < 0.1
+    assert metrics[0]["grad_norm"] > 0
+
+
+def test_float64_all_the_way(demo_tokenizer, tmp_path):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", precision="float64", beta=0.1, max_steps=2)
+    metrics = list(trainer.steps())
+    assert {p.dtype for p in trainer.policy.model.parameters()} == {torch.float64}
+
+    assert metrics[1]["sampler/gap"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"args": {"beta": 0.1}}, ConfigError, "args must be a cohort.GRPOConfig, got dict"),
+        ({"train_dataset": None}, DataError, "pass train_dataset"),
+        ({"train_dataset": []}, DataError, "the training data has no rows"),
+        ({"train_dataset": ROWS[:2]}, DataError, "2 prompts, fewer than one step"),
+        ({"train_dataset": iter(ROWS)}, DataError, "must have a length"),
+        ({"eval_dataset": [{"q": "1"}]}, DataError, "the evaluation data, row 0: no column 'prompt'"),
+        ({"reward_funcs": []}, RewardError, "no reward function"),
+        ({"reward_funcs": None}, RewardError, "no reward function"),
+        ({"reward_funcs": [1]}, RewardError, "must be callable, got 1"),
+        ({"reward_funcs": lambda completions, zzz: []}, RewardError, "needs the argument 'zzz'"),
+        ({"model": "./nowhere"}, ModelError, "no model folder ./nowhere"),
+    ],
+)
+def test_mistakes_from_python(arguments, error, message):
+    given = {
+        "model": str(DEMO_MODEL),
+        "reward_funcs": digits_reward,
+        "args": GRPOConfig(**SETTINGS),
+        "train_dataset": ROWS,
+        **arguments,
+    }
+    with pytest.raises(error, match=message) as caught:
+        GRPOTrainer(**given)
+    assert isinstance(caught.value, CohortError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_model_in_memory_needs_a_tokenizer():
+    with pytest.raises(ModelError, match="pass processing_class"):
+        GRPOTrainer(tiny_llama(), digits_reward, GRPOConfig(**SETTINGS), ROWS)
+
+
+def test_the_description_says_what_will_happen(demo_tokenizer, tmp_path):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", beta=0.25, num_iterations=2, stop=["."])
+    text = trainer.describe()
+    for part in (
+        "float32, on cpu",
+        "stop strings ['.'], end tokens '<|end|>' (1)",
+        "first prompt: '",
+        "beta = 0.25",
+        "4 prompts x 4 = 16 completions per rollout, 2 updates each",
+        "old log-probs: one no-grad pass per rollout (2 updates use it)",
+        "ref log-probs: one no-grad pass per rollout",
+    ):
+        assert part in text
+
+
+def test_runs_without_a_folder_get_a_free_one(demo_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        trainer = make_trainer(demo_tokenizer, "", max_steps=1, output_dir=None)
+        trainer.train()
+        assert str(trainer.folder.path) == f"runs/run-00{number}"

@@ -1,0 +1,80 @@
+"""Rollouts as flat tensors: assembling, selecting, minibatches, microbatches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.objective import PRESETS
+from cohort.train import assemble, microbatches, select, split_minibatches
+from cohort.train.batch import token_indices
+from cohort.types import Completion, FinishReason, Group, Prompt, Scores, TokenBatch
+
+
+def make_groups(lengths_PG, prompt_lengths=None):
+    """Groups whose tokens are numbered 2, 3, 4, ... over the whole rollout, and their sampler log-probs 0, -1, -2,
+    ..."""
+    token, groups = 2, []
+    for p, lengths in enumerate(lengths_PG):
+        completions = []
+        for length in lengths:
+            ids = tuple(range(token, token + length))
+            token += length
+            completions.append(Completion(ids, tuple(2.0 - t for t in ids), FinishReason.EOS, "", 0))
+        size = prompt_lengths[p] if prompt_lengths else p + 1
+        groups.append(Group(Prompt(p, p, (1,) * size, "", "", {}), tuple(completions)))
+    return groups
+
+
+def make_batch(lengths_PG, rewards, **kwargs):
+    rewards_S = torch.tensor(rewards, dtype=torch.float64)
+    scores = Scores(rewards_S, rewards_S[:, None], ("r",))
+    return assemble(make_groups(lengths_PG, **kwargs), scores, PRESETS["grpo"], torch.device("cpu"))
+
+
+def test_assembled_tensors():
+    batch = make_batch([[3, 2], [1, 2]], [1.0, 0.0, 5.0, 5.0])
+    assert batch.group_S.tolist() == [0, 0, 1, 1]
+    assert batch.sequence_N.tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
+    assert batch.sampler_logps_N.tolist() == [0, -1, -2, -3, -4, -5, -6, -7]
+    assert batch.advantages_S.tolist() == pytest.approx([0.70711, -0.70711, 0, 0], abs=1e-5)
+    assert batch.prompt_ids == ((1,), (1,), (1, 1), (1, 1))
+    assert (batch.num_sequences, batch.num_tokens) == (4, 8)
+
+
+def test_selecting_keeps_tokens_with_their_completions():
+    batch = make_batch([[3, 2], [1, 2]], [1.0, 0.0, 1.0, 0.0])
+    part = select(batch, [3, 0])
+    assert part.completion_ids == (batch.completion_ids[3], batch.completion_ids[0])
+    assert part.sequence_N.tolist() == [0, 0, 1, 1, 1]
+    assert part.sampler_logps_N.tolist() == [-6, -7, 0, -1, -2]
+    assert part.advantages_S.tolist() == [batch.advantages_S[3].item(), batch.advantages_S[0].item()]
+    assert part.old_logps_N is None
+
+
+def test_minibatches_are_equal_shares_of_whole_groups():
+    batch = make_batch([[3, 2], [1, 2], [4, 1], [1, 1]], [1.0, 0.0] * 4)
+    parts = split_minibatches(batch, 2)
+    assert [part.group_S.tolist() for part in parts] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert sum(part.num_tokens for part in parts) == batch.num_tokens
+    assert split_minibatches(batch, 1) == [batch]
+
+
+lengths = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=1, max_size=8)
+
+
+@given(lengths, st.integers(1, 60))
+def test_microbatches_cut_without_loss_and_keep_the_budget(lengths_PG, budget):
+    batch = make_batch(lengths_PG, [1.0, 0.0] * len(lengths_PG))
+    cuts = microbatches(batch, budget)
+    assert sorted(s for cut in cuts for s in cut) == list(range(batch.num_sequences))
+    for cut in cuts:
+        longest = max(len(batch.prompt_ids[s]) + len(batch.completion_ids[s]) for s in cut)
+        assert len(cut) == 1 or len(cut) * longest <= budget
+    places = torch.cat([token_indices(batch, cut) for cut in cuts])
+    assert sorted(places.tolist()) == list(range(batch.num_tokens))
+
+
+def test_the_worked_example_of_the_glossary():
+    batch = TokenBatch((), ((1,), (2,)), torch.tensor([0]), torch.tensor([0.0]), torch.tensor([0, 1]), torch.zeros(2))
+    assert (batch.num_sequences, batch.num_tokens) == (2, 2)
