@@ -6,7 +6,8 @@
     ├── RewardError          a reward function broke its contract                      (also ValueError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
-    └── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
+    ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
+    └── NonFiniteError       a gradient is not finite; the update was not made         (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
 traceback and exits with code 2. Each class is also the built-in one that fits, so that ordinary ``except`` clauses
@@ -40,3 +41,7 @@ class RunFolderError(CohortError, ValueError):
 
 class PolicyMismatchError(CohortError, RuntimeError):
     """The sampler and the trainer give different log-probabilities to the same tokens under the same weights."""
+
+
+class NonFiniteError(CohortError, FloatingPointError):
+    """A gradient is NaN or infinite. The update was not made: the weights are those of the update before."""

@@ -78,12 +78,13 @@ class GRPOTrainer:
         if eval_rows is not None:
             sets.append(PromptSet(eval_rows, self.tokenizer, config.data, name="the evaluation data"))
         self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        context = context_length(model, trust_remote_code=config.model.trust_remote_code)
         for tried in sets:
+            if context is not None:
+                tried.check_context(context, config.rollout.max_completion_length)
             self.rewards.dry_run([tried.prompt(index, uid=index) for index in range(min(2, len(tried)))])
 
         self.policy = load_policy(model, config.model)
-        for checked in sets:
-            check_context(checked, self.policy, config)
         self.objective = objective_of(config.objective)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
         self.reference = self.policy.copy_frozen() if self.objective.beta else None
@@ -153,7 +154,8 @@ class GRPOTrainer:
         if eval_dataset is not None:
             rows = check_rows(eval_dataset, "the evaluation data")
             prompts = PromptSet(rows, self.tokenizer, self.args.data, name="the evaluation data")
-            check_context(prompts, self.policy, self.args)
+            if (context := context_length(self.policy.model)) is not None:
+                prompts.check_context(context, self.args.rollout.max_completion_length)
             evaluator = self._evaluator(prompts)
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
@@ -232,20 +234,6 @@ def load_policy(model: Any, config: ModelConfig) -> Policy:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Policy(model, precision, dropout=config.dropout)
-
-
-def check_context(prompts: PromptSet, policy: Policy, config: GRPOConfig) -> None:
-    """Every prompt must leave room for a whole completion.
-
-    Raises:
-        DataError: the longest prompt does not.
-    """
-    context = context_length(policy.model)
-    if context is not None and prompts.longest + config.rollout.max_completion_length > context:
-        raise DataError(
-            f"the longest prompt has {prompts.longest} tokens and rollout.max_completion_length is "
-            f"{config.rollout.max_completion_length}: together more than the model's context of {context}"
-        )
 
 
 def objective_of(config: ObjectiveConfig) -> Objective:

@@ -130,8 +130,10 @@ def test_chat_needs_a_template(demo_tokenizer):
 
 
 def test_a_prompt_that_leaves_no_room(demo_tokenizer):
-    with pytest.raises(DataError, match="row 0: the prompt has 3 tokens, but the model's context leaves room for 2"):
-        PromptSet(ROWS, demo_tokenizer, DataConfig(prompt_column="question"), max_prompt_tokens=2)
+    prompts = PromptSet([*ROWS, {"question": "10+20"}], demo_tokenizer, DataConfig(prompt_column="question"))
+    prompts.check_context(9, 4)
+    with pytest.raises(DataError, match="row 2: the prompt has 5 tokens .* is 4, together more than .* context of 8"):
+        prompts.check_context(8, 4)
 
 
 def stream(tokenizer, count, **settings):

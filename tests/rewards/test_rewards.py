@@ -207,3 +207,8 @@ def test_gsm8k_compares_values_and_takes_conversations():
     assert gsm8k(["#### 1,200.0"], ["#### 1200"]) == [1.0]
     assert gsm8k([[{"role": "assistant", "content": "#### 3"}]], ["#### 3"]) == [1.0]
     assert gsm8k(["#### 3"], ["no number"]) == [None]
+
+
+def test_an_exception_is_placed():
+    with pytest.raises(RewardError, match=r"raised KeyError: 'gold' \(test_rewards.py, line \d+\)"):
+        RewardRunner([broken]).score(groups())

@@ -22,10 +22,9 @@ class PromptSet:
         tokenizer: the policy's.
         config: which column or template makes the prompt, and its format.
         name: what errors call the data.
-        max_prompt_tokens: the longest prompt that leaves room for a completion in the model's context; None: unlimited.
 
     Raises:
-        DataError: a column is missing, a prompt is empty or too long, or the format does not fit; the row is named.
+        DataError: a column is missing, a prompt is empty, or the format does not fit; the row is named.
     """
 
     def __init__(
@@ -35,8 +34,8 @@ class PromptSet:
         config: DataConfig,
         *,
         name: str = "the training data",
-        max_prompt_tokens: int | None = None,
     ) -> None:
+        self.name = name
         self._rows = rows
         self._tokenizer = tokenizer
         if clash := sorted(RESERVED_COLUMNS & set(rows[0])):
@@ -46,19 +45,23 @@ class PromptSet:
         for index, token_ids in enumerate(self._token_ids):
             if not token_ids:
                 raise DataError(f"{name}, row {index}: the prompt has no tokens")
-            if max_prompt_tokens is not None and len(token_ids) > max_prompt_tokens:
-                raise DataError(
-                    f"{name}, row {index}: the prompt has {len(token_ids)} tokens, but the model's context leaves room "
-                    f"for {max_prompt_tokens}: lower rollout.max_completion_length or remove the row"
-                )
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self._token_ids))
+    def check_context(self, context: int, max_completion_length: int) -> None:
+        """Every prompt must leave room in the model's context for a whole completion.
+
+        Raises:
+            DataError: the longest prompt does not; its row is named.
+        """
+        row = max(range(len(self)), key=lambda index: len(self._token_ids[index]))
+        length = len(self._token_ids[row])
+        if length + max_completion_length > context:
+            raise DataError(
+                f"{self.name}, row {row}: the prompt has {length} tokens and rollout.max_completion_length is "
+                f"{max_completion_length}, together more than the model's context of {context}"
+            )
 
     def prompt(self, row_index: int, uid: int) -> Prompt:
         """One row as a prompt."""

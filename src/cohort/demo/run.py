@@ -64,16 +64,16 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
         accuracy,
         config,
         problems(TRAIN_PROBLEMS, held_out=False, seed=0),
-        problems(EVAL_PROBLEMS, held_out=True, seed=0),
     )
+    held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
     trainer.started = started
     announce(
         "Teaching a small language model to carry. It adds four-digit numbers with the work written out, "
         "but was taught by forgetful examples and leaves out more than half of the carries.\n"
     )
-    before = trainer.evaluation()
+    before = trainer.evaluation(held_out)
     trainer.train()
-    after = trainer.evaluation()
+    after = trainer.evaluation(held_out)
     summary = {
         "accuracy_before": before.reward.mean,
         "accuracy_before_interval": [before.reward.low, before.reward.high],

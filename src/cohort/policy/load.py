@@ -106,9 +106,25 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def context_length(model: Any) -> int | None:
-    """The most tokens the model takes, prompt and completion together; None when its config does not say."""
-    config = model.config.get_text_config()
+def context_length(model: Any, *, trust_remote_code: bool = False) -> int | None:
+    """The most tokens a model takes, prompt and completion together; None when its config does not say.
+
+    Args:
+        model: a loaded model, or the folder or hub id of one, of which only the config is read.
+        trust_remote_code: as for ``load_model``.
+
+    Raises:
+        ModelError: there is no config to read.
+    """
+    from transformers import AutoConfig
+
+    if isinstance(model, str):
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"cannot read a model's config in {model!r}: {_first_line(error)}") from error
+    else:
+        config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(length := getattr(config, name, None), int) and length > 0:
             return length

@@ -32,7 +32,8 @@ class Policy:
         """Optimizer updates these weights have seen. Completions carry it."""
         if not dropout:
             disable_dropout(model)
-        self._forward_arguments = set(inspect.signature(model.forward).parameters)
+        self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
+        """Names that the model's forward takes."""
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +61,7 @@ class Policy:
     def logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
         """The model's output with logits of the last ``keep`` positions only, where the model can leave out the
         rest."""
-        if "logits_to_keep" in self._forward_arguments:
+        if "logits_to_keep" in self.forward_arguments:
             arguments["logits_to_keep"] = keep
         output = self.model(input_ids=input_ids, **arguments)
         if output.logits.shape[1] != keep:

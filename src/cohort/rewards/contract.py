@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -87,7 +88,9 @@ def call_reward(function: RewardFunction, name: str, groups: Sequence[Group]) ->
     try:
         results = function(**accepted)
     except Exception as error:
-        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}, line {frame.lineno}"
+        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error} ({place})") from error
     if inspect.isawaitable(results):
         getattr(results, "close", lambda: None)()
         raise RewardError(f"reward function {name} is async; expected a plain function")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.rollout.engine import Sampling
 from cohort.rollout.philox import Draws
@@ -30,11 +31,19 @@ class LocalEngine:
         tokenizer: decodes completions, for their text and for stop strings.
         end_token_ids: tokens that end a completion.
         max_batch_size: completions decoded at a time (at least one prompt's whole group is taken).
+
+    Raises:
+        ModelError: the model keeps no key-value cache that could be shared by a group.
     """
 
     def __init__(
         self, policy: Policy, tokenizer: Any, end_token_ids: Sequence[int], *, max_batch_size: int = 256
     ) -> None:
+        if "past_key_values" not in policy.forward_arguments:
+            raise ModelError(
+                f"{type(policy.model).__name__} takes no past_key_values: the local engine samples from attention models "
+                "with transformers' cache; recurrent models are not supported yet"
+            )
         self.policy = policy
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
@@ -177,7 +186,8 @@ class _Active:
             use_cache=True,
         )
         cache = output.past_key_values
-        cache.batch_repeat_interleave(num_generations)
+        # Taking rows by index is what every kind of cache layer can do: attention, sliding window, recurrent.
+        cache.reorder_cache(torch.arange(len(prompts), device=mask.device).repeat_interleave(num_generations))
         return cls(
             rows=list(range(len(prompts) * num_generations)),
             logits=output.logits[:, -1].repeat_interleave(num_generations, dim=0),
@@ -190,7 +200,7 @@ class _Active:
         index = torch.tensor(places, device=self.mask.device)
         self.rows = [self.rows[place] for place in places]
         self.mask = self.mask[index]
-        self.cache.batch_select_indices(index)
+        self.cache.reorder_cache(index)
 
     def advance(self, policy: Policy, tokens: Tensor) -> None:
         """One decode step: feed the drawn tokens, get the next logits."""

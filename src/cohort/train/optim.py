@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cohort.config import OptimConfig
+from cohort.errors import NonFiniteError
 
 
 class Optimizer:
@@ -57,11 +58,14 @@ class Optimizer:
         """Clip, step, advance the schedule. Returns the gradient's norm before clipping.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the weights are left as they were.
+            NonFiniteError: the gradient is not finite; the weights are left as they were.
         """
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         if not torch.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient's norm is {grad_norm.item()}: the update was not made")
+            raise NonFiniteError(
+                f"the gradient's norm is {grad_norm.item()}: the update was not made. The newest checkpoint is sound; "
+                "resume from it with a lower optim.learning_rate, or with model.precision 'float32'"
+            )
         self.adamw.step()
         self.schedule.step()
         return float(grad_norm)
