@@ -107,6 +107,6 @@ def test_the_description_says_what_will_happen(demo_tokenizer, tmp_path):
 def test_runs_without_a_folder_get_a_free_one(demo_tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
-        trainer = make_trainer(demo_tokenizer, "", max_steps=1, output_dir=None)
+        trainer = make_trainer(demo_tokenizer, None, max_steps=1)
         trainer.train()
         assert str(trainer.folder.path) == f"runs/run-00{number}"

@@ -20,6 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if overrides and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    # Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this
+    # one tenfold and more (docs/log.md). OpenMP reads this when torch is imported, so it is set here.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

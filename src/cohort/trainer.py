@@ -16,6 +16,7 @@ from cohort.objective import PRESETS, Objective
 from cohort.policy import (
     Policy,
     context_length,
+    enable_checkpointing,
     end_token_ids,
     load_model,
     load_tokenizer,
@@ -70,7 +71,7 @@ class GRPOTrainer:
         eval_rows = check_rows(eval_dataset, "the evaluation data") if eval_dataset is not None else None
 
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-        if processing_class is None and not name:
+        if processing_class is None and not name and not isinstance(model, str):
             raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
         self.tokenizer = processing_class or load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
         prompts = PromptSet(rows, self.tokenizer, config.data)
@@ -232,7 +233,7 @@ def load_policy(model: Any, config: ModelConfig) -> Policy:
     else:
         model.to(device=device, dtype=precision.master)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model)
     return Policy(model, precision, dropout=config.dropout)
 
 

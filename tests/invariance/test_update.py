@@ -10,7 +10,7 @@ import torch
 from cohort.config import OptimConfig
 from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
-from cohort.policy import Policy, Precision
+from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.train import Optimizer, assemble, policy_logps, update
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 from tests.conftest import tiny_llama
@@ -110,7 +110,7 @@ def test_the_update_follows_the_papers_objective(float64_policy):
 def test_gradient_checkpointing_changes_nothing(float64_policy):
     batch = batch_for(float64_policy, PAPER)
     plain, _ = gradient(float64_policy, batch, PAPER, 50)
-    float64_policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(float64_policy.model)
     checkpointed, _ = gradient(float64_policy, batch, PAPER, 50)
     for one, other in zip(plain, checkpointed, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

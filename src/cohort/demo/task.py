@@ -1,14 +1,15 @@
-"""The demo's task: adding two three-digit numbers with the work written out, column by column, carries included.
+"""The demo's task: adding two four-digit numbers with the work written out, column by column, carries included.
 
-A solution of 347+586:
+A solution of 3478+5869:
 
-    7+6=13, write 3, carry 1
+    8+9=17, write 7, carry 1
+    7+6+1=14, write 4, carry 1
     4+8+1=13, write 3, carry 1
     3+5+1=9, write 9
-    #### 933
+    #### 9347
 
-There are 810,000 problems. Which of them are held out is decided by the problem itself (a hash of its two numbers), so
-the training set and the held-out set share none, whatever is drawn from them.
+There are 81 million problems. Which of them are held out is decided by the problem itself (a hash of its two numbers),
+so the training set and the held-out set share none, whatever is drawn from them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def problems(count: int, *, held_out: bool, seed: int) -> list[dict[str, str]]:
     """``count`` distinct problems of one side, as rows with the columns ``question`` and ``answer``.
 
     >>> problems(1, held_out=False, seed=0)
-    [{'question': '...+...', 'answer': '...'}]
+    [{'question': '7311+7890', 'answer': '15201'}]
     """
     rng = random.Random(seed)
     low, high = 10 ** (DIGITS - 1), 10**DIGITS - 1
@@ -49,11 +50,12 @@ def solution(a: int, b: int, *, forget_carry: float = 0.0, rng: random.Random | 
     A forgetful writer is consistent: what follows a forgotten carry is worked out rightly from what was written, so the
     answer is wrong by exactly the carries left out.
 
-    >>> print(solution(347, 586))
-    7+6=13, write 3, carry 1
-    4+8+1=13, write 3, carry 1
-    3+5+1=9, write 9
-    #### 933
+    >>> print(solution(1478, 1005))
+    8+5=13, write 3, carry 1
+    7+0+1=8, write 8
+    4+0=4, write 4
+    1+1=2, write 2
+    #### 2483
     """
     rng = rng or random.Random(0)
     lines, written, carry = [], "", 0

@@ -9,13 +9,14 @@ from cohort.policy.load import (
     resolve_device,
     resolve_precision,
 )
-from cohort.policy.policy import Policy, disable_dropout, sampled_logps
+from cohort.policy.policy import Policy, disable_dropout, enable_checkpointing, sampled_logps
 
 __all__ = [
     "Policy",
     "Precision",
     "context_length",
     "disable_dropout",
+    "enable_checkpointing",
     "end_token_ids",
     "load_model",
     "load_tokenizer",

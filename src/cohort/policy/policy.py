@@ -134,6 +134,16 @@ def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> t
     return logps_N, entropy_N
 
 
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass. Sampling keeps its cache: it runs in evaluation mode, where
+    transformers does not checkpoint.
+    """
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers' new name for it
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability of a model to 0: ``nn.Dropout`` modules, and the floats that attention modules read
     (``attention_dropout`` and the like), which are not modules at all.

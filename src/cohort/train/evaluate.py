@@ -80,6 +80,7 @@ def confidence_interval(means_P: Tensor) -> Estimate:
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
 
+    >>> import torch
     >>> print(confidence_interval(torch.tensor([1.0] * 45 + [0.0] * 55)))
     0.450 [0.356, 0.548]
     """

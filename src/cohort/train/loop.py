@@ -4,7 +4,7 @@ One step samples a group of completions for each prompt, scores them, turns the 
 and updates the policy with a clipped importance ratio and a KL term against a reference. Four policies take part:
 
     current    ``logps``          the weights being trained, with their graph; computed inside ``update``
-    old        ``old_logps``      the weights that sampled, in the trainer's numerics; only when several updates use a
+    old        ``old_logps``      the weights that sampled, in the trainer's numerics; only for several updates per
     rollout sampler    ``sampler_logps``  what the engine really drew from, recorded while it drew
     reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; only when beta is not 0
 """

@@ -1,0 +1,33 @@
+"""What must also hold on a CUDA device."""
+
+import pytest
+import torch
+
+from cohort.policy import Policy, Precision
+from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.types import Prompt
+from tests.conftest import tiny_llama
+from tests.rollout.test_local_engine import LetterTokenizer
+from tests.train.harness import make_trainer
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("compute", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+def test_sampler_and_trainer_agree(compute, tolerance):
+    # float32: TF32 is off by default, kernels differ by shape; bfloat16: 8 bits, and logits of a few units.
+    policy = Policy(tiny_llama().cuda(), Precision(torch.float32, compute))
+    prompts = [Prompt(i, i, ids, "", "", {}) for i, ids in enumerate([(5, 9, 20), (7,), (2, 3)])]
+    groups = LocalEngine(policy, LetterTokenizer(), (1,)).generate(prompts, 4, Sampling(20), Draws(0, 0))
+    pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
+    with torch.no_grad():
+        logps, _ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps]).cuda()
+    torch.testing.assert_close(sampled, logps, rtol=0, atol=tolerance)
+
+
+def test_a_run_on_the_device(demo_tokenizer, tmp_path):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", device="cuda", precision="auto", beta=0.1, max_steps=2)
+    metrics = list(trainer.steps())
+    assert metrics[1]["grad_norm"] > 0
+    assert metrics[1]["kl/k3"] > 0

@@ -1,0 +1,36 @@
+"""The step's headline, and output without a terminal."""
+
+import re
+
+from cohort.report.console import StepDisplay, step_line
+from tests.train.harness import make_trainer
+
+METRICS = {
+    "step": 1,
+    "reward/mean": 0.5,
+    "reward/accuracy": 0.25,
+    "groups/dead_share": 0.125,
+    "entropy": 1.5,
+    "kl/k3": 0.001,
+    "tokens_per_second": 1234.5,
+}
+
+
+def test_the_headline():
+    line = "reward 0.500  accuracy 0.250  dead groups 12%  entropy 1.5000  KL 0.0010  1,234 tokens/s"
+    assert step_line(METRICS) == line
+    without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "reward/accuracy")} | {"reward/mean": None}
+    assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
+
+
+def test_without_a_terminal_a_twentieth_of_the_steps_is_printed(capsys):
+    with StepDisplay(100) as display:
+        for step in range(1, 101):
+            display.show(METRICS | {"step": step})
+    steps = re.findall(r"^step (\d+)/100", capsys.readouterr().out, flags=re.MULTILINE)
+    assert [int(step) for step in steps] == [1, *range(5, 101, 5)]
+
+
+def test_switched_off_nothing_is_said(demo_tokenizer, tmp_path, capsys):
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
+    assert capsys.readouterr().out == ""
