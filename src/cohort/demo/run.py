@@ -23,7 +23,7 @@ EXAMPLES = 3
 
 
 def demo_config(seed: int, output_dir: str) -> GRPOConfig:
-    """The demo's settings: a learning rate for a model of 0.7 million parameters, the rest close to the defaults."""
+    """The demo's settings: a learning rate for a model of half a million parameters, the rest close to the defaults."""
     return GRPOConfig(
         format="chat",
         prompt_column="question",
@@ -37,7 +37,7 @@ def demo_config(seed: int, output_dir: str) -> GRPOConfig:
         microbatch_tokens=4096,  # faster than one large one: its tensors stay in the caches
         precision="float32",
         device="cpu",
-        max_steps=45,
+        max_steps=60,
         seed=seed,
         output_dir=output_dir,
     )
