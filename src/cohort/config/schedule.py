@@ -64,7 +64,6 @@ class Schedule:
         """The schedule in words."""
         per_rollout = self.prompts_per_step * self.num_generations
         epochs = self.steps * self.prompts_per_step / self.num_prompts
-        plural = "" if self.updates_per_rollout == 1 else "s"
         old = (
             f"one no-grad pass per rollout ({self.updates_per_rollout} updates use it)"
             if self.needs_old_logps
@@ -74,10 +73,15 @@ class Schedule:
         return "\n".join(
             [
                 f"schedule: {self.prompts_per_step} prompts x {self.num_generations} = {per_rollout} completions per "
-                f"rollout, {self.updates_per_rollout} update{plural} each ({self.num_iterations} iterations x "
-                f"{self.minibatches} minibatches); {self.steps} rollouts = {self.updates} updates, "
+                f"rollout, {_count(self.updates_per_rollout, 'update')} each",
+                f"  ({_count(self.num_iterations, 'iteration')} x {_count(self.minibatches, 'minibatch', 'es')}); "
+                f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}, "
                 f"{epochs:.2f} epochs of {self.num_prompts:,} prompts",
                 f"  old log-probs: {old}",
                 f"  ref log-probs: {ref}",
             ]
         )
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

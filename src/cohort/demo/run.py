@@ -68,7 +68,7 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
     trainer.started = started
     announce(
-        "Teaching a small language model to carry. It adds four-digit numbers with the work written out, "
+        "Teaching a small language model to carry. It adds four-digit numbers with the work written out,\n"
         "but was taught by forgetful examples and leaves out more than half of the carries.\n"
     )
     before = trainer.evaluation(held_out)

@@ -41,8 +41,8 @@ class LocalEngine:
     ) -> None:
         if "past_key_values" not in policy.forward_arguments:
             raise ModelError(
-                f"{type(policy.model).__name__} takes no past_key_values: the local engine samples from attention models "
-                "with transformers' cache; recurrent models are not supported yet"
+                f"{type(policy.model).__name__} takes no past_key_values: the local engine samples from models with "
+                "transformers' key-value cache; recurrent models are not supported yet"
             )
         self.policy = policy
         self.tokenizer = tokenizer
