@@ -1,8 +1,9 @@
-"""bfloat16 over float32 weights against float32, on one update: what ``model.precision = "auto"`` decides between.
+"""bfloat16 over float32 weights against float32, in an update and in sampling: what ``model.precision`` decides.
 
     python benchmarks/precision.py --width 256 --layers 6
 
-Alternates the two in one process and prints the medians' ratio; above 1, bfloat16 is faster.
+Alternates the two in one process and prints medians and their ratio (above 1: bfloat16 is faster). The update is on 32
+completions of 128 tokens, sampling is 4 prompts of 32 tokens, 8 completions of 64 tokens each.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cohort.config import OptimConfig
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, resolve_precision
+from cohort.rollout import Draws, LocalEngine, Sampling
 from cohort.train import Optimizer, update
-from cohort.types import TokenBatch
+from cohort.types import Prompt, TokenBatch
 
 
 def main() -> None:
@@ -54,20 +56,38 @@ def main() -> None:
     )
     optimizer = Optimizer(model, OptimConfig(), 1)
     policies = {name: Policy(model, Precision(torch.float32, getattr(torch, name))) for name in ("float32", "bfloat16")}
-    seconds: dict[str, list[float]] = {name: [] for name in policies}
+    prompts = [Prompt(uid, uid, tuple(range(2, 34)), "", "", {}) for uid in range(options.sequences // 8)]
+    engines = {name: LocalEngine(policy, TokenNames(), ()) for name, policy in policies.items()}
+    seconds: dict[tuple[str, str], list[float]] = {
+        (what, name): [] for what in ("update", "sample") for name in policies
+    }
     for _repeat in range(options.repeats + 1):
         for name, policy in policies.items():
             start = time.perf_counter()
             update(policy, optimizer, batch, PRESETS["grpo"].replace(beta=0.0), 1.0, 16_384)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    print(
-        f"width {options.width}, {options.layers} layers, {count} tokens, {torch.get_num_threads()} threads, {device}: "
-        f"float32 {median['float32']:.3f} s, bfloat16 {median['bfloat16']:.3f} s, "
-        f"ratio {median['float32'] / median['bfloat16']:.2f}; auto takes {resolve_precision('auto', device)}"
-    )
+            wait(device)
+            seconds["update", name].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            engines[name].generate(prompts, 8, Sampling(64), Draws(0, 0))
+            wait(device)
+            seconds["sample", name].append(time.perf_counter() - start)
+    print(f"width {options.width}, {options.layers} layers, {torch.get_num_threads()} threads, {device}", end=": ")
+    for what in ("update", "sample"):
+        float32, bfloat16 = (statistics.median(seconds[what, name][1:]) for name in ("float32", "bfloat16"))
+        print(f"{what} {float32:.3f} s and {bfloat16:.3f} s, ratio {float32 / bfloat16:.2f}", end="; ")
+    print(f"auto takes {resolve_precision('auto', device)}")
+
+
+class TokenNames:
+    """Stands in for a tokenizer: a token's text is its number."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return " ".join(map(str, ids))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

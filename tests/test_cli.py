@@ -71,8 +71,11 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
     assert "<|system|>Solve the problem step by step." in said
     assert "of 7,473 prompts" in said
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
-    assert "eval/reward/gsm8k" in steps[-1]
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert "eval/rewards/gsm8k/mean" in steps[-1]
+    assert "evaluation before training: reward 0.000 (0.000 to " in said
+    assert "evaluation after step 2: reward 0.000" in said
+    assert "done: 0 updates on 12 completions" in said  # no completion of a random model is right: nothing to learn
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()
     assert len(rows) == 6
@@ -81,7 +84,7 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
         assert row["prompt"].endswith(f"<|user|>{question}<|end|><|assistant|>")
         assert row["reward"] == gsm8k([row["completion"]], [raw[row["row"]]["answer"]])[0]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["updates"], summary["completions"], summary["steps"]) == (2, 12, 2)
+    assert (summary["updates"], summary["completions"], summary["steps"]) == (0, 12, 2)
 
 
 @needs_gsm8k
@@ -149,7 +152,10 @@ MISTAKES = {
     "data smaller than a step": (["--rollout.prompts_per_step", "10"], "9 prompts, fewer than one step"),
     "reward missing": (["--reward.functions", "reward.py:nope"], "it has: ok, needs, short, crash, text"),
     "no reward": (["--reward.functions", "[]"], "set reward.functions"),
-    "reward signature": (["--reward.functions", "reward.py:needs"], "needs the argument 'gold'; it can have: answer"),
+    "reward signature": (
+        ["--reward.functions", "reward.py:needs"],
+        "needs the argument 'gold'; it can have: prompt, answer",
+    ),
     "reward count": (["--reward.functions", "reward.py:short"], "one reward per completion: 4, got 1"),
     "reward raises": (["--reward.functions", "reward.py:crash"], "raised RuntimeError: boom"),
     "reward type": (["--reward.functions", "reward.py:text"], "must return numbers or None; result 0 is 'good'"),

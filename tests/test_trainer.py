@@ -1,5 +1,7 @@
 """GRPOTrainer from Python: its arguments, its errors, and the numerics it sets up."""
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
@@ -22,10 +24,19 @@ def test_a_folder_and_a_data_set(tmp_path):
     summary = trainer.train()
     assert trainer.rewards.names == ("digits_reward", "exact_match")
     assert summary["updates"] == 1
-    assert "eval/reward" in summary["eval_before"]
-    assert "eval/reward" in summary["eval_after"]
+    assert "eval/reward/mean" in summary["eval_before"]
+    assert "eval/reward/mean" in summary["eval_after"]
     trainer.save_model(tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_the_settings_name_everything(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = SETTINGS | {"train": rows, "train_rows": 12, "functions": ["exact_match"], "path": DEMO_MODEL}
+    trainer = GRPOTrainer(args=GRPOConfig(**settings, output_dir=tmp_path / "run", max_steps=1))
+    assert trainer.train()["steps"] == 1
+    assert len(trainer.prompts) == 12
 
 
 def test_a_loaded_model_is_trained_in_place(demo_tokenizer, tmp_path):

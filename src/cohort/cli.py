@@ -24,7 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # one tenfold and more (docs/log.md). OpenMP reads this when torch is imported, so it is set here.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         match options.command:
@@ -72,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def demo(options: argparse.Namespace) -> None:
     """``cohort demo``."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is fetched; loading takes no time
     from cohort.demo.run import run_demo
 
     run_demo(seed=options.seed, output_dir=options.output_dir, started=STARTED)
@@ -86,7 +86,12 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     trainer = trainer_from_config(config, resume=options.resume)
     trainer.started = STARTED
-    trainer.train(resume=options.resume)
+    summary = trainer.train(resume=options.resume)
+    if config.report.progress:
+        print(
+            f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
+            f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
+        )
 
 
 if __name__ == "__main__":

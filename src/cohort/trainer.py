@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 from cohort.config import GRPOConfig, ModelConfig, ObjectiveConfig, Schedule
-from cohort.data import PromptSet, PromptStream, check_rows, load_rows
-from cohort.errors import ConfigError, DataError, ModelError
+from cohort.data import PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
+from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import PRESETS, Objective
 from cohort.policy import (
     Policy,
@@ -20,10 +21,11 @@ from cohort.policy import (
     end_token_ids,
     load_model,
     load_tokenizer,
+    read_config,
     resolve_device,
     resolve_precision,
 )
-from cohort.report.console import StepDisplay, announce, describe_run
+from cohort.report.console import StepDisplay, announce, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, resolve_reward
 from cohort.rollout import LocalEngine, Sampling
 from cohort.train import Evaluation, Evaluator, Optimizer, Parts, RunFolder, run, save_model
@@ -33,17 +35,19 @@ class GRPOTrainer:
     """Trains a causal language model with GRPO.
 
     Args:
-        model: a folder, a hub id, or a loaded transformers model (which is then trained in place).
+        model: a folder, a hub id, or a loaded transformers model (which is then trained in place). None: ``model.path``
+            of the settings.
         reward_funcs: one reward function or several: callables, or names as ``reward.functions`` takes them. See
-            ``cohort.rewards.contract``.
+            ``cohort.rewards.contract``. None: those of the settings.
         args: the settings. None: the defaults.
-        train_dataset: rows with the prompt's column: a list of dicts, a ``datasets.Dataset``, or the like.
-        eval_dataset: the same, for evaluation. None: no evaluation.
+        train_dataset: rows with the prompt's column: a list of dicts, a ``datasets.Dataset``, or the like. None: what
+            ``data.train`` names.
+        eval_dataset: the same, for evaluation. None: what ``data.eval`` names; nothing there: no evaluation.
         processing_class: the tokenizer. None: the one that lies beside the model.
 
     Raises:
-        CohortError: anything that can be known to be wrong now. Checks run from the cheapest to the dearest: output
-            folder, data, tokenizer, prompts, rewards (tried on two rows), and only then the model.
+        CohortError: anything that can be known to be wrong now. Checks run from the cheapest to the dearest: data,
+            tokenizer, prompts, rewards (tried on two rows), and only then the model.
 
     >>> trainer = GRPOTrainer(model="path/to/model", reward_funcs=reward, train_dataset=rows)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
@@ -51,8 +55,8 @@ class GRPOTrainer:
 
     def __init__(
         self,
-        model: Any,
-        reward_funcs: RewardFunction | str | Sequence[RewardFunction | str],
+        model: Any = None,
+        reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -60,41 +64,39 @@ class GRPOTrainer:
     ) -> None:
         self.started = time.time()
         """When the run began, for its summary. The command line sets it to its own start."""
-        self.args = config = args or GRPOConfig()
+        self.summary: dict[str, Any] = {}
+        """What the run has come to; also ``summary.json`` in its folder when it is done."""
+        self.folder: RunFolder | None = None
+        """Where the run is written; chosen when it starts."""
+        self.args = config = GRPOConfig() if args is None else args
         if not isinstance(config, GRPOConfig):
             raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
-        self.rewards = RewardRunner(_reward_functions(reward_funcs), config.reward.weights)
-        if train_dataset is None:
+        model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
+        functions = config.reward.functions if reward_funcs is None else reward_funcs
+        self.rewards = RewardRunner(_reward_functions(functions), config.reward.weights)
+        rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows, "training")
+        if rows is None:
             raise DataError("no training data: pass train_dataset, or set data.train")
-        rows = check_rows(train_dataset, "the training data")
         self.schedule = Schedule.of(config, len(rows))
-        eval_rows = check_rows(eval_dataset, "the evaluation data") if eval_dataset is not None else None
+        eval_rows = _rows(eval_dataset, config.data.eval, config.data.eval_split, config.data.eval_rows, "evaluation")
 
-        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
-        if processing_class is None and not name and not isinstance(model, str):
-            raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
-        self.tokenizer = processing_class or load_tokenizer(name, trust_remote_code=config.model.trust_remote_code)
-        prompts = PromptSet(rows, self.tokenizer, config.data)
-        sets = [prompts]
-        if eval_rows is not None:
-            sets.append(PromptSet(eval_rows, self.tokenizer, config.data, name="the evaluation data"))
+        self.tokenizer = processing_class or load_tokenizer(
+            _name(model), trust_remote_code=config.model.trust_remote_code
+        )
+        self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
+        prompts = self._prompt_set(rows, "the training data")
+        eval_prompts = None if eval_rows is None else self._prompt_set(eval_rows, "the evaluation data")
         self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        context = context_length(model, trust_remote_code=config.model.trust_remote_code)
-        for tried in sets:
-            if context is not None:
-                tried.check_context(context, config.rollout.max_completion_length)
-            self.rewards.dry_run([tried.prompt(index, uid=index) for index in range(min(2, len(tried)))])
 
-        self.policy = load_policy(model, config.model)
+        self.policy = load_policy(model, config.model, self._model_config)
         self.objective = objective_of(config.objective)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
         self.reference = self.policy.copy_frozen() if self.objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         ends = end_token_ids(self.policy.model, self.tokenizer)
         self.engine = LocalEngine(self.policy, self.tokenizer, ends, max_batch_size=config.rollout.max_batch_size)
-        self.evaluator = self._evaluator(sets[1]) if eval_rows is not None else None
-        self.folder: RunFolder | None = None
-        """Where the run is written; chosen when ``train`` starts."""
+        self.evaluator = None if eval_prompts is None else self._evaluator(eval_prompts)
+        self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train, showing progress; return the summary that also lies in the run folder as ``summary.json``.
@@ -108,13 +110,15 @@ class GRPOTrainer:
         with StepDisplay(self.schedule.steps, enabled=self.args.report.progress) as display:
             for metrics in self.steps(resume=resume):
                 display.show(metrics)
-        assert self.folder is not None
         return self.summary
 
     def steps(self, *, resume: bool = False) -> Iterator[dict[str, Any]]:
         """The run as an iterator over its steps' metrics, for code that wants to stand between them."""
-        self.folder = folder = output_folder(self.args)
-        first_step = self._resume(folder) if resume else self._start(folder)
+        if self.folder is not None:
+            raise RunFolderError(
+                f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
+            )
+        folder = output_folder(self.args, resume=resume)
         parts = Parts(
             policy=self.policy,
             reference=self.reference,
@@ -125,21 +129,42 @@ class GRPOTrainer:
             optimizer=self.optimizer,
             evaluator=self.evaluator,
             tokenizer=self.tokenizer,
+            identity=self._identity,
         )
-        self.summary: dict[str, Any] = {"steps": first_step, "updates": self.policy.version, "completions": 0}
-        if self.evaluator and first_step == 0:
-            self.summary["eval_before"] = self.evaluator.evaluate(self.engine).metrics()
-        for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-            self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
-            self.summary["steps"] = metrics["step"]
-            self.summary["updates"] = self.policy.version
-            self.summary["completions"] += self.schedule.prompts_per_step * self.schedule.num_generations
-            if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
-                self.summary["eval_after"] = evaluated
-            yield metrics
+        first_step = self._resume(folder, parts) if resume else self._start(folder)
+        self.folder = folder
+        self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
+        if before := self._evaluation_before(folder, first_step):
+            self.summary["eval_before"] = before
+        try:
+            for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
+                self._sum_up(metrics)
+                yield metrics
+        except RewardError:
+            # The policy stands as the last whole step left it. Keep that: the run can go on once this is mended.
+            if self.summary["steps"] > max(folder.checkpoint_steps(), default=0):
+                folder.save_checkpoint(self.summary["steps"], parts.state(self.summary["steps"]))
+            raise
         self.summary["seconds"] = round(time.time() - self.started, 2)
-        self.summary["output_dir"] = str(folder.path)
         folder.write_summary(self.summary)
+
+    def _sum_up(self, metrics: dict[str, Any]) -> None:
+        self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
+        self.summary["steps"] = metrics["step"]
+        self.summary["updates"] = self.policy.version
+        self.summary["completions"] = metrics["step"] * self.schedule.prompts_per_step * self.schedule.num_generations
+        if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
+            self.summary["eval_after"] = evaluated
+
+    def _evaluation_before(self, folder: RunFolder, first_step: int) -> dict[str, Any] | None:
+        """The evaluation from before the first step: made now, or read back by a resumed run."""
+        if first_step or self.evaluator is None:
+            return folder.first_evaluation()
+        before = self.evaluator.evaluate(self.engine).metrics()
+        folder.append_metrics({"step": 0, "time": time.time(), **before})
+        if self.args.report.progress:
+            announce(evaluation_line(before, "before training"))
+        return before
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
         """Sample and score the evaluation prompts with the policy as it is; means with 95% intervals.
@@ -153,11 +178,8 @@ class GRPOTrainer:
         """``evaluate`` with the completions it drew."""
         evaluator = self.evaluator
         if eval_dataset is not None:
-            rows = check_rows(eval_dataset, "the evaluation data")
-            prompts = PromptSet(rows, self.tokenizer, self.args.data, name="the evaluation data")
-            if (context := context_length(self.policy.model)) is not None:
-                prompts.check_context(context, self.args.rollout.max_completion_length)
-            evaluator = self._evaluator(prompts)
+            what = "the evaluation data"
+            evaluator = self._evaluator(self._prompt_set(check_rows(eval_dataset, what), what))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         return evaluator.evaluate(self.engine)
@@ -185,18 +207,26 @@ class GRPOTrainer:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0
 
-    def _resume(self, folder: RunFolder) -> int:
+    def _resume(self, folder: RunFolder, parts: Parts) -> int:
         step = folder.check_resumable(self.args)
         if step >= self.schedule.steps:
             raise ConfigError(
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
                 "raise run.max_steps to go on"
             )
-        folder.load_checkpoint(step, self.policy, self.reference, self.optimizer)
-        folder.drop_metrics_after(step)
+        folder.load_checkpoint(parts.state(step))
+        folder.resume(self.args, step)
         if self.args.report.progress:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
+
+    def _prompt_set(self, rows: Sequence[Row], name: str) -> PromptSet:
+        """Rows as prompts that fit the model, with the reward functions tried on the first two."""
+        prompts = PromptSet(rows, self.tokenizer, self.args.data, name=name)
+        if (context := context_length(self._model_config)) is not None:
+            prompts.check_context(context, self.args.rollout.max_completion_length)
+        self.rewards.dry_run([prompts.prompt(index, uid=index) for index in range(min(2, len(prompts)))])
+        return prompts
 
     def _evaluator(self, prompts: PromptSet) -> Evaluator:
         rollout = self.args.rollout
@@ -210,24 +240,18 @@ def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrai
     Raises:
         CohortError: as ``GRPOTrainer``; and the output folder is looked at before anything is loaded.
     """
-    folder = output_folder(config)
+    folder = output_folder(config, resume=resume)
     if resume:
         folder.check_resumable(config)
     else:
         folder.check_free()
-    functions = _reward_functions(config.reward.functions)
-    data = config.data
-    if not data.train:
-        raise DataError("no training data: set data.train")
-    rows = load_rows(data.train, split=data.train_split, limit=data.train_rows)
-    eval_rows = load_rows(data.eval, split=data.eval_split, limit=data.eval_rows) if data.eval else None
-    return GRPOTrainer(config.model.path, functions, config, rows, eval_rows)
+    return GRPOTrainer(args=config)
 
 
-def load_policy(model: Any, config: ModelConfig) -> Policy:
+def load_policy(model: Any, config: ModelConfig, model_config: Any) -> Policy:
     """A policy from a folder, a hub id or a loaded model, with the precision and the switches of the settings."""
     device = resolve_device(config.device)
-    precision = resolve_precision(config.precision, device)
+    precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
     if isinstance(model, str):
         model = load_model(model, precision, device, trust_remote_code=config.trust_remote_code)
     else:
@@ -251,11 +275,32 @@ def objective_of(config: ObjectiveConfig) -> Objective:
     )
 
 
-def output_folder(config: GRPOConfig) -> RunFolder:
-    """The folder of the settings, or the next free one under ``runs``."""
-    if config.run.output_dir is None:
-        return RunFolder.next_free("run", keep_checkpoints=config.run.save_total_limit)
-    return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
+def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:
+    """The folder of the settings, or the next free one under ``runs``.
+
+    Raises:
+        ConfigError: a run is to be resumed, but no folder is set.
+    """
+    if config.run.output_dir is not None:
+        return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
+    if resume:
+        raise ConfigError("which run is to be resumed? Set run.output_dir to its folder")
+    return RunFolder.next_free("run", keep_checkpoints=config.run.save_total_limit)
+
+
+def _name(model: Any) -> str:
+    """Where a model's tokenizer lies."""
+    if isinstance(model, str):
+        return model
+    if name := getattr(getattr(model, "config", None), "_name_or_path", ""):
+        return str(name)
+    raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
+
+
+def _rows(given: Any, source: str, split: str, limit: int | None, kind: str) -> Sequence[Row] | None:
+    if given is None:
+        return load_rows(source, split=split, limit=limit) if source else None
+    return first_rows(check_rows(given, f"the {kind} data"), limit)
 
 
 def _reward_functions(given: Any) -> list[RewardFunction]:

@@ -53,7 +53,7 @@ class Prompt:
     prompt: str | list[Message]
     """The row's prompt as reward functions receive it: a string, or a list of messages for a conversation."""
     columns: Mapping[str, Any]
-    """All columns of the row."""
+    """All columns of the data; None where this row has no such column."""
 
     @property
     def is_conversation(self) -> bool:

@@ -57,8 +57,11 @@ def test_lists_and_unset_on_the_command_line(tmp_path):
     config = load(tmp_path, "[run]\nmax_steps = 3", "--reward.functions", "a.py:f,b", "--run.max_steps", "none")
     assert config.reward.functions == ("a.py:f", "b")
     assert config.run.max_steps is None
-    config = load(tmp_path, "", "--reward.weights", "1, 0.5", "--reward.functions", '["a:f", "b:g"]')
+    config = load(
+        tmp_path, "", "--reward.weights", "1, 0.5", "--rollout.stop", "\n", "--reward.functions", '["a:f", "b:g"]'
+    )
     assert config.reward.weights == (1.0, 0.5)
+    assert config.rollout.stop == ("\n",)
     assert config.reward.functions == ("a:f", "b:g")
 
 
@@ -91,6 +94,15 @@ def test_lists_and_unset_on_the_command_line(tmp_path):
         ("", ["seed"], "expected --section.key value, got 'seed'"),
         ("", ["--run.seed", "x"], "run.seed: input should be a valid integer, got 'x'"),
         ("", ["--model.precision", "fp16"], "precision: input should be 'auto'"),
+        ("[optim]\nlearning_rate = inf", [], "learning_rate: input should be a finite number"),
+        ("[rollout]\nstop = ['']", [], "rollout.stop.0: string should have at least 1 character"),
+        (
+            "[objective]\nbeta = 0.1\nsync_ref_model = true\nref_model_sync_steps = 1\nnum_iterations = 2",
+            [],
+            "at least the",
+        ),
+        ("[rollout]\ntop_p = 0.9", [], "unknown setting rollout.top_p: Cohort samples from the whole distribution"),
+        ("", ["--optim.per_device_train_batch_size", "4"], "batches follow from rollout.prompts_per_step"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, overrides, message):
@@ -115,6 +127,11 @@ def test_mistakes_in_python_are_the_same_errors(settings):
         GRPOConfig(num_generations=3, rollout={"num_generations": 4})
 
 
+def test_paths_may_be_path_objects_and_booleans_are_read_as_people_write_them(tmp_path):
+    assert GRPOConfig(output_dir=tmp_path).run.output_dir == str(tmp_path)
+    assert load(tmp_path, "", "--report.progress", "False").report.progress is False
+
+
 def test_settings_are_frozen():
     with pytest.raises(Exception, match="frozen"):
         GRPOConfig().rollout.num_generations = 3
@@ -125,7 +142,7 @@ def test_settings_are_frozen():
         dict,
         num_generations=st.integers(2, 64),
         temperature=st.floats(0.01, 5),
-        stop=st.lists(st.text(), max_size=3),
+        stop=st.lists(st.text(min_size=1), max_size=3),
         system_prompt=st.none() | st.text(),
         max_steps=st.none() | st.integers(1, 99),
         weights=st.none() | st.lists(st.floats(-2, 2), max_size=3),

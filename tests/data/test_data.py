@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -63,6 +64,10 @@ def test_rows_in_memory():
         check_rows(["a"], "data")
     with pytest.raises(DataError, match="must have a length"):
         check_rows(iter(ROWS), "data")
+    with pytest.raises(DataError, match="by index; a DataFrame does not"):
+        check_rows(pandas.DataFrame(ROWS), "data")
+    with pytest.raises(DataError, match="got dict"):
+        check_rows({"train": ROWS}, "data")
 
 
 def test_text_prompts_are_taken_as_they_are(demo_tokenizer):
@@ -108,6 +113,8 @@ def test_message_lists_are_chat_in_auto(demo_tokenizer):
         ({"prompt": "1"}, {"system_prompt": "be"}, "data.system_prompt needs chat format"),
         ({"prompt": "1"}, {"prompt_template": "{zzz}"}, "names column 'zzz'"),
         ({"prompt": "1"}, {"prompt_template": "{prompt"}, "is not valid"),
+        ({"prompt": "1"}, {"prompt_template": "{prompt:.2f} valid"}, "is not valid"),
+        ({"prompt": "1", "x": None}, {"prompt_template": "{x}zzz"}, "column 'x', which data.prompt_template names, is"),
         ({"prompt": "1", "completions": 2}, {}, "column 'completions', which is an argument"),
     ],
 )
@@ -118,6 +125,11 @@ def test_rows_that_cannot_be_prompts(demo_tokenizer, row, settings, message):
         rows = [row]
     with pytest.raises(DataError, match=message.replace("row 1", f"row {len(rows) - 1}")):
         PromptSet(rows, demo_tokenizer, DataConfig(**settings))
+
+
+def test_a_column_that_only_some_rows_have_is_none_elsewhere(demo_tokenizer):
+    prompts = PromptSet([{"prompt": "1"}, {"prompt": "2", "n": 3}], demo_tokenizer, DataConfig())
+    assert prompts.prompt(0, uid=0).columns == {"prompt": "1", "n": None}
 
 
 def test_chat_needs_a_template(demo_tokenizer):

@@ -140,12 +140,15 @@ def test_precision_auto_on_this_cpu():
     precision = resolve_precision("auto", torch.device("cpu"))
     assert precision.master == torch.float32
     assert precision.compute == (torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32)
+    wide = resolve_precision("auto", torch.device("cpu"), hidden_size=512).compute
+    bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    assert wide == (torch.bfloat16 if bf16 else torch.float32)
     assert resolve_precision("float64", torch.device("cpu")) == Precision(torch.float64, torch.float64)
     assert str(resolve_precision("bfloat16", torch.device("cpu"))) == "bfloat16 over float32 weights"
 
 
 def test_context_length():
-    assert context_length(tiny_llama(max_position_embeddings=96)) == 96
+    assert context_length(tiny_llama(max_position_embeddings=96).config) == 96
 
 
 def test_models_that_cannot_be_loaded(tmp_path):

@@ -8,7 +8,7 @@ from tests.train.harness import make_trainer
 METRICS = {
     "step": 1,
     "reward/mean": 0.5,
-    "reward/accuracy": 0.25,
+    "rewards/accuracy": 0.25,
     "groups/dead_share": 0.125,
     "entropy": 1.5,
     "kl/k3": 0.001,
@@ -19,7 +19,7 @@ METRICS = {
 def test_the_headline():
     line = "reward 0.500  accuracy 0.250  dead groups 12%  entropy 1.5000  KL 0.0010  1,234 tokens/s"
     assert step_line(METRICS) == line
-    without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "reward/accuracy")} | {"reward/mean": None}
+    without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "rewards/accuracy")} | {"reward/mean": None}
     assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
 
 

@@ -39,6 +39,7 @@ def test_arguments_are_one_entry_per_completion_in_group_order():
             [{"role": "assistant", "content": "w"}],
         ],
         "completion_ids": [[3, 1], [3, 1], [7], [3, 1]],
+        "prompt": ["1?", "1?", None, None],
         "answer": ["a", "a", "b", "b"],
         "n": [1, 1, 2, 2],
     }
@@ -49,7 +50,7 @@ def test_a_function_may_leave_out_what_it_does_not_use():
         return n
 
     def by_kwargs(completions, **columns):
-        assert set(columns) == {"prompts", "completion_ids", "answer", "n"}
+        assert set(columns) == {"prompts", "completion_ids", "prompt", "answer", "n"}
         return [0] * len(completions)
 
     runner = RewardRunner([by_keyword, by_kwargs])
@@ -102,7 +103,7 @@ def broken(**_):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (needs_more, "needs_more needs the argument 'ground_truth'; it can have: answer, n, prompts"),
+        (needs_more, "needs_more needs the argument 'ground_truth'; it can have: prompt, answer, n, prompts"),
         (asynchronous, "is async"),
         (positional, "takes 'completions' by position"),
         (broken, "broken raised KeyError: 'gold'"),
@@ -206,7 +207,7 @@ def test_texts_without_a_final_number(text):
 def test_gsm8k_compares_values_and_takes_conversations():
     assert gsm8k(["#### 1,200.0"], ["#### 1200"]) == [1.0]
     assert gsm8k([[{"role": "assistant", "content": "#### 3"}]], ["#### 3"]) == [1.0]
-    assert gsm8k(["#### 3"], ["no number"]) == [None]
+    assert gsm8k(["#### 3"] * 2, ["no number", None]) == [None, None]
 
 
 def test_an_exception_is_placed():

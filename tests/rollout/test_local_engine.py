@@ -87,7 +87,15 @@ def test_a_stop_string_ends_a_completion_and_its_tokens_stay(float32_policy):
         assert held.token_ids == loose.token_ids[: len(held.token_ids)]
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 5, 8, 1000])
+def test_a_special_token_may_be_a_stop_string(float32_policy):
+    letters = LetterTokenizer().decode([20], skip_special_tokens=False)
+    groups = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(30, stop=("`", letters)), Draws(1, 0))
+    last = {c.token_ids[-1] for g in groups for c in g.completions if c.finish_reason is FinishReason.STOP}
+    assert last == {1, 20}  # token 1 is special: it is no part of the text, and spells "`"
+    assert all(1 not in c.token_ids[:-1] for g in groups for c in g.completions)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 5, 8, 1000])
 def test_the_batch_size_changes_no_sample(max_batch_size):
     policy = Policy(tiny_llama().double(), Precision(torch.float64, torch.float64))
     whole = engine(policy).generate(PROMPTS, 4, Sampling(15), Draws(0, 3))

@@ -46,7 +46,9 @@ def test_evaluation_draws_are_fixed_and_leave_the_policy_alone(demo_tokenizer, t
     assert all(len(g.completions) == 3 for g in first.groups)
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.model.parameters(), strict=True))
     metrics = trainer.evaluate(ROWS[:2])
-    assert set(metrics) == {f"eval/reward{n}{s}" for n in ("", "/digits_reward") for s in ("", "_low", "_high")}
+    assert set(metrics) == {
+        f"eval/{n}/{s}" for n in ("reward", "rewards/digits_reward") for s in ("mean", "low", "high")
+    }
 
 
 def test_evaluating_without_data(demo_tokenizer, tmp_path):

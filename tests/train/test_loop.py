@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort.train.loop as loop_module
-from cohort.errors import ConfigError, PolicyMismatchError, RunFolderError
-from cohort.train.loop import check_sampler_gap, due
-from cohort.train.update import UpdateResult
+from cohort.errors import ConfigError, PolicyMismatchError, RewardError, RunFolderError
+from cohort.train.loop import due
+from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
 
 
@@ -79,11 +79,19 @@ def test_sampler_and_trainer_agree(demo_tokenizer, tmp_path):
     assert all(metrics["sampler/gap"] < 1e-5 for metrics in trainer.steps())
 
 
-def test_a_sampler_that_disagrees_stops_the_run():
-    for gap in (0.2, math.nan):
-        with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
-            check_sampler_gap(UpdateResult({"sampler_gap": gap * 10, "tokens": 10}, 1.0, 1.0))
-    check_sampler_gap(UpdateResult({"sampler_gap": 0.01, "tokens": 10}, 1.0, 1.0))
+@pytest.mark.parametrize("gap", [0.2, math.nan])
+def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tokenizer, tmp_path, monkeypatch, gap):
+    import cohort.rollout.local as local
+
+    real = local.draw_tokens
+    monkeypatch.setattr(local, "draw_tokens", lambda *a: (real(*a)[0], real(*a)[1] + gap))
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2)
+    before = parameters(trainer)
+    with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+    monkeypatch.setattr(local, "draw_tokens", lambda *a: (real(*a)[0], real(*a)[1] + 0.01))
+    make_trainer(demo_tokenizer, tmp_path / "run2", max_steps=1).train()
 
 
 def test_the_reference_stands_still(demo_tokenizer, tmp_path):
@@ -124,18 +132,29 @@ def test_metrics_are_written_every_step(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, beta=0.1, eval_rows=ROWS[:4], eval_steps=2)
     trainer.train()
     steps = lines(tmp_path / "run")
-    assert [m["step"] for m in steps] == [1, 2, 3]
+    assert [m["step"] for m in steps] == [0, 1, 2, 3]
+    before, *steps = steps
+    assert set(before) == {"step", "time"} | {k for k in steps[1] if k.startswith("eval/")}
     expected = {
-        *("reward/mean", "reward/std", "reward/within_group_std", "reward/digits_reward", "reward/unscored"),
+        *("reward/mean", "reward/std", "reward/within_group_std", "rewards/digits_reward", "reward/unscored"),
         *("groups/dead_share", "length/mean", "length/min", "length/max", "length/cut_share"),
         *("entropy", "kl/k1", "kl/k3", "kl_value", "policy_value", "clip/low_share", "clip/high_share"),
-        *("ratio/held_share", "sampler/gap", "grad_norm", "learning_rate", "updates", "tokens", "tokens_per_second"),
+        *(
+            "ratio/held_share",
+            "sampler/gap",
+            "grad_norm",
+            "learning_rate",
+            "updates",
+            "updates_skipped",
+            "tokens",
+            "tokens_per_second",
+        ),
         *("seconds/generate", "seconds/reward", "seconds/logps", "seconds/update", "seconds/step", "step", "time"),
     }
     assert set(steps[0]) == expected
     assert "loss" not in steps[0]
-    assert "eval/reward" in steps[1]
-    assert "eval/reward" in steps[2]
+    assert "eval/reward/mean" in steps[1]
+    assert "eval/reward/mean" in steps[2]
 
 
 def test_every_metric_is_documented(demo_tokenizer, tmp_path):
@@ -207,6 +226,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(demo_tokenizer, tmp_path, set
     assert summary["steps"] == 5
 
 
+def test_tied_embeddings_resume_too(demo_tokenizer, tmp_path):
+    def trainer(name, **settings):
+        model = tiny_llama(vocab_size=len(demo_tokenizer), tie_word_embeddings=True)
+        return make_trainer(demo_tokenizer, tmp_path / name, model=model, save_steps=1, **settings)
+
+    straight = trainer("straight", max_steps=2)
+    straight.train()
+    trainer("broken", max_steps=1).train()
+    resumed = trainer("broken", max_steps=2)
+    assert resumed.train(resume=True)["completions"] == 32
+    for name, value in parameters(straight).items():
+        assert torch.equal(parameters(resumed)[name], value), name
+    assert resumed.policy.model.lm_head.weight is resumed.policy.model.model.embed_tokens.weight
+
+
 def test_a_finished_run_can_be_made_longer(demo_tokenizer, tmp_path):
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2).train()
     with pytest.raises(ConfigError, match="is complete"):
@@ -276,6 +310,95 @@ def test_the_run_learns(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=25, rewards=digits_reward)
     rewards = [metrics["reward/mean"] for metrics in trainer.steps()]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_a_step_without_any_signal_is_skipped(demo_tokenizer, tmp_path):
+    def second_step_dead(completions, **_):
+        calls.append(1)
+        return [0.0] * 16 if len(calls) == 3 else digits_reward(completions)  # the first call is the dry run
+
+    calls = []
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, rewards=second_step_dead, weight_decay=0.1)
+    steps = trainer.steps()
+    first = next(steps)
+    before = parameters(trainer)
+    second = next(steps)
+    assert (first["updates_skipped"], second["updates_skipped"], second["grad_norm"]) == (0, 1, 0)
+    assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+    assert trainer.policy.version == 1
+    next(steps)
+    assert trainer.policy.version == 2
+
+
+def test_a_reward_that_fails_leaves_a_checkpoint_of_the_last_whole_step(demo_tokenizer, tmp_path):
+    def fails_once(completions, **_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise TimeoutError("judge")
+        return digits_reward(completions)
+
+    calls = []
+    with pytest.raises(RewardError, match="TimeoutError: judge"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, rewards=fails_once, save_steps=0).train()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+    resumed = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, rewards=fails_once, save_steps=0)
+    resumed.train(resume=True)
+    straight = make_trainer(demo_tokenizer, tmp_path / "straight", max_steps=4)
+    straight.train()
+    for name, value in parameters(straight).items():
+        assert torch.equal(parameters(resumed)[name], value), name
+
+
+def test_other_prompts_or_rewards_are_not_a_resumed_run(demo_tokenizer, tmp_path):
+    def other_reward(completions, **_):
+        return [0.0] * len(completions)
+
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
+    with pytest.raises(RunFolderError, match="its prompts were"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, rows=ROWS[::-1]).train(resume=True)
+    with pytest.raises(RunFolderError, match="reward functions were digits_reward, now other_reward"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, rewards=other_reward).train(resume=True)
+
+
+def test_an_ending_schedule_is_not_stretched(demo_tokenizer, tmp_path):
+    settings = {"lr_scheduler_type": "linear"}
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings).train()
+    with pytest.raises(RunFolderError, match="was laid out for the run's end"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, **settings).train(resume=True)
+
+
+def test_a_trainer_runs_once(demo_tokenizer, tmp_path):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1)
+    trainer.train()
+    with pytest.raises(RunFolderError, match="has begun"):
+        trainer.train()
+
+
+def test_mixtures_of_experts_resume_too(demo_tokenizer, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.rollout.test_families import ATTENTION
+
+    def trainer(name, **settings):
+        torch.manual_seed(0)
+        shape = ATTENTION | {"vocab_size": len(demo_tokenizer), "num_local_experts": 4}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape))
+        return make_trainer(demo_tokenizer, tmp_path / name, model=model, save_steps=1, **settings)
+
+    straight = trainer("straight", max_steps=2)
+    straight.train()
+    trainer("broken", max_steps=1).train()
+    resumed = trainer("broken", max_steps=2)
+    resumed.train(resume=True)
+    for name, value in parameters(straight).items():
+        assert torch.equal(parameters(resumed)[name], value), name
+
+
+def test_a_generation_config_that_transformers_would_not_write_is_no_reason_to_fail(demo_tokenizer, tmp_path):
+    model = tiny_llama(vocab_size=len(demo_tokenizer))
+    model.generation_config.temperature = 0.6
+    make_trainer(demo_tokenizer, tmp_path / "run", model=model, max_steps=1).train()
+    assert (tmp_path / "run" / "checkpoints" / "step-1" / "generation_config.json").exists()
 
 
 def test_due_counts_from_one():

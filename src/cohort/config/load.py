@@ -153,17 +153,43 @@ def _parse(text: str, annotation: Any) -> Any:
     if type(None) in choices and text.lower() == "none":
         return None
     is_list = "tuple" in str(annotation)
-    if not is_list and (str in choices or all(isinstance(choice, str) for choice in choices)):
+    if is_list and not text.startswith("["):
+        if "tuple[float" not in str(annotation):
+            return text.split(",") if text else []  # as it stands: a stop string may be a line break
+        text = f"[{text}]"
+    elif not is_list and (str in choices or all(isinstance(choice, str) for choice in choices)):
         return text
     try:
-        return tomllib.loads(f"value = {f'[{text}]' if is_list and not text.startswith('[') else text}")["value"]
+        return tomllib.loads(f"value = {text.lower() if bool in choices else text}")["value"]
     except tomllib.TOMLDecodeError:
-        return [part.strip() for part in text.split(",")] if is_list else text
+        return text
+
+
+_KNOWN_ELSEWHERE = {
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "Cohort samples from the whole distribution"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"),
+        "batches follow from rollout.prompts_per_step, rollout.num_generations and objective.minibatches; "
+        "optim.microbatch_tokens sets the memory of one backward pass",
+    ),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype", "dtype"), "set model.precision"),
+    **dict.fromkeys(("num_train_epochs",), "set run.num_epochs"),
+    **dict.fromkeys(("reward_weights",), "set reward.weights"),
+    **dict.fromkeys(("reward_funcs",), "set reward.functions"),
+    **dict.fromkeys(("logging_steps",), "every step is logged"),
+    **dict.fromkeys(("loss_type", "importance_sampling_level", "delta"), "the objective is GRPO as in the paper"),
+    **dict.fromkeys(("max_prompt_length",), "prompts are never cut; one that leaves no room is an error"),
+    **dict.fromkeys(("use_vllm", "vllm_mode", "deepspeed", "fsdp"), "Cohort runs in one process with its own sampler"),
+    **dict.fromkeys(("peft_config", "lora"), "adapters are not supported yet"),
+}
+"""What to say of settings that users bring along from other trainers."""
 
 
 def _nearest(name: str, prefix: str = "") -> str:
     full = [f"{section}.{key}" for key, section in setting_names().items()]
     key = name.rpartition(".")[2]
+    if key in _KNOWN_ELSEWHERE:
+        return f": {_KNOWN_ELSEWHERE[key]}"
     names = setting_names()
     close = difflib.get_close_matches(name, full, n=1, cutoff=0.75)
     if key in names:  # right name, wrong or missing section

@@ -19,6 +19,8 @@ class Schedule:
     num_generations: int
     num_iterations: int
     minibatches: int
+    updates_per_rollout: int
+    """Optimizer steps per rollout."""
     num_prompts: int
     needs_old_logps: bool
     """More than one update uses a rollout: the policy that sampled must be remembered."""
@@ -45,15 +47,11 @@ class Schedule:
             num_generations=config.rollout.num_generations,
             num_iterations=config.objective.num_iterations,
             minibatches=config.objective.minibatches,
+            updates_per_rollout=config.objective.updates_per_rollout,
             num_prompts=num_prompts,
             needs_old_logps=config.objective.updates_per_rollout > 1,
             needs_ref_logps=config.objective.beta != 0,
         )
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Optimizer steps per rollout."""
-        return self.num_iterations * self.minibatches
 
     @property
     def updates(self) -> int:

@@ -7,13 +7,16 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Strings = Annotated[tuple[str, ...], Strict(False)]
+Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)]
+PathName = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+"""A string; in Python a path object will do too."""
 Numbers = Annotated[tuple[float, ...], Strict(False)]
 
 
@@ -21,20 +24,26 @@ class Section(BaseModel):
     """A frozen table of settings. Types are strict: a string is never read as a number."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = ""
+    path: PathName = ""
     """A Hugging Face causal language model: a folder, or a hub id. In Python the `model` argument takes its place."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """What the model computes in. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in
-    bfloat16 over them. "auto" is bfloat16 on CUDA that has it and on CPUs with AMX, float32 elsewhere."""
+    bfloat16 over them. "auto" is bfloat16 where the hardware is faster with it: CUDA and CPUs with AMX, and CPUs with
+    AVX512-BF16 from a hidden size of 512 on; float32 elsewhere."""
     device: str = "auto"
-    """"auto", "cpu", "cuda", "cuda:1", "mps". "auto" is CUDA where there is one, else the CPU."""
+    """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA where there is one, else the CPU."""
     dropout: bool = False
     """Keep the model's own dropout in the update. Off, as dropout makes the policy that is updated another one than the
     policy that sampled."""
@@ -47,9 +56,9 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts, and what the rewards need to know of them."""
 
-    train: str = ""
+    train: PathName = ""
     """A .jsonl or .parquet file, or the name of a data set for `datasets.load_dataset`."""
-    eval: str = ""
+    eval: PathName = ""
     """The same for evaluation; empty: no evaluation."""
     train_split: str = "train"
     """Split, when `train` is a data set's name."""
@@ -88,7 +97,7 @@ class RolloutConfig(Section):
     num_generations_eval: PositiveInt = 1
     """Completions per prompt in evaluation, at the same temperature."""
     max_batch_size: PositiveInt = 256
-    """Completions decoded at a time. Memory only: the samples stay the same up to rounding."""
+    """Completions decoded at a time. Memory only: the draws stay the same, and so do the samples up to rounding."""
 
 
 class RewardConfig(Section):
@@ -150,20 +159,18 @@ class OptimConfig(Section):
     """Added to the root of the squared gradient's mean."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The gradient's norm is cut to this."""
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "polynomial", "inverse_sqrt"] = (
-        "constant"
-    )
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
     """Schedule after the warm-up, by transformers' names."""
     warmup_steps: Count = 0
     """Updates over which the learning rate rises from 0."""
-    microbatch_tokens: PositiveInt = 16_384
+    microbatch_tokens: PositiveInt = 4096
     """Tokens, padding included, of one backward pass. Memory only: the gradient is the same whatever it is."""
 
 
 class RunConfig(Section):
     """How long, where to, how often."""
 
-    output_dir: str | None = None
+    output_dir: PathName | None = None
     """The run's folder. Must not hold another run. Unset: the next free runs/NAME-001."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seeds sampling, the order of the data and everything else that is drawn."""
@@ -173,8 +180,8 @@ class RunConfig(Section):
     """Times each prompt is used, unless `max_steps` says otherwise."""
     eval_steps: Count = 0
     """Evaluate every so many steps. 0: before the first step and after the last one only."""
-    save_steps: Count = 0
-    """Write a checkpoint every so many steps. 0: at the end only."""
+    save_steps: Count = 50
+    """Write a checkpoint every so many steps, and at the end. 0: at the end only."""
     save_total_limit: PositiveInt | None = None
     """Keep only the newest so many checkpoints. Unset: all."""
 
@@ -228,6 +235,11 @@ class GRPOConfig(Section):
         if optim.warmup_steps and optim.lr_scheduler_type == "constant":
             raise ValueError(
                 "optim.warmup_steps has no effect with lr_scheduler_type 'constant': set 'constant_with_warmup'"
+            )
+        if objective.sync_ref_model and objective.ref_model_sync_steps < objective.updates_per_rollout:
+            raise ValueError(
+                f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
+                f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
             )
         weights, functions = self.reward.weights, self.reward.functions
         if weights is not None and functions and len(weights) != len(functions):

@@ -2,6 +2,6 @@
 
 from cohort.data.order import PromptStream
 from cohort.data.prompts import PromptSet
-from cohort.data.source import Row, check_rows, load_rows
+from cohort.data.source import Row, check_rows, first_rows, load_rows
 
-__all__ = ["PromptSet", "PromptStream", "Row", "check_rows", "load_rows"]
+__all__ = ["PromptSet", "PromptStream", "Row", "check_rows", "first_rows", "load_rows"]

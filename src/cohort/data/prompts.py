@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +41,8 @@ class PromptSet:
         self.name = name
         self._rows = rows
         self._tokenizer = tokenizer
-        if clash := sorted(RESERVED_COLUMNS & set(rows[0])):
+        self._columns = tuple(dict.fromkeys(column for index in range(len(rows)) for column in rows[index]))
+        if clash := sorted(RESERVED_COLUMNS & set(self._columns)):
             raise DataError(f"{name} has a column {clash[0]!r}, which is an argument of reward functions: rename it")
         self._prompts = list(_build_prompts(rows, config, name))
         self._token_ids = [_tokenize(prompt, tokenizer, f"{name}, row {i}") for i, prompt in enumerate(self._prompts)]
@@ -67,7 +71,14 @@ class PromptSet:
         """One row as a prompt."""
         token_ids = tuple(self._token_ids[row_index])
         text = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return Prompt(uid, row_index, token_ids, text, self._prompts[row_index], self._rows[row_index])
+        row = self._rows[row_index]
+        columns = {column: row.get(column) for column in self._columns}  # a column that only other rows have is None
+        return Prompt(uid, row_index, token_ids, text, self._prompts[row_index], columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all prompts' tokens: equal for two runs on the same prompts."""
+        return hashlib.sha256(repr(self._token_ids).encode()).hexdigest()
 
     def all(self) -> list[Prompt]:
         """Every row once, in order; its uid is its row."""
@@ -100,23 +111,35 @@ def _build_prompts(rows: Sequence[Row], config: DataConfig, name: str) -> Iterat
 
 
 def _content(row: Row, config: DataConfig, where: str) -> Any:
-    columns = ", ".join(map(str, row))
     if config.prompt_template is not None:
-        try:
-            return config.prompt_template.format_map(row)
-        except KeyError as error:
-            raise DataError(f"{where}: data.prompt_template names column {error}; the row has: {columns}") from None
-        except (ValueError, IndexError, AttributeError) as error:
-            raise DataError(f"data.prompt_template {config.prompt_template!r} is not valid: {error}") from None
+        return _fill_template(config.prompt_template, row, where)
     if config.prompt_column not in row:
         raise DataError(
-            f"{where}: no column {config.prompt_column!r}; the row has: {columns}. "
+            f"{where}: no column {config.prompt_column!r}; the row has: {', '.join(row)}. "
             "Set data.prompt_column or data.prompt_template"
         )
     content = row[config.prompt_column]
     if not isinstance(content, str | list):
         raise DataError(f"{where}: the prompt must be a string or a list of messages, got {type(content).__name__}")
     return content
+
+
+def _fill_template(template: str, row: Row, where: str) -> str:
+    try:
+        columns = [
+            re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None
+        ]
+        for column in columns:
+            if column not in row:
+                known = ", ".join(row)
+                raise DataError(f"{where}: data.prompt_template names column {column!r}; the row has: {known}")
+            if row[column] is None:
+                raise DataError(f"{where}: column {column!r}, which data.prompt_template names, is empty")
+        return template.format_map(row)
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"data.prompt_template {template!r} is not valid: {error}") from None
 
 
 def _tokenize(prompt: str | list[Message], tokenizer: Any, where: str) -> list[int]:

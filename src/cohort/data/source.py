@@ -34,9 +34,12 @@ def load_rows(source: str, *, split: str = "train", limit: int | None = None) ->
             if path.is_file() or suffix in (".json", ".csv", ".txt"):
                 raise DataError(f"cannot read {source}: expected a .jsonl or .parquet file, or a data set's name")
             rows = _load_named(source, split)
-    if limit is not None and limit < len(rows):
-        rows = [rows[index] for index in range(limit)]
-    return rows
+    return first_rows(rows, limit)
+
+
+def first_rows(rows: Sequence[Row], limit: int | None) -> Sequence[Row]:
+    """The first ``limit`` rows; all of them for None."""
+    return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
 
 
 def check_rows(rows: Any, what: str) -> Sequence[Row]:
@@ -52,8 +55,12 @@ def check_rows(rows: Any, what: str) -> Sequence[Row]:
         )
     if len(rows) == 0:
         raise DataError(f"{what} has no rows")
-    if not isinstance(rows[0], Mapping):
-        raise DataError(f"{what} must hold one mapping of columns per row; row 0 is {type(rows[0]).__name__}")
+    try:
+        first = rows[0]
+    except LookupError:  # a pandas table, say, whose brackets take column names
+        raise DataError(f"{what} must give its rows by index; a {type(rows).__name__} does not") from None
+    if not isinstance(first, Mapping):
+        raise DataError(f"{what} must hold one mapping of columns per row; row 0 is {type(first).__name__}")
     checked: Sequence[Row] = rows
     return checked
 

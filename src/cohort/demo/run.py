@@ -75,11 +75,11 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     trainer.train()
     after = trainer.evaluation(held_out)
     summary = {
+        **trainer.summary,
         "accuracy_before": before.reward.mean,
         "accuracy_before_interval": [before.reward.low, before.reward.high],
         "accuracy_after": after.reward.mean,
         "accuracy_after_interval": [after.reward.low, after.reward.high],
-        **{key: trainer.summary[key] for key in ("seconds_to_first_update", "seconds", "updates", "completions")},
         "seed": seed,
     }
     folder.write_summary(summary)

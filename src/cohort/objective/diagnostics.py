@@ -41,7 +41,7 @@ def token_sums(
     low_N, high_N = ppo_clip_sides(ratio_N, advantages_N, objective.ratio_low, objective.ratio_high)
     value_N = ppo_clip_value(ratio_N, advantages_N, objective.ratio_low, objective.ratio_high)
     sums = {
-        "tokens": torch.tensor(logps_N.numel()),
+        "tokens": torch.tensor(logps_N.numel(), device=logps_N.device),
         "policy_value": (weights_N * value_N).sum(),
         "entropy": entropy_N.double().sum(),
         "clip_low": low_N.sum(),
@@ -56,4 +56,5 @@ def token_sums(
             "k3": k3_N.sum(),
             "kl_value": (weights_N * k3_N).sum(),
         }
-    return {name: value.item() for name, value in sums.items()}
+    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer from the device
+    return dict(zip(sums, values, strict=True))

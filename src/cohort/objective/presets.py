@@ -42,7 +42,7 @@ class Objective:
         }[self.kl_gradient]
         return "\n".join(
             [
-                f"objective {self.name} ({self.source})",
+                f"objective {self.name}, after {self.source}",
                 f"  advantage   A = (R - mean(R_group)) / {spread}; 0 when all rewards of the group are equal",
                 f"  policy      min(r A, clip(r, {self.ratio_low:g}, {self.ratio_high:g}) A), r = policy/old per token",
                 f"  KL          beta = {self.beta:g}" + (f"; {kl}" if self.beta else "; no reference policy"),

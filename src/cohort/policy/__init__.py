@@ -6,6 +6,7 @@ from cohort.policy.load import (
     end_token_ids,
     load_model,
     load_tokenizer,
+    read_config,
     resolve_device,
     resolve_precision,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "end_token_ids",
     "load_model",
     "load_tokenizer",
+    "read_config",
     "resolve_device",
     "resolve_precision",
     "sampled_logps",

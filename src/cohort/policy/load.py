@@ -39,20 +39,27 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"model.device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    if device.type == "mps":
+        raise ModelError("model.device 'mps' is not supported: it has no float64, which sampling needs; set 'cpu'")
     return device
 
 
-def resolve_precision(name: str, device: torch.device) -> Precision:
-    """ "auto" is bfloat16 where the hardware multiplies matrices faster in it, float32 elsewhere.
+def resolve_precision(name: str, device: torch.device, hidden_size: int = 0) -> Precision:
+    """ "auto" is bfloat16 where the hardware is faster with it, float32 elsewhere.
 
-    The rule reads the hardware and never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but without
-    AMX are left at float32: the casts around each product take back what the product gains on small models.
+    The rule reads the hardware and the model, never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but
+    without AMX gain from a hidden size of 512 on; below, the casts around each product cost sampling more than the
+    product gains (``benchmarks/precision.py``).
     """
     if name == "auto":
         if device.type == "cuda":
-            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+            faster = torch.cuda.is_bf16_supported(including_emulation=False)
+        elif device.type == "cpu":
+            wide = torch.cpu._is_avx512_bf16_supported() and hidden_size >= 512
+            faster = torch.cpu._is_amx_tile_supported() or wide
         else:
-            name = "bfloat16" if device.type == "cpu" and torch.cpu._is_amx_tile_supported() else "float32"
+            faster = False
+        name = "bfloat16" if faster else "float32"
     compute: torch.dtype = getattr(torch, name)
     return Precision(torch.float64 if compute == torch.float64 else torch.float32, compute)
 
@@ -65,7 +72,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _check_folder(path)
+    path = _check_folder(path)
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"model folder {path} holds no tokenizer: expected {' or '.join(_TOKENIZER_FILES[:2])}; "
@@ -88,7 +95,7 @@ def load_model(path: str, precision: Precision, device: torch.device, *, trust_r
     """
     from transformers import AutoModelForCausalLM
 
-    _check_folder(path)
+    path = _check_folder(path)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=precision.master, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -106,37 +113,39 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def context_length(model: Any, *, trust_remote_code: bool = False) -> int | None:
-    """The most tokens a model takes, prompt and completion together; None when its config does not say.
-
-    Args:
-        model: a loaded model, or the folder or hub id of one, of which only the config is read.
-        trust_remote_code: as for ``load_model``.
+def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
+    """The config of a model's text part: of a loaded model, or of a folder or hub id, of which nothing else is read.
 
     Raises:
         ModelError: there is no config to read.
     """
     from transformers import AutoConfig
 
-    if isinstance(model, str):
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"cannot read a model's config in {model!r}: {_first_line(error)}") from error
-    else:
-        config = model.config.get_text_config()
+    if not isinstance(model, str):
+        return model.config.get_text_config()
+    path = _check_folder(model)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read a model's config in {model!r}: {_first_line(error)}") from error
+
+
+def context_length(config: Any) -> int | None:
+    """The most tokens a model takes, prompt and completion together; None when its config does not say."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(length := getattr(config, name, None), int) and length > 0:
             return length
     return None
 
 
-def _check_folder(path: str) -> None:
+def _check_folder(path: str) -> str:
+    """The path with its ``~`` spelled out; a hub id as it is."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).is_dir():
+    if looks_local and not Path(path).expanduser().is_dir():
         raise ModelError(f"no model folder {path}")
+    return str(Path(path).expanduser()) if looks_local else path
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from cohort.policy.load import Precision
@@ -97,13 +98,13 @@ class Policy:
         targets_N = torch.cat([torch.tensor(c) for c in completion_ids]).to(self.device)
         with self.compute():
             logits = self.logits(input_ids.to(self.device), keep=keep, use_cache=False).logits
-        return sampled_logps(logits[taken.to(self.device)], targets_N, temperature)
+        return chunked_logps(logits[taken.to(self.device)], targets_N, temperature)
 
     def copy_frozen(self) -> Policy:
         """A copy of the policy as it is now, in memory, that needs no gradients: the reference."""
         model = copy.deepcopy(self.model)
         model.requires_grad_(False)
-        frozen = Policy(model, self.precision, dropout=True)
+        frozen = Policy(model, self.precision, dropout=True)  # as the copied model has it
         frozen.version = self.version
         return frozen
 
@@ -113,6 +114,22 @@ class Policy:
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version
+
+
+HEAD_CHUNK = 1024
+"""Tokens whose vocabulary-wide float32 tensors exist at one time. Memory only."""
+
+
+def chunked_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """``sampled_logps`` in chunks of tokens, each computed again in the backward pass: of the vocabulary-wide tensors
+    only the logits, as the model gave them, live for all tokens.
+    """
+    pieces = [
+        torch.utils.checkpoint.checkpoint(sampled_logps, logits, targets, temperature, use_reentrant=False)
+        for logits, targets in zip(logits_NV.split(HEAD_CHUNK), targets_N.split(HEAD_CHUNK), strict=True)
+    ]
+    logps, entropies = zip(*pieces, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
 
 
 def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -125,12 +142,11 @@ def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> t
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
     scaled_NV = logits_NV / temperature
-    normaliser_N = torch.logsumexp(scaled_NV, dim=-1)
-    logps_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1) - normaliser_N
+    logps_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1) - torch.logsumexp(scaled_NV, dim=-1)
     with torch.no_grad():
-        log_probs_NV = scaled_NV - normaliser_N[:, None]
-        # where: a token that cannot occur has logit -inf, and 0 * -inf is not 0.
-        entropy_N = -torch.where(log_probs_NV.isneginf(), 0.0, log_probs_NV.exp() * log_probs_NV).sum(-1)
+        log_probs_NV = torch.log_softmax(scaled_NV, dim=-1)
+        # clamp: a token that cannot occur has log-prob -inf, and 0 * -inf is not 0.
+        entropy_N = -(log_probs_NV.exp() * log_probs_NV.clamp(min=torch.finfo(log_probs_NV.dtype).min)).sum(-1)
     return logps_N, entropy_N
 
 

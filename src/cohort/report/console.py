@@ -92,18 +92,33 @@ class StepDisplay:
 
     def show(self, metrics: dict[str, Any]) -> None:
         """Show a step."""
-        step = metrics["step"]
+        step, line = metrics["step"], step_line(metrics)
         if self._bar:
-            self._bar.update(self._task, completed=step, description=step_line(metrics))
+            self._bar.update(self._task, completed=step, description=line)
         elif self._enabled and (step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps):
-            print(f"step {step}/{self._steps}  {step_line(metrics)}", flush=True)
+            print(f"step {step}/{self._steps}  {line}", flush=True)
+        if self._enabled and "eval/reward/mean" in metrics:
+            write = self._bar.console.print if self._bar else print
+            write(evaluation_line(metrics, f"after step {step}"))
+
+
+def evaluation_line(metrics: dict[str, Any], when: str) -> str:
+    """An evaluation's reward and each function's mean, with their 95% intervals."""
+    parts = []
+    for key, mean in metrics.items():
+        if key.startswith("eval/") and key.endswith("/mean"):
+            name = key.removeprefix("eval/").removesuffix("/mean").removeprefix("rewards/")
+            low, high = (metrics[key.removesuffix("mean") + end] for end in ("low", "high"))
+            parts.append(f"{name} {_number(mean)} ({_number(low)} to {_number(high)})")
+    return f"evaluation {when}: " + ", ".join(parts)
 
 
 def step_line(metrics: dict[str, Any]) -> str:
     """A step's headline. Reward and what is behind it; never a loss, whose value says nothing here."""
     parts = [f"reward {_number(metrics['reward/mean'])}"]
-    if "reward/accuracy" in metrics:
-        parts.append(f"accuracy {_number(metrics['reward/accuracy'])}")
+    for key, value in metrics.items():
+        if key.startswith("rewards/"):
+            parts.append(f"{key.removeprefix('rewards/')} {_number(value)}")
     parts += [f"dead groups {metrics['groups/dead_share']:.0%}", f"entropy {metrics['entropy']:.4f}"]
     if "kl/k3" in metrics:
         parts.append(f"KL {metrics['kl/k3']:.4f}")

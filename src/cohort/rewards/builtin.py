@@ -29,7 +29,7 @@ def completion_text(completion: str | list[dict[str, Any]]) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
-def gsm8k(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+def gsm8k(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     """1 when the number after the completion's last ``####`` equals the one after the answer's, 0 otherwise.
 
     Needs the column ``answer``, as GSM8K has it: worked steps that end in ``#### number``. Numbers are compared by
@@ -38,7 +38,7 @@ def gsm8k(completions: list[Any], answer: list[str], **_: Any) -> list[float | N
     >>> gsm8k(["12*2=24\\n#### 24", "#### 25", "24"], ["24+0\\n#### 24"] * 3)
     [1.0, 0.0, 0.0]
     """
-    golds = [final_number(text) for text in answer]
+    golds = [final_number(text) if isinstance(text, str) else None for text in answer]
     found = [final_number(completion_text(completion)) for completion in completions]
     return [None if gold is None else float(number == gold) for number, gold in zip(found, golds, strict=True)]
 

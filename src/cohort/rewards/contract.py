@@ -10,7 +10,9 @@ A reward function takes keyword arguments and returns one number per completion:
 - every column of the data, as a list: one value per completion.
 
 All completions of a rollout come in one call, group after group. It may leave out arguments it does not use. ``None``
-means that a completion cannot be scored; it then has no part in its group's statistics.
+means that a completion cannot be scored. With several functions, a ``None`` leaves that function's term out of the
+completion's sum (so return it for whole groups, as for rows of another task); a completion that no function scores has
+no part in its group's statistics.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def resolve_reward(spec: str) -> RewardFunction:
     Raises:
         RewardError: there is no such module, file or function, or it is not callable.
     """
+    spec = spec.strip()
     if ":" not in spec:
         if spec in BUILTIN_REWARDS:
             return BUILTIN_REWARDS[spec]
@@ -107,7 +110,6 @@ def reward_arguments(groups: Sequence[Group]) -> dict[str, list[Any]]:
     arguments: dict[str, list[Any]] = {
         column: [prompt.columns.get(column) for prompt, _ in pairs]
         for column in dict.fromkeys(name for group in groups for name in group.prompt.columns)
-        if column != "prompt"  # reaches functions as ``prompts``
     }
     arguments["prompts"] = [prompt.prompt for prompt, _ in pairs]
     arguments["completions"] = [

@@ -30,7 +30,7 @@ class LocalEngine:
         policy: whose weights are used; read at each call, so there is nothing to synchronise.
         tokenizer: decodes completions, for their text and for stop strings.
         end_token_ids: tokens that end a completion.
-        max_batch_size: completions decoded at a time (at least one prompt's whole group is taken).
+        max_batch_size: completions decoded at a time.
 
     Raises:
         ModelError: the model keeps no key-value cache that could be shared by a group.
@@ -54,30 +54,31 @@ class LocalEngine:
         self, prompts: Sequence[Prompt], num_generations: int, sampling: Sampling, draws: Draws
     ) -> list[Group]:
         """See ``Engine.generate``."""
-        per_turn = max(1, self.max_batch_size // num_generations)
-        # Prompts of like length share a turn, so that little is padded. The draws do not depend on the order.
+        # Prompts of like length share a turn, so that little is padded. A group larger than the batch is drawn in
+        # several turns. Neither changes a draw.
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
-        groups: dict[int, Group] = {}
+        per_turn = max(1, self.max_batch_size // num_generations)
+        drawn: list[list[Completion]] = [[] for _ in prompts]
         with self.policy.compute():
             for start in range(0, len(order), per_turn):
                 turn = order[start : start + per_turn]
-                completions = self._decode([prompts[i] for i in turn], num_generations, sampling, draws)
-                for place, index in enumerate(turn):
-                    own = completions[place * num_generations : (place + 1) * num_generations]
-                    groups[index] = Group(prompts[index], tuple(own))
-        return [groups[index] for index in range(len(prompts))]
+                for first in range(0, num_generations, self.max_batch_size):
+                    samples = range(first, min(first + self.max_batch_size, num_generations))
+                    completions = iter(self._decode([prompts[i] for i in turn], samples, sampling, draws))
+                    for index in turn:
+                        drawn[index] += [next(completions) for _ in samples]
+        return [Group(prompt, tuple(own)) for prompt, own in zip(prompts, drawn, strict=True)]
 
-    def _decode(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: Sampling, draws: Draws
-    ) -> list[Completion]:
-        rows = [_Row(prompt.uid, sample) for prompt in prompts for sample in range(num_generations)]
-        active = _Active.prefill(self.policy, prompts, num_generations)
+    def _decode(self, prompts: Sequence[Prompt], samples: range, sampling: Sampling, draws: Draws) -> list[Completion]:
+        """The given samples of each prompt, prompt after prompt."""
+        rows = [_Row(prompt.uid, sample) for prompt in prompts for sample in samples]
+        active = _Active.prefill(self.policy, prompts, len(samples))
         uniforms = np.empty(0)
         for position in range(sampling.max_completion_length):
             if position % _DRAW_BLOCK == 0:
                 uids = np.array([rows[i].uid for i in active.rows], np.uint64)
-                samples = np.array([rows[i].sample for i in active.rows], np.uint64)
-                uniforms = draws.uniforms(uids, samples, position, _DRAW_BLOCK)
+                numbers = np.array([rows[i].sample for i in active.rows], np.uint64)
+                uniforms = draws.uniforms(uids, numbers, position, _DRAW_BLOCK)
             draw = torch.from_numpy(uniforms[:, position % _DRAW_BLOCK].copy()).to(self.policy.device)
             tokens, logps = draw_tokens(active.logits, draw, sampling.temperature)
             unfinished = []
@@ -100,11 +101,19 @@ class LocalEngine:
     def _finish_reason(self, token_ids: list[int], sampling: Sampling) -> FinishReason | None:
         if token_ids[-1] in self.end_token_ids:
             return FinishReason.EOS
-        if sampling.stop:
-            text = decode(self.tokenizer, token_ids)
-            if any(stop in text for stop in sampling.stop):
-                return FinishReason.STOP
+        if sampling.stop and self._has_stopped(token_ids, sampling.stop):
+            return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) == sampling.max_completion_length else None
+
+    def _has_stopped(self, token_ids: list[int], stops: tuple[str, ...]) -> bool:
+        """Whether the newest token completed a stop string. Special tokens count as their text: they may be stops."""
+        # A token spells at least one byte, so a stop of n bytes stands in the last n tokens; a few more, as the first
+        # tokens of a text may lose a space or be part of a character.
+        longest = max(len(stop.encode()) for stop in stops)
+        tail = self.tokenizer.decode(
+            token_ids[-longest - 4 :], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return any(stop in tail for stop in stops)
 
 
 def draw_tokens(logits_SV: Tensor, uniforms_S: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

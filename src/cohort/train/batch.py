@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,14 +39,14 @@ def select(batch: TokenBatch, sequences: Sequence[int]) -> TokenBatch:
     """The given completions of a batch, in the given order, as a batch of its own."""
     tokens_N = token_indices(batch, sequences)
     chosen_S = torch.tensor(sequences, device=batch.group_S.device)
-    lengths_S = torch.bincount(batch.sequence_N, minlength=batch.num_sequences)[chosen_S]
-    renumbered_N = torch.repeat_interleave(torch.arange(len(sequences), device=chosen_S.device), lengths_S)
+    completion_ids = tuple(batch.completion_ids[s] for s in sequences)
+    numbers = [number for number, ids in enumerate(completion_ids) for _ in ids]
     return TokenBatch(
         prompt_ids=tuple(batch.prompt_ids[s] for s in sequences),
-        completion_ids=tuple(batch.completion_ids[s] for s in sequences),
+        completion_ids=completion_ids,
         group_S=batch.group_S[chosen_S],
         advantages_S=batch.advantages_S[chosen_S],
-        sequence_N=renumbered_N,
+        sequence_N=torch.tensor(numbers, device=chosen_S.device),
         sampler_logps_N=batch.sampler_logps_N[tokens_N],
         old_logps_N=None if batch.old_logps_N is None else batch.old_logps_N[tokens_N],
         ref_logps_N=None if batch.ref_logps_N is None else batch.ref_logps_N[tokens_N],
@@ -54,10 +55,9 @@ def select(batch: TokenBatch, sequences: Sequence[int]) -> TokenBatch:
 
 def token_indices(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:
     """Where the tokens of the given completions stand on axis N, completion by completion."""
-    lengths_S = torch.bincount(batch.sequence_N, minlength=batch.num_sequences)
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    pieces = [torch.arange(int(starts_S[s]), int(starts_S[s] + lengths_S[s])) for s in sequences]
-    return torch.cat(pieces).to(batch.sequence_N.device)
+    ends = list(accumulate(len(ids) for ids in batch.completion_ids))
+    indices = [index for s in sequences for index in range(ends[s] - len(batch.completion_ids[s]), ends[s])]
+    return torch.tensor(indices, device=batch.sequence_N.device)
 
 
 def split_minibatches(batch: TokenBatch, minibatches: int) -> list[TokenBatch]:

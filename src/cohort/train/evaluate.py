@@ -40,12 +40,12 @@ class Evaluation:
 
     def metrics(self) -> dict[str, Any]:
         """Flat, for ``metrics.jsonl``."""
-        named = {"reward": self.reward} | {f"reward/{name}": value for name, value in self.by_function.items()}
-        return {
-            f"eval/{name}{suffix}": value
-            for name, estimate in named.items()
-            for suffix, value in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))
-        }
+        metrics = {}
+        for kind in ("mean", "low", "high"):
+            metrics[f"eval/reward/{kind}"] = getattr(self.reward, kind)
+            for name, estimate in self.by_function.items():
+                metrics[f"eval/rewards/{name}/{kind}"] = getattr(estimate, kind)
+        return metrics
 
 
 @dataclass(frozen=True, slots=True)

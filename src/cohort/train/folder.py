@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,23 @@ MAY_CHANGE_ON_RESUME = frozenset(
         *("model.device", "model.gradient_checkpointing", "report.progress", "report.log_completions"),
     }
 )
-"""Settings that change where, how long or how fast a run goes, not what it computes."""
+"""Settings that change where, how long or how fast a run goes, not what a step computes."""
+
+ENDING_SCHEDULES = ("linear", "cosine")
+"""Learning-rate schedules that depend on the number of updates of the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a checkpoint holds, and a resumed run is given back."""
+
+    step: int
+    policy: Policy
+    reference: Policy | None
+    optimizer: Optimizer
+    tokenizer: Any
+    identity: dict[str, str]
+    """Facts that are no settings and must be the same in a resumed run."""
 
 
 class RunFolder:
@@ -47,7 +64,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, *, keep_checkpoints: int | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self._keep = keep_checkpoints
 
     @classmethod
@@ -68,7 +85,7 @@ class RunFolder:
             what = "already holds a run" if (self.path / "config.toml").exists() else "is not empty"
             raise RunFolderError(
                 f"{self.path} {what}: choose another run.output_dir"
-                + (", or continue it with --resume" if "run" in what else "")
+                + (", or continue it (--resume, train(resume=True))" if "run" in what else "")
             )
 
     def start(self, config: GRPOConfig) -> None:
@@ -95,12 +112,33 @@ class RunFolder:
         ]
         if changed:
             raise RunFolderError(f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed))
+        longer = (theirs.run.max_steps, theirs.run.num_epochs) != (ours.run.max_steps, ours.run.num_epochs)
+        if longer and ours.optim.lr_scheduler_type in ENDING_SCHEDULES:
+            raise RunFolderError(
+                f"cannot resume {self.path} with another run.max_steps or run.num_epochs: the learning rate's schedule "
+                f"({ours.optim.lr_scheduler_type}) was laid out for the run's end. Train on with a new run whose "
+                "model.path is the checkpoint"
+            )
         return steps[-1]
+
+    def resume(self, config: GRPOConfig, step: int) -> None:
+        """Go on after ``step``: what is done again is forgotten, and the settings are those of now."""
+        self.drop_metrics_after(step)
+        _write_whole(self.path / "config.toml", to_toml(config))
+
+    def first_evaluation(self) -> dict[str, Any] | None:
+        """The evaluation from before the first step, if there was one."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        first = json.loads(lines[0]) if lines else {}
+        if first.get("step") != 0:
+            return None
+        return {key: value for key, value in first.items() if key.startswith("eval/")}
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """One line of ``metrics.jsonl``."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(metrics) + "\n")
+            lines.write(json.dumps(_json_value(metrics), allow_nan=False) + "\n")
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed run does again."""
@@ -112,7 +150,7 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """``summary.json``."""
-        _write_whole(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        _write_whole(self.path / "summary.json", json.dumps(_json_value(summary), indent=2, allow_nan=False) + "\n")
 
     def write_rollout(self, step: int, groups: Sequence[Group], scores: Scores, batch: TokenBatch) -> None:
         """Every completion of a step, a row each, as Parquet."""
@@ -120,20 +158,20 @@ class RunFolder:
         import pyarrow.parquet
 
         pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-        rows: dict[str, list[Any]] = {
+        rows: dict[str, Any] = {
             "group": [prompt.uid for prompt, _ in pairs],
             "row": [prompt.row_index for prompt, _ in pairs],
             "prompt": [prompt.text for prompt, _ in pairs],
             "completion": [completion.text for _, completion in pairs],
             "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
-            "reward": _none_for_nan(scores.rewards_S),
+            "reward": _reward_column(scores.rewards_S),
             "advantage": batch.advantages_S.tolist(),
             "weights_version": [completion.weights_version for _, completion in pairs],
             "token_ids": [list(completion.token_ids) for _, completion in pairs],
             "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
         }
         for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-            rows[f"reward/{name}"] = _none_for_nan(column_S)
+            rows[f"rewards/{name}"] = _reward_column(column_S)
         target = self.path / "rollouts" / f"step-{step}.parquet"
         target.parent.mkdir(exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.table(rows), target.with_suffix(".part"))
@@ -150,45 +188,52 @@ class RunFolder:
         """Where a step's checkpoint is."""
         return self.path / "checkpoints" / f"step-{step}"
 
-    def save_checkpoint(
-        self, step: int, policy: Policy, reference: Policy | None, optimizer: Optimizer, tokenizer: Any
-    ) -> None:
+    def save_checkpoint(self, step: int, state: RunState) -> None:
         """Write a checkpoint beside the others, then give it its name: one that has its name is whole."""
         part = self.checkpoint(step).with_name(f"step-{step}.part")
         shutil.rmtree(part, ignore_errors=True)
         (part / "state").mkdir(parents=True)
-        save_model(policy, tokenizer, part)
-        if reference is not None:
-            torch.save(reference.model.state_dict(), part / "state" / "reference.pt")
-        torch.save(optimizer.state_dict(), part / "state" / "optimizer.pt")
-        loop = {"step": step, "version": policy.version, "random": random_state()}
+        save_model(state.policy, state.tokenizer, part)
+        if state.reference is not None:
+            torch.save(state.reference.model.state_dict(), part / "state" / "reference.pt")
+        torch.save(state.optimizer.state_dict(), part / "state" / "optimizer.pt")
+        loop = {"step": step, "version": state.policy.version, "identity": state.identity, "random": random_state()}
         torch.save(loop, part / "state" / "loop.pt")
         shutil.rmtree(self.checkpoint(step), ignore_errors=True)
         part.rename(self.checkpoint(step))
         for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
             shutil.rmtree(self.checkpoint(old))
 
-    def load_checkpoint(self, step: int, policy: Policy, reference: Policy | None, optimizer: Optimizer) -> None:
-        """Put a checkpoint's state into a run's parts."""
-        from safetensors.torch import load_model
+    def load_checkpoint(self, state: RunState) -> None:
+        """Put the checkpoint of ``state.step`` into a run's parts.
 
-        folder = self.checkpoint(step)
-        device = policy.device
-        if (folder / "model.safetensors").exists():
-            load_model(policy.model, folder / "model.safetensors", device=str(device))
-        else:  # written in several files
-            loaded = type(policy.model).from_pretrained(folder, dtype=policy.precision.master)
-            policy.model.load_state_dict(loaded.state_dict())
-        if reference is not None:
-            reference.model.load_state_dict(torch.load(folder / "state" / "reference.pt", map_location=device))
-        optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
+        Raises:
+            RunFolderError: the run that wrote it had other prompts or rewards.
+        """
+        folder, device = self.checkpoint(state.step), state.policy.device
         loop = torch.load(folder / "state" / "loop.pt", weights_only=False)
-        policy.version = loop["version"]
+        for what, value in loop["identity"].items():
+            if state.identity[what] != value:
+                raise RunFolderError(f"cannot resume {self.path}: its {what} were {value}, now {state.identity[what]}")
+        # Through transformers, which knows how it wrote each architecture's weights.
+        loaded = type(state.policy.model).from_pretrained(folder, dtype=state.policy.precision.master)
+        state.policy.model.load_state_dict(loaded.state_dict())
+        if state.reference is not None:
+            weights = torch.load(folder / "state" / "reference.pt", map_location=device)
+            state.reference.model.load_state_dict(weights)
+        state.optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
+        state.policy.version = loop["version"]
         set_random_state(loop["random"])
 
 
 def save_model(policy: Policy, tokenizer: Any, path: str | Path) -> None:
     """Weights, config and tokenizer as transformers loads them, in the master dtype."""
+    generation_config = getattr(policy.model, "generation_config", None)
+    if generation_config is not None and generation_config.do_sample is not True:
+        # A temperature beside do_sample=False is what transformers refuses to write, after all the training.
+        sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+        if any(getattr(generation_config, name, None) is not None for name in sampling):
+            generation_config.do_sample = True
     policy.model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
@@ -203,14 +248,24 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """The inverse of ``random_state``."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 
 
-def _none_for_nan(values: torch.Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
+def _reward_column(values: torch.Tensor) -> Any:
+    """Unscored is null; the type is a number's even where every entry is null."""
+    import pyarrow
+
+    return pyarrow.array([None if math.isnan(value) else value for value in values.tolist()], pyarrow.float64())
+
+
+def _json_value(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_whole(path: Path, text: str) -> None:

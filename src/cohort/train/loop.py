@@ -18,21 +18,17 @@ from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import PromptStream
-from cohort.errors import PolicyMismatchError
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Draws, Engine, Sampling
 from cohort.train.batch import assemble, policy_logps, split_minibatches
+from cohort.train.check import check_sampler_gap
 from cohort.train.evaluate import Evaluator
-from cohort.train.folder import RunFolder
+from cohort.train.folder import RunFolder, RunState
 from cohort.train.metrics import PhaseClock, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.update import UpdateResult, update
-
-MAX_SAMPLER_GAP = 0.1
-"""Mean |logps - sampler_logps| in nats at which a run stops at once. float32 gives about 1e-6 and bfloat16 about 1e-2;
-this much means that sampler and trainer do not compute the same function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +44,12 @@ class Parts:
     optimizer: Optimizer
     evaluator: Evaluator | None
     tokenizer: Any
+    identity: dict[str, str]
+    """What else makes this run what it is: a hash of its prompts, its rewards' names. A resumed run has the same."""
+
+    def state(self, step: int) -> RunState:
+        """What a checkpoint holds."""
+        return RunState(step, self.policy, self.reference, self.optimizer, self.tokenizer, self.identity)
 
 
 def run(
@@ -70,6 +72,8 @@ def run(
         with clock("reward"):
             scores = parts.rewards.score(groups)
         batch = assemble(groups, scores, objective, policy.device)
+        if step == first_step:
+            check_sampler_gap(policy, batch, temperature, token_budget)
 
         # What the updates hold on to, computed once per rollout and only when they need it. With a single update the
         # old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
@@ -79,47 +83,32 @@ def run(
             batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
+        version_before = policy.version
         results: list[UpdateResult] = []
         with clock("update"):
             for _iteration in range(schedule.num_iterations):
                 for minibatch in split_minibatches(batch, schedule.minibatches):
                     results.append(update(policy, optimizer, minibatch, objective, temperature, token_budget))
-        if step == first_step:
-            check_sampler_gap(results[0])
 
         # The reference stands still, or follows the policy at a distance.
         if reference and config.objective.sync_ref_model:
             every = config.objective.ref_model_sync_steps
-            if policy.version // every > (policy.version - len(results)) // every:
+            if policy.version // every > version_before // every:
                 reference.move_toward(policy, config.objective.ref_model_mixup_alpha)
 
         metrics = {"step": step + 1, "time": time.time()}
         metrics |= step_metrics(groups, scores, batch, results, clock)
-        if parts.evaluator and (due(step, config.run.eval_steps) or step + 1 == schedule.steps):
+        last = step + 1 == schedule.steps
+        if parts.evaluator and (last or due(step, config.run.eval_steps)):
             metrics |= parts.evaluator.evaluate(parts.engine).metrics()
         folder.append_metrics(metrics)
         if config.report.log_completions:
             folder.write_rollout(step + 1, groups, scores, batch)
-        if due(step, config.run.save_steps) or step + 1 == schedule.steps:
-            folder.save_checkpoint(step + 1, policy, reference, optimizer, parts.tokenizer)
+        if last or due(step, config.run.save_steps):
+            folder.save_checkpoint(step + 1, parts.state(step + 1))
         yield metrics
 
 
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps (0: never) happens after this one, counted from 0."""
     return every > 0 and (step + 1) % every == 0
-
-
-def check_sampler_gap(first: UpdateResult) -> None:
-    """Sampler and trainer must agree on the tokens of the first minibatch, which both computed with the same weights.
-
-    Raises:
-        PolicyMismatchError: they do not; every ratio of this run would be wrong.
-    """
-    gap = first.sums["sampler_gap"] / first.sums["tokens"]
-    if not gap <= MAX_SAMPLER_GAP:
-        raise PolicyMismatchError(
-            f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens "
-            f"and weights (limit {MAX_SAMPLER_GAP}): the model's cached decoding does not compute what its forward "
-            "pass computes. Set model.precision to 'float32'; if that does not help, the architecture is not supported"
-        )

@@ -27,7 +27,7 @@ class PhaseClock:
         """Time a block as ``phase``."""
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
@@ -59,7 +59,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
         "groups/dead_share": float(statistics.degenerate_R.double().mean()),
     }
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        metrics[f"reward/{name}"] = _mean(column_S[~column_S.isnan()])
+        metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
     return metrics
 
 
@@ -93,6 +93,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, Any]:
         "grad_norm": sum(result.grad_norm for result in results) / updates,
         "learning_rate": results[-1].learning_rate,
         "updates": updates,
+        "updates_skipped": sum(result.grad_norm == 0 for result in results),
         "tokens": int(tokens),
     }
     if "k1" in sums:

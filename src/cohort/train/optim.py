@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cohort.config import OptimConfig
-from cohort.errors import NonFiniteError
+from cohort.errors import ModelError, NonFiniteError
 
 
 class Optimizer:
@@ -26,6 +26,8 @@ class Optimizer:
         from transformers import get_scheduler
 
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ModelError("no parameter of the model requires a gradient: there is nothing to train")
         groups = [
             {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -57,15 +59,20 @@ class Optimizer:
     def step(self) -> float:
         """Clip, step, advance the schedule. Returns the gradient's norm before clipping.
 
+        A gradient of exactly 0 (every group dead, no KL term) makes no step: AdamW's momentum and weight decay would
+        move the weights although nothing was learned.
+
         Raises:
             NonFiniteError: the gradient is not finite; the weights are left as they were.
         """
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise NonFiniteError(
-                f"the gradient's norm is {grad_norm.item()}: the update was not made. The newest checkpoint is sound; "
-                "resume from it with a lower optim.learning_rate, or with model.precision 'float32'"
+                f"the gradient's norm is {grad_norm.item()}: the update was not made. To go on, start a new run from a "
+                "checkpoint of this one (model.path) with a lower optim.learning_rate or model.precision 'float32'"
             )
+        if grad_norm == 0:
+            return 0.0
         self.adamw.step()
         self.schedule.step()
         return float(grad_norm)

@@ -17,7 +17,10 @@ from cohort.types import TokenBatch
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What an update was like. ``sums`` add up over updates; see ``objective.token_sums`` for its keys."""
+    """What an update was like. ``sums`` add up over updates; see ``objective.token_sums`` for its keys.
+
+    A ``grad_norm`` of 0 means that no optimizer step was made.
+    """
 
     sums: dict[str, float]
     grad_norm: float
@@ -69,5 +72,5 @@ def update(
                 sums[name] = sums.get(name, 0.0) + value
     learning_rate = optimizer.learning_rate
     grad_norm = optimizer.step()
-    policy.version += 1
+    policy.version += grad_norm > 0
     return UpdateResult(sums, grad_norm, learning_rate)
