@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cohort {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo_parser = commands.add_parser(
-        "demo", help="train a small model on column addition: about two minutes", allow_abbrev=False
+        "demo", help="train a small model on column addition: about 90 seconds on two cores", allow_abbrev=False
     )
     demo_parser.add_argument("--seed", type=int, default=0, help="seed of the run (default 0)")
     demo_parser.add_argument("--output-dir", default=None, help="run folder (default: the next free runs/demo-NNN)")

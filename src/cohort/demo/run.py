@@ -1,4 +1,4 @@
-"""``cohort demo``: GRPO from beginning to end on an embedded task, in about two minutes on two cores."""
+"""``cohort demo``: GRPO from beginning to end on an embedded task, in about 90 seconds on two cores."""
 
 from __future__ import annotations
 
