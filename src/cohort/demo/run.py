@@ -34,7 +34,6 @@ def demo_config(seed: int, output_dir: str) -> GRPOConfig:
         learning_rate=2e-4,
         lr_scheduler_type="linear",
         warmup_steps=5,
-        microbatch_tokens=4096,  # faster than one large one: its tensors stay in the caches
         precision="float32",
         device="cpu",
         max_steps=60,

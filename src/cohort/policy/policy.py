@@ -125,7 +125,9 @@ def chunked_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> t
     only the logits, as the model gave them, live for all tokens.
     """
     pieces = [
-        torch.utils.checkpoint.checkpoint(sampled_logps, logits, targets, temperature, use_reentrant=False)
+        torch.utils.checkpoint.checkpoint(
+            sampled_logps, logits, targets, temperature, use_reentrant=False, preserve_rng_state=False
+        )
         for logits, targets in zip(logits_NV.split(HEAD_CHUNK), targets_N.split(HEAD_CHUNK), strict=True)
     ]
     logps, entropies = zip(*pieces, strict=True)

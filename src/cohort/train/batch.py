@@ -77,6 +77,8 @@ def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
     Returns the completions of each microbatch. How a batch is cut never changes its gradient.
     """
     lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
+    if batch.num_sequences * max(lengths) <= token_budget:
+        return [list(range(batch.num_sequences))]
     longest_first = sorted(range(batch.num_sequences), key=lambda s: -lengths[s])
     cuts: list[list[int]] = []
     for s in longest_first:
