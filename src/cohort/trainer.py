@@ -141,8 +141,10 @@ class GRPOTrainer:
                 self._sum_up(metrics)
                 yield metrics
         except RewardError:
-            # The policy stands as the last whole step left it. Keep that: the run can go on once this is mended.
-            if self.summary["steps"] > max(folder.checkpoint_steps(), default=0):
+            # Where the policy stands as the last whole step left it, keep that: the run can go on once this is mended.
+            # (A reward that failed in an evaluation comes after the updates of a step that is not whole yet.)
+            whole = self.policy.version == self.summary["updates"]
+            if whole and self.summary["steps"] > max(folder.checkpoint_steps(), default=0):
                 folder.save_checkpoint(self.summary["steps"], parts.state(self.summary["steps"]))
             raise
         self.summary["seconds"] = round(time.time() - self.started, 2)
