@@ -169,7 +169,7 @@ def test_schedule_in_words():
         True,
     )
     assert "8 prompts x 8 = 64 completions per rollout, 8 updates each" in schedule.describe()
-    assert "1.00 epochs of 7,473 prompts" in schedule.describe()
+    assert "1 epochs of 7,473 prompts" in schedule.describe()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Schedule:
                 f"rollout, {_count(self.updates_per_rollout, 'update')} each",
                 f"  ({_count(self.num_iterations, 'iteration')} x {_count(self.minibatches, 'minibatch', 'es')}); "
                 f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}, "
-                f"{epochs:.2f} epochs of {self.num_prompts:,} prompts",
+                f"{epochs:.3g} epochs of {self.num_prompts:,} prompts",
                 f"  old log-probs: {old}",
                 f"  ref log-probs: {ref}",
             ]

@@ -9,6 +9,7 @@ from cohort.policy.load import (
     read_config,
     resolve_device,
     resolve_precision,
+    without_progress_bars,
 )
 from cohort.policy.policy import Policy, disable_dropout, enable_checkpointing, sampled_logps
 
@@ -25,4 +26,5 @@ __all__ = [
     "resolve_device",
     "resolve_precision",
     "sampled_logps",
+    "without_progress_bars",
 ]

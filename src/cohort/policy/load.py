@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +98,31 @@ def load_model(path: str, precision: Precision, device: torch.device, *, trust_r
     from transformers import AutoModelForCausalLM
 
     path = _check_folder(path)
+    # Reading a folder takes moments; a download shows its progress.
+    bars = without_progress_bars() if Path(path).is_dir() else contextlib.nullcontext()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=precision.master, trust_remote_code=trust_remote_code)
+        with bars:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=precision.master, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load a causal language model from {path!r}: {_first_line(error)}") from error
     loaded: nn.Module = model.to(device)
     return loaded
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal, where a run shows its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import torch
 
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.errors import RunFolderError
-from cohort.policy import Policy
+from cohort.policy import Policy, without_progress_bars
 from cohort.train.optim import Optimizer
 from cohort.types import Group, Scores, TokenBatch
 
@@ -216,7 +216,8 @@ class RunFolder:
             if state.identity[what] != value:
                 raise RunFolderError(f"cannot resume {self.path}: its {what} were {value}, now {state.identity[what]}")
         # Through transformers, which knows how it wrote each architecture's weights.
-        loaded = type(state.policy.model).from_pretrained(folder, dtype=state.policy.precision.master)
+        with without_progress_bars():
+            loaded = type(state.policy.model).from_pretrained(folder, dtype=state.policy.precision.master)
         state.policy.model.load_state_dict(loaded.state_dict())
         if state.reference is not None:
             weights = torch.load(folder / "state" / "reference.pt", map_location=device)
@@ -234,7 +235,8 @@ def save_model(policy: Policy, tokenizer: Any, path: str | Path) -> None:
         sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
         if any(getattr(generation_config, name, None) is not None for name in sampling):
             generation_config.do_sample = True
-    policy.model.save_pretrained(path)
+    with without_progress_bars():
+        policy.model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
