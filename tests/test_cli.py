@@ -193,6 +193,11 @@ def test_other_mistakes(good, capsys, model_folder):
     (good / "out" / "notes.txt").write_text("mine")
     assert main(["train", "config.toml"]) == 2
     assert "out is not empty" in capsys.readouterr().err
+    (good / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert main(["train", "config.toml", "--run.output_dir", "data.jsonl"]) == 2
+    assert "data.jsonl is a file" in capsys.readouterr().err
+    assert main(["train", "config.toml", "--run.output_dir", "/proc/nowhere"]) == 2
+    assert "cannot write to run.output_dir" in capsys.readouterr().err
 
 
 def test_config_prints_every_setting(capsys):

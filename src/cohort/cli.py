@@ -15,7 +15,9 @@ from cohort.errors import CohortError  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit code: 0, 2 for a mistake in what was asked for, 130 when interrupted."""
+    """Run a command. Returns its exit code: 0, 2 for a mistake in what was asked for, 1 when the
+    machine failed, 130 when interrupted.
+    """
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
     if overrides and options.command != "train":
@@ -38,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CohortError as error:
         print(f"cohort: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # the disk is full, a folder is gone: not a mistake in what was asked for
+        print(f"cohort: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ncohort: interrupted; a run with a checkpoint can be continued with --resume", file=sys.stderr)
         return 130

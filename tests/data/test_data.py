@@ -27,6 +27,16 @@ def test_jsonl_and_parquet(tmp_path):
     assert load_rows(str(tmp_path / "a.jsonl"), limit=1) == ROWS[:1]
 
 
+def test_text_that_is_not_plain_utf8(tmp_path):
+    (tmp_path / "bom.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\n'
+    )  # a mark first; a line separator inside
+    assert load_rows(str(tmp_path / "bom.jsonl")) == [{"a": "\u2028"}]
+    (tmp_path / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
+    with pytest.raises(DataError, match="is not UTF-8 text: .* at byte 7"):
+        load_rows(str(tmp_path / "latin.jsonl"))
+
+
 def test_a_data_set_by_name(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))

@@ -73,17 +73,20 @@ def _existing(path: Path) -> Path:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected an object with columns, got {type(row).__name__}")
-            rows.append(row)
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # -sig: some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: expected an object with columns, got {type(row).__name__}")
+        rows.append(row)
     if not rows:
         raise DataError(f"{path} has no rows")
     return rows

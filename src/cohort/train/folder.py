@@ -82,17 +82,21 @@ class RunFolder:
             RunFolderError: it holds something.
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            what = "already holds a run" if (self.path / "config.toml").exists() else "is not empty"
+            what = "is not empty" if self.path.is_dir() else "is a file"
+            what = "already holds a run" if (self.path / "config.toml").exists() else what
             raise RunFolderError(
                 f"{self.path} {what}: choose another run.output_dir"
-                + (", or continue it (--resume, train(resume=True))" if "run" in what else "")
+                + (", or continue it (--resume, train(resume=True))" if what.endswith("run") else "")
             )
 
     def start(self, config: GRPOConfig) -> None:
         """Take the folder for a new run."""
         self.check_free()
-        self.path.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.path / "config.toml", to_toml(config))
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _write_whole(self.path / "config.toml", to_toml(config))
+        except OSError as error:
+            raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
     def check_resumable(self, config: GRPOConfig) -> int:
         """The step of the newest checkpoint, when ``config`` continues this run.
