@@ -76,6 +76,7 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
     assert "evaluation before training: reward 0.000 (0.000 to " in said
     assert "evaluation after step 2: reward 0.000" in said
     assert "done: 0 updates on 12 completions" in said  # no completion of a random model is right: nothing to learn
+    assert "nothing was learned: in every group all rewards were equal" in said
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()
     assert len(rows) == 6
@@ -198,6 +199,29 @@ def test_other_mistakes(good, capsys, model_folder):
     assert "data.jsonl is a file" in capsys.readouterr().err
     assert main(["train", "config.toml", "--run.output_dir", "/proc/nowhere"]) == 2
     assert "cannot write to run.output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("save_steps", "left"), [("1", "has a checkpoint of step 1: go on"), ("0", "has no checkpoint yet")]
+)
+def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_steps, left):
+    from cohort.report.console import StepDisplay
+
+    def interrupt(self, metrics):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepDisplay, "show", interrupt)
+    assert main(["train", "config.toml", "--run.save_steps", save_steps, "--run.max_steps", "2"]) == 130
+    assert left in capsys.readouterr().err
+
+
+def test_a_broken_weights_file(good, capsys, model_folder):
+    import shutil
+
+    shutil.copytree(model_folder, good / "torn")
+    (good / "torn" / "model.safetensors").write_bytes(b"torn")
+    assert main(["train", "config.toml", "--model.path", str(good / "torn")]) == 2
+    assert "cannot load a causal language model" in capsys.readouterr().err
 
 
 def test_config_prints_every_setting(capsys):

@@ -7,11 +7,18 @@ Importing the package imports no torch; a name is loaded when it is first used.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
     from cohort.trainer import GRPOTrainer
+
+# Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this one
+# tenfold and more (docs/log.md). OpenMP reads this when torch is imported; after that it is too late.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]

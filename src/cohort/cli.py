@@ -10,8 +10,12 @@ import argparse  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from cohort.errors import CohortError  # noqa: E402
+
+if TYPE_CHECKING:
+    from cohort.trainer import GRPOTrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,10 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if overrides and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    # Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this
-    # one tenfold and more (docs/log.md). OpenMP reads this when torch is imported, so it is set here.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         match options.command:
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # the disk is full, a folder is gone: not a mistake in what was asked for
         print(f"cohort: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ncohort: interrupted; a run with a checkpoint can be continued with --resume", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return 130
     return 0
 
@@ -91,12 +91,27 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     trainer = trainer_from_config(config, resume=options.resume)
     trainer.started = STARTED
-    summary = trainer.train(resume=options.resume)
+    try:
+        summary = trainer.train(resume=options.resume)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what_is_left(trainer)) from None
     if config.report.progress:
         print(
             f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
             f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
         )
+        if not summary["updates"]:
+            print("nothing was learned: in every group all rewards were equal (docs/metrics.md: groups/dead_share)")
+
+
+def what_is_left(trainer: GRPOTrainer) -> str:
+    """What an interrupted run has left behind, and how to go on."""
+    if trainer.folder is None:
+        return "nothing was written yet"
+    path, steps = trainer.folder.path, trainer.folder.checkpoint_steps()
+    if not steps:
+        return f"{path} has no checkpoint yet: remove it to start over"
+    return f"{path} has a checkpoint of step {steps[-1]}: go on with --resume --run.output_dir {path}"
 
 
 if __name__ == "__main__":

@@ -140,13 +140,19 @@ class GRPOTrainer:
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
                 self._sum_up(metrics)
                 yield metrics
-        except RewardError:
+        except RewardError as error:
             # Where the policy stands as the last whole step left it, keep that: the run can go on once this is mended.
             # (A reward that failed in an evaluation comes after the updates of a step that is not whole yet.)
             whole = self.policy.version == self.summary["updates"]
             if whole and self.summary["steps"] > max(folder.checkpoint_steps(), default=0):
                 folder.save_checkpoint(self.summary["steps"], parts.state(self.summary["steps"]))
-            raise
+            kept = max(folder.checkpoint_steps(), default=None)
+            hint = (
+                "no checkpoint was due yet"
+                if kept is None
+                else f"a checkpoint of step {kept} is kept: mend it and resume"
+            )
+            raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 

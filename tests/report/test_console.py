@@ -31,6 +31,13 @@ def test_without_a_terminal_a_twentieth_of_the_steps_is_printed(capsys):
     assert [int(step) for step in steps] == [1, *range(5, 101, 5)]
 
 
+def test_a_step_that_teaches_nothing_is_said_once(capsys):
+    with StepDisplay(2) as display:
+        for step in (1, 2):
+            display.show(METRICS | {"step": step, "groups/dead_share": 1.0})
+    assert capsys.readouterr().out.count("the rewards teach nothing here") == 1
+
+
 def test_switched_off_nothing_is_said(demo_tokenizer, tmp_path, capsys):
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
     assert capsys.readouterr().out == ""

@@ -104,7 +104,7 @@ class RewardConfig(Section):
     """What is good."""
 
     functions: Strings = ()
-    """Reward functions: built-in names, "module:function", or "file.py:function"."""
+    """Reward functions: built-in names (gsm8k, exact_match), "module:function", or "file.py:function"."""
     weights: Numbers | None = None
     """One weight per function. Unset: 1 each."""
 
@@ -190,7 +190,7 @@ class ReportConfig(Section):
     """What a run shows and keeps."""
 
     progress: bool = True
-    """Show a progress bar."""
+    """Print what the run is at its start, its progress and its evaluations. Off: nothing is printed."""
     log_completions: bool = True
     """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet."""
 

@@ -67,8 +67,9 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
     trainer.started = started
     announce(
-        "Teaching a small language model to carry. It adds four-digit numbers with the work written out,\n"
-        "but was taught by forgetful examples and leaves out more than half of the carries.\n"
+        "Teaching a small language model to carry. It adds four-digit numbers with the\n"
+        "work written out, but was taught by forgetful examples and leaves out more\n"
+        "than half of the carries.\n"
     )
     before = trainer.evaluation(held_out)
     trainer.train()
@@ -111,7 +112,8 @@ def show_results(before: Evaluation, after: Evaluation, summary: dict[str, Any],
     console.print(
         "\nNext, on your own model, data and reward:\n"
         "  cohort config > my.toml        every setting with its meaning\n"
-        "  cohort train my.toml --model.path MODEL --data.train FILE.jsonl --reward.functions FILE.py:FUNCTION",
+        "  cohort train my.toml --model.path MODEL --data.train FILE.jsonl \\\n"
+        "      --reward.functions FILE.py:FUNCTION",
         markup=False,
         highlight=False,
         soft_wrap=True,

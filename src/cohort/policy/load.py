@@ -83,7 +83,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"cannot load a tokenizer from {path!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot load a tokenizer from {path!r}{_not_here(path)}: {_first_line(error)}") from error
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -95,6 +95,7 @@ def load_model(path: str, precision: Precision, device: torch.device, *, trust_r
     Raises:
         ModelError: no folder, or not a causal language model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     path = _check_folder(path)
@@ -105,8 +106,10 @@ def load_model(path: str, precision: Precision, device: torch.device, *, trust_r
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=precision.master, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"cannot load a causal language model from {path!r}: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot load a causal language model from {path!r}{_not_here(path)}: {_first_line(error)}"
+        ) from error
     loaded: nn.Module = model.to(device)
     return loaded
 
@@ -148,7 +151,7 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read a model's config in {model!r}: {_first_line(error)}") from error
+        raise ModelError(f"cannot read a model's config in {model!r}{_not_here(path)}: {_first_line(error)}") from error
 
 
 def context_length(config: Any) -> int | None:
@@ -167,6 +170,10 @@ def _check_folder(path: str) -> str:
     if looks_local and not Path(path).expanduser().is_dir():
         raise ModelError(f"no model folder {path}")
     return str(Path(path).expanduser()) if looks_local else path
+
+
+def _not_here(path: str) -> str:
+    return "" if Path(path).is_dir() else " (no folder of that name here, so taken for a hub id)"
 
 
 def _first_line(error: Exception) -> str:

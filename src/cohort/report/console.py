@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from cohort.config import GRPOConfig, Schedule
 
@@ -58,6 +60,16 @@ def describe_run(
     )
 
 
+class _Bar(Progress):
+    """A progress bar with a line of its own for the metrics: a narrow terminal wraps them and keeps the bar whole."""
+
+    line = "sampling the first rollout"
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.line)
+
+
 class StepDisplay:
     """A progress bar on a terminal; elsewhere a line every twentieth of the run.
 
@@ -69,17 +81,12 @@ class StepDisplay:
     def __init__(self, steps: int, *, enabled: bool = True) -> None:
         self._steps = steps
         self._enabled = enabled
-        self._bar: Progress | None = None
+        self._bar: _Bar | None = None
+        self._warned = False
         if enabled and sys.stdout.isatty():
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(compact=True),
-                console=Console(),
-            )
-            self._task = self._bar.add_task("sampling the first rollout", total=steps)
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeRemainingColumn())
+            self._bar = _Bar(*columns, console=Console())
+            self._task = self._bar.add_task("", total=steps)
 
     def __enter__(self) -> Self:
         if self._bar:
@@ -91,15 +98,26 @@ class StepDisplay:
             self._bar.stop()
 
     def show(self, metrics: dict[str, Any]) -> None:
-        """Show a step."""
+        """Show a step, its evaluation if it had one, and, once, that a step had nothing to learn from."""
+        if not self._enabled:
+            return
         step, line = metrics["step"], step_line(metrics)
         if self._bar:
-            self._bar.update(self._task, completed=step, description=line)
-        elif self._enabled and (step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps):
+            self._bar.line = line
+            self._bar.update(self._task, completed=step)
+        elif step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps:
             print(f"step {step}/{self._steps}  {line}", flush=True)
-        if self._enabled and "eval/reward/mean" in metrics:
-            write = self._bar.console.print if self._bar else print
-            write(evaluation_line(metrics, f"after step {step}"))
+        if metrics["groups/dead_share"] == 1 and not self._warned:
+            self._warned = True
+            self._say(f"step {step}: in every group all rewards are equal, so the rewards teach nothing here")
+        if "eval/reward/mean" in metrics:
+            self._say(evaluation_line(metrics, f"after step {step}"))
+
+    def _say(self, text: str) -> None:
+        if self._bar:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
 
 
 def evaluation_line(metrics: dict[str, Any], when: str) -> str:

@@ -106,7 +106,7 @@ class RunFolder:
         """
         steps = self.checkpoint_steps()
         if not steps:
-            raise RunFolderError(f"{self.path} has no checkpoint to resume from")
+            raise RunFolderError(f"{self.path} has no checkpoint to resume from: remove it to start over")
         theirs, ours = load_config(self.path / "config.toml"), config
         changed = [
             f"{section}.{key}: the run has {old!r}, now {new!r}"
