@@ -162,7 +162,7 @@ class OptimConfig(Section):
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
     """Schedule after the warm-up, by transformers' names."""
     warmup_steps: Count = 0
-    """Updates over which the learning rate rises from 0."""
+    """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
     microbatch_tokens: PositiveInt = 4096
     """Tokens, padding included, of one backward pass. Memory only: the gradient is the same whatever it is."""
 

@@ -40,11 +40,17 @@ class Optimizer:
             eps=config.adam_epsilon,
             fused=self.parameters[0].device.type in ("cpu", "cuda"),
         )
-        self.schedule = get_scheduler(
+        schedule = get_scheduler(
             config.lr_scheduler_type,
             self.adamw,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=num_updates,
+        )
+        factor = schedule.lr_lambdas[0]
+        # transformers' warm-up begins at a rate of exactly 0, which would spend the first rollout on nothing. Here
+        # update k of w has k/w of the peak; after the warm-up the schedule is transformers' own.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.adamw, lambda update: factor(update + 1 if update < config.warmup_steps else update)
         )
 
     @property
