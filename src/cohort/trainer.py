@@ -71,7 +71,8 @@ class GRPOTrainer:
         self.args = config = GRPOConfig() if args is None else args
         if not isinstance(config, GRPOConfig):
             raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
-        model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
+        model = config.model.path if model is None else model
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.rewards = RewardRunner(_reward_functions(functions), config.reward.weights)
         rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows, "training")
@@ -141,20 +142,22 @@ class GRPOTrainer:
                 self._sum_up(metrics)
                 yield metrics
         except RewardError as error:
-            # Where the policy stands as the last whole step left it, keep that: the run can go on once this is mended.
-            # (A reward that failed in an evaluation comes after the updates of a step that is not whole yet.)
-            whole = self.policy.version == self.summary["updates"]
-            if whole and self.summary["steps"] > max(folder.checkpoint_steps(), default=0):
-                folder.save_checkpoint(self.summary["steps"], parts.state(self.summary["steps"]))
-            kept = max(folder.checkpoint_steps(), default=None)
-            hint = (
-                "no checkpoint was due yet"
-                if kept is None
-                else f"a checkpoint of step {kept} is kept: mend it and resume"
-            )
+            kept = self._keep_last_whole_step(folder, parts)
+            hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
             raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
+
+    def _keep_last_whole_step(self, folder: RunFolder, parts: Parts) -> int | None:
+        """Write a checkpoint where the policy stands as the last whole step left it; the newest one's step, if any.
+
+        A reward that failed in an evaluation comes after the updates of a step that is not whole yet.
+        """
+        kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
+        if self.policy.version == self.summary["updates"] and step > kept:
+            folder.save_checkpoint(parts.state(step))
+            kept = step
+        return kept or None
 
     def _sum_up(self, metrics: dict[str, Any]) -> None:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
@@ -238,8 +241,7 @@ class GRPOTrainer:
 
     def _evaluator(self, prompts: PromptSet) -> Evaluator:
         rollout = self.args.rollout
-        sampling = Sampling(rollout.max_completion_length, rollout.temperature, rollout.stop)
-        return Evaluator(prompts, self.rewards, sampling, rollout.num_generations_eval, self.args.run.seed)
+        return Evaluator(prompts, self.rewards, Sampling.of(rollout), rollout.num_generations_eval, self.args.run.seed)
 
 
 def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer:

@@ -29,7 +29,7 @@ class Precision:
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one, else the CPU; anything else is torch's own name for a device.
+    """A device by name: "auto" is CUDA where there is one, else the CPU; anything else is torch's own name.
 
     Raises:
         ModelError: no such device here.
@@ -47,7 +47,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device, hidden_size: int = 0) -> Precision:
-    """ "auto" is bfloat16 where the hardware is faster with it, float32 elsewhere.
+    """A precision by name: "auto" is bfloat16 where the hardware is faster with it, float32 elsewhere.
 
     The rule reads the hardware and the model, never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but
     without AMX gain from a hidden size of 512 on; below, the casts around each product cost sampling more than the

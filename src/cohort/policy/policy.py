@@ -110,7 +110,7 @@ class Policy:
 
     @torch.no_grad()
     def move_toward(self, other: Policy, alpha: float) -> None:
-        """Self <- alpha * other + (1 - alpha) * self, weight by weight (TR-DPO, arXiv 2404.09656, soft update)."""
+        """Move weight by weight: self <- alpha * other + (1 - alpha) * self (TR-DPO, arXiv 2404.09656, soft update)."""
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cohort.config import RolloutConfig
 from cohort.rollout.philox import Draws
 from cohort.types import Group, Prompt
 
@@ -17,6 +18,11 @@ class Sampling:
     max_completion_length: int
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> Sampling:
+        """What the settings say: in training and in evaluation alike."""
+        return cls(config.max_completion_length, config.temperature, config.stop)
 
 
 class Engine(Protocol):

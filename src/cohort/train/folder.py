@@ -192,19 +192,25 @@ class RunFolder:
         """Where a step's checkpoint is."""
         return self.path / "checkpoints" / f"step-{step}"
 
-    def save_checkpoint(self, step: int, state: RunState) -> None:
+    def save_checkpoint(self, state: RunState) -> None:
         """Write a checkpoint beside the others, then give it its name: one that has its name is whole."""
-        part = self.checkpoint(step).with_name(f"step-{step}.part")
+        target = self.checkpoint(state.step)
+        part = target.with_name(f"{target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         (part / "state").mkdir(parents=True)
         save_model(state.policy, state.tokenizer, part)
         if state.reference is not None:
             torch.save(state.reference.model.state_dict(), part / "state" / "reference.pt")
         torch.save(state.optimizer.state_dict(), part / "state" / "optimizer.pt")
-        loop = {"step": step, "version": state.policy.version, "identity": state.identity, "random": random_state()}
+        loop = {
+            "step": state.step,
+            "version": state.policy.version,
+            "identity": state.identity,
+            "random": random_state(),
+        }
         torch.save(loop, part / "state" / "loop.pt")
-        shutil.rmtree(self.checkpoint(step), ignore_errors=True)
-        part.rename(self.checkpoint(step))
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
         for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
             shutil.rmtree(self.checkpoint(old))
 

@@ -4,8 +4,8 @@ One step samples a group of completions for each prompt, scores them, turns the 
 and updates the policy with a clipped importance ratio and a KL term against a reference. Four policies take part:
 
     current    ``logps``          the weights being trained, with their graph; computed inside ``update``
-    old        ``old_logps``      the weights that sampled, in the trainer's numerics; only for several updates per
-    rollout sampler    ``sampler_logps``  what the engine really drew from, recorded while it drew
+    old        ``old_logps``      the weights that sampled, as the trainer computes them; only for several updates
+    sampler    ``sampler_logps``  what the engine really drew from, recorded while it drew
     reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; only when beta is not 0
 """
 
@@ -58,7 +58,7 @@ def run(
     """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
     policy, reference, optimizer, objective = parts.policy, parts.reference, parts.optimizer, parts.objective
     temperature, token_budget = config.rollout.temperature, config.optim.microbatch_tokens
-    sampling = Sampling(config.rollout.max_completion_length, temperature, config.rollout.stop)
+    sampling = Sampling.of(config.rollout)
 
     for step in range(first_step, schedule.steps):
         clock = PhaseClock()
@@ -105,7 +105,7 @@ def run(
         if config.report.log_completions:
             folder.write_rollout(step + 1, groups, scores, batch)
         if last or due(step, config.run.save_steps):
-            folder.save_checkpoint(step + 1, parts.state(step + 1))
+            folder.save_checkpoint(parts.state(step + 1))
         yield metrics
 
 

@@ -49,8 +49,8 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     """Rewards over the scored completions. A statistic of nothing is None."""
     rewards_S = scores.rewards_S
     scored_S = rewards_S[~rewards_S.isnan()]
-    statistics = group_statistics(rewards_S, group_S)
-    spread_R = group_statistics(rewards_S, group_S, ddof=0).std_R
+    statistics = group_statistics(rewards_S, group_S, ddof=0)
+    spread_R = statistics.std_R
     metrics: dict[str, Any] = {
         "reward/mean": _mean(scored_S),
         "reward/std": float(scored_S.std(correction=0)) if scored_S.numel() else None,
