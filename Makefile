@@ -20,6 +20,7 @@ check: .venv/dev.stamp
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_limits.py
 	$(BIN)/python scripts/check_docs.py
+	$(BIN)/python scripts/check_metrics.py
 
 format: .venv/dev.stamp
 	$(BIN)/ruff check --fix .

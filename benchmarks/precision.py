@@ -50,9 +50,11 @@ def main() -> None:
         prompt_ids=((1, 2, 3, 4),) * options.sequences,
         completion_ids=tuple(map(tuple, ids)),
         group_S=torch.zeros(options.sequences, dtype=torch.long, device=device),
-        advantages_S=torch.randn(options.sequences, dtype=torch.float64, device=device),
         sequence_N=torch.arange(options.sequences, device=device).repeat_interleave(options.length),
         sampler_logps_N=torch.zeros(count, device=device),
+        truncated_S=torch.zeros(options.sequences, dtype=torch.bool, device=device),
+        advantages_N=torch.randn(options.sequences, device=device).repeat_interleave(options.length).double(),
+        loss_N=torch.ones(count, dtype=torch.bool, device=device),
     )
     optimizer = Optimizer(model, OptimConfig(), 1)
     policies = {name: Policy(model, Precision(torch.float32, getattr(torch, name))) for name in ("float32", "bfloat16")}
@@ -64,7 +66,7 @@ def main() -> None:
     for _repeat in range(options.repeats + 1):
         for name, policy in policies.items():
             start = time.perf_counter()
-            update(policy, optimizer, batch, PRESETS["grpo"].replace(beta=0.0), 1.0, 16_384)
+            update(policy, optimizer, batch, PRESETS["default"], 1.0, 16_384)
             wait(device)
             seconds["update", name].append(time.perf_counter() - start)
             start = time.perf_counter()

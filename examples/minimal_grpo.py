@@ -18,7 +18,7 @@ from torch import Tensor
 
 import cohort.demo
 from cohort.demo.task import accuracy, problems
-from cohort.objective import PRESETS, Objective, coefficients, group_advantages, k3, token_weights
+from cohort.objective import PRESETS, Objective, coefficients, k3, outcome_advantages, token_weights
 from cohort.policy import Policy, end_token_ids, load_model, load_tokenizer, resolve_device, resolve_precision
 from cohort.rollout import Draws, LocalEngine, Sampling
 from cohort.types import Completion, Message, Prompt
@@ -33,7 +33,7 @@ NUM_GENERATIONS = 8  # G
 TEMPERATURE = 1.0
 LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0
-OBJECTIVE: Objective = PRESETS["grpo"].replace(beta=0.02, kl_gradient="reverse")
+OBJECTIVE: Objective = PRESETS["default"].replace(beta=0.02)
 
 
 def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]:
@@ -49,12 +49,9 @@ def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]
 
 def completion_logps(policy: Policy, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
     """Log pi(token) of every completion token, flat, shape [N]."""
-    logps_N, _entropy_N = policy.logps(
-        [prompt.token_ids for prompt in prompts],
-        [completion.token_ids for completion in completions],
-        TEMPERATURE,
-    )
-    return logps_N
+    prompt_ids = [prompt.token_ids for prompt in prompts]
+    completion_ids = [completion.token_ids for completion in completions]
+    return policy.logps(prompt_ids, completion_ids, TEMPERATURE).logps_N
 
 
 def train_step(
@@ -78,13 +75,7 @@ def train_step(
 
     # 3. Compare each completion with the others of its group. Equal rewards: advantage 0.
     group_S = torch.arange(len(groups)).repeat_interleave(NUM_GENERATIONS)
-    advantages_S = group_advantages(
-        rewards_S,
-        group_S,
-        scale=OBJECTIVE.scale,
-        ddof=OBJECTIVE.std_ddof,
-        epsilon=OBJECTIVE.std_epsilon,
-    )
+    advantages_S = outcome_advantages(rewards_S, group_S, baseline=OBJECTIVE.baseline, scale=OBJECTIVE.scale)
 
     # 4. Tokens: which completion each belongs to, and its weight 1/Z: mean over tokens, then over completions.
     lengths_S = torch.tensor([len(completion.token_ids) for completion in completions_S])

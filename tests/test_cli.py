@@ -146,7 +146,7 @@ def test_the_good_run_starts(good):
 
 MISTAKES = {
     "unknown key": (["--rollout.num_generation", "4"], "did you mean --rollout.num_generations?"),
-    "one generation": (["--rollout.num_generations", "1"], "greater than or equal to 2, got 1"),
+    "one generation": (["--rollout.num_generations", "1"], "num_generations is 1, and scale 'group_std' compares"),
     "data file missing": (["--data.train", "nope.jsonl"], "no data file nope.jsonl"),
     "no data": (["--data.train", ""], "set data.train"),
     "column missing": (["--data.prompt_column", "question"], "no column 'question'; the row has: prompt, answer"),

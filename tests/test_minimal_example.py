@@ -31,7 +31,6 @@ def test_minimal_example_equals_the_loop(tmp_path):
         num_generations=example.NUM_GENERATIONS,
         max_completion_length=96,
         beta=example.OBJECTIVE.beta,
-        kl_gradient=example.OBJECTIVE.kl_gradient,
         learning_rate=example.LEARNING_RATE,
         max_grad_norm=example.MAX_GRAD_NORM,
         # One microbatch, as in the example: float32 sums depend on their order.

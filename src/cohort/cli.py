@@ -12,7 +12,7 @@ import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from cohort.errors import CohortError  # noqa: E402
+from cohort.errors import CohortError, ConfigError  # noqa: E402
 
 if TYPE_CHECKING:
     from cohort.trainer import GRPOTrainer
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 demo(options)
             case "train":
                 train(options, overrides)
+            case "objective":
+                objective(options)
             case "config":
                 from cohort.config import annotated_toml
 
@@ -70,6 +72,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train_parser.add_argument("config", metavar="CONFIG.toml", help="the settings")
     train_parser.add_argument("--resume", action="store_true", help="continue the run in run.output_dir")
+    objective_parser = commands.add_parser(
+        "objective",
+        help="list the presets, or explain one: its formula, its numbers, its coefficients",
+        usage="cohort objective [NAME] [--set PART=VALUE ...]",
+        epilog="Example: cohort objective dapo --set trust_region.high=1.4 beta=0.01 scale=none",
+        allow_abbrev=False,
+    )
+    objective_parser.add_argument("name", nargs="?", metavar="NAME", help="a preset, or name@version")
+    objective_parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="PART=VALUE", help="change parts, as in [objective]"
+    )
     commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
     return parser
 
@@ -102,6 +115,26 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         )
         if not summary["updates"]:
             print("nothing was learned: in every group all rewards were equal (docs/metrics.md: groups/dead_share)")
+
+
+def objective(options: argparse.Namespace) -> None:
+    """``cohort objective``."""
+    from cohort.config import parse_settings
+    from cohort.presets import PRESETS, preset
+
+    changes = parse_settings(options.set)  # before torch is imported: a typo is answered at once
+    if options.name is None:
+        if changes:
+            raise ConfigError("--set needs a preset to change: cohort objective NAME --set ...")
+        width = max(len(row.identity) for row in PRESETS.values())
+        for row in PRESETS.values():
+            print(f"{row.identity:<{width}}  {row.summary}")
+        print('\ncohort objective NAME explains one; objective.preset = "NAME" trains with it')
+        return
+    resolved = preset(options.name).replace(**changes)
+    from cohort.objective import explain
+
+    print(explain(resolved))
 
 
 def what_is_left(trainer: GRPOTrainer) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from cohort.config import GRPOConfig, ModelConfig, ObjectiveConfig, Schedule
-from cohort.data import PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
+from cohort.config import GRPOConfig, ModelConfig, Schedule
+from cohort.data import Place, PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
-from cohort.objective import PRESETS, Objective
+from cohort.objective import custom_rule
 from cohort.policy import (
     Policy,
     context_length,
@@ -25,10 +25,11 @@ from cohort.policy import (
     resolve_device,
     resolve_precision,
 )
+from cohort.presets.parts import Custom, GroupMean
 from cohort.report.console import StepDisplay, announce, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, resolve_reward
 from cohort.rollout import LocalEngine, Sampling
-from cohort.train import Evaluation, Evaluator, Optimizer, Parts, RunFolder, run, save_model
+from cohort.train import Adaptive, Evaluation, Evaluator, Optimizer, Parts, RunFolder, run, save_model
 
 
 class GRPOTrainer:
@@ -74,7 +75,15 @@ class GRPOTrainer:
         model = config.model.path if model is None else model
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
-        self.rewards = RewardRunner(_reward_functions(functions), config.reward.weights)
+        self.objective = objective = config.resolved_objective
+        if isinstance(objective.trust_region, Custom):
+            custom_rule(objective.trust_region.function)  # a missing one is found now
+        self.rewards = RewardRunner(
+            _reward_functions(functions),
+            config.reward.weights,
+            per_token=objective.credit in ("process", "given"),
+            not_negative=isinstance(objective.scale, GroupMean),
+        )
         rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows, "training")
         if rows is None:
             raise DataError("no training data: pass train_dataset, or set data.train")
@@ -90,7 +99,6 @@ class GRPOTrainer:
         self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
 
         self.policy = load_policy(model, config.model, self._model_config)
-        self.objective = objective_of(config.objective)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
         self.reference = self.policy.copy_frozen() if self.objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
@@ -129,6 +137,8 @@ class GRPOTrainer:
             objective=self.objective,
             optimizer=self.optimizer,
             evaluator=self.evaluator,
+            adaptive=Adaptive.of(self.objective),
+            place=Place(),
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
@@ -269,20 +279,6 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any) -> Policy:
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return Policy(model, precision, dropout=config.dropout)
-
-
-def objective_of(config: ObjectiveConfig) -> Objective:
-    """The settings as a row of the table: epsilons become bounds on the ratio."""
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    return PRESETS["grpo"].replace(
-        scale=config.scale_rewards,
-        std_ddof=config.std_ddof,
-        std_epsilon=config.std_epsilon,
-        ratio_low=1 - config.epsilon,
-        ratio_high=1 + high,
-        beta=config.beta,
-        kl_gradient=config.kl_gradient,
-    )
 
 
 def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:

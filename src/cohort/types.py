@@ -16,8 +16,8 @@ A worked example. Two prompts, two completions each, of 3, 2, 1 and 2 tokens:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,15 @@ class Scores:
     """Each function's own rewards, unweighted, float64; NaN where it returned ``None``."""
     names: tuple[str, ...]
     """The K functions' names, made unique."""
+    weights: tuple[float, ...] | None = None
+    """The K functions' weights; None: 1 each."""
+    token_rewards_N: Tensor | None = None
+    """Weighted sum of rewards per token, NaN where there is none; only from functions that reward tokens."""
+
+    def of(self, sequences: Sequence[int]) -> Scores:
+        """Those of some completions. Rewards per token are not taken apart: filters do not go with them."""
+        chosen = list(sequences)
+        return replace(self, rewards_S=self.rewards_S[chosen], by_function_SK=self.by_function_SK[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +120,14 @@ class TokenBatch:
     prompt_ids: tuple[tuple[int, ...], ...]
     completion_ids: tuple[tuple[int, ...], ...]
     group_S: Tensor
-    advantages_S: Tensor
     sequence_N: Tensor
     sampler_logps_N: Tensor
+    truncated_S: Tensor
+    """Which completions the length limit cut, boolean."""
+    advantages_N: Tensor
+    """0 until ``assign_advantages``."""
+    loss_N: Tensor
+    """Which tokens are in the loss, boolean. All, unless truncated completions are masked."""
     old_logps_N: Tensor | None = None
     ref_logps_N: Tensor | None = None
 

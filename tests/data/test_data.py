@@ -170,7 +170,7 @@ def test_every_row_occurs_once_in_each_pass(num_rows, per_step, seed):
 
     prompts = stream(_TOKENIZER.setdefault("t", load_tokenizer(str(DEMO_MODEL))), num_rows, seed=seed)
     steps = -(-3 * num_rows // per_step)
-    taken = [prompt for step in range(steps) for prompt in prompts.take(step, per_step)]
+    taken = [prompt for step in range(steps) for prompt in prompts.take(step * per_step, per_step)]
     for epoch in range(3):
         rows = Counter(prompt.row_index for prompt in taken[epoch * num_rows : (epoch + 1) * num_rows])
         assert set(rows.values()) == {1}
@@ -188,4 +188,4 @@ def test_order_depends_on_seed_and_epoch_alone():
 
 def test_without_shuffling_the_files_order_stays(demo_tokenizer):
     prompts = stream(demo_tokenizer, 5, seed=0, shuffle=False)
-    assert [p.row_index for step in range(3) for p in prompts.take(step, 2)] == [0, 1, 2, 3, 4, 0]
+    assert [p.row_index for step in range(3) for p in prompts.take(2 * step, 2)] == [0, 1, 2, 3, 4, 0]

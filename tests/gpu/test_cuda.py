@@ -21,7 +21,7 @@ def test_sampler_and_trainer_agree(compute, tolerance):
     groups = LocalEngine(policy, LetterTokenizer(), (1,)).generate(prompts, 4, Sampling(20), Draws(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
-        logps, _ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+        logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
     sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps]).cuda()
     torch.testing.assert_close(sampled, logps, rtol=0, atol=tolerance)
 

@@ -11,7 +11,7 @@ from cohort.config import OptimConfig
 from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
-from cohort.train import Optimizer, assemble, policy_logps, update
+from cohort.train import Optimizer, assemble, assign_advantages, policy_logps, update
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 from tests.conftest import tiny_llama
 
@@ -37,29 +37,39 @@ def rollout(seed=0):
     return groups, Scores(rewards, rewards[:, None], ("r",))
 
 
-def batch_for(policy, objective, *, old=True):
-    """A batch whose old and reference policies are other models than the current one."""
-    groups, scores = rollout()
-    batch = assemble(groups, scores, objective, torch.device("cpu"))
+def shifted_policy():
+    """Another model than the current one."""
     shifted = Policy(tiny_llama().double(), DOUBLE)
     with torch.no_grad():
         for index, parameter in enumerate(shifted.model.parameters()):
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
-    logps = policy_logps(shifted, batch, 1.0, 10_000)
-    return dataclasses.replace(
-        batch, old_logps_N=logps if old else None, ref_logps_N=logps - 0.1 if objective.beta else None
+    return shifted
+
+
+def batch_for(policy, objective, *, old=True):
+    """A batch whose old, sampler and reference policies are all others than the current one."""
+    groups, scores = rollout()
+    batch = assemble(groups, torch.device("cpu"))
+    logps = policy_logps(shifted_policy(), batch, 1.0, 10_000)
+    noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    batch = dataclasses.replace(
+        batch,
+        sampler_logps_N=logps + 0.02 * noise,
+        old_logps_N=logps if old or objective.needs_old_logps else None,
+        ref_logps_N=logps - 0.1 if objective.beta else None,
     )
+    return assign_advantages(batch, scores, objective, max_completion_length=8)
 
 
-def gradient(policy, batch, objective, token_budget):
+def gradient(policy, batch, objective, token_budget, **more):
     """The gradient that one real update leaves, with a learning rate of 0."""
     optimizer = Optimizer(policy.model, OptimConfig(learning_rate=0.0, max_grad_norm=1e9), 1)
-    result = update(policy, optimizer, batch, objective, 1.0, token_budget)
+    result = update(policy, optimizer, batch, objective, 1.0, token_budget, **more)
     return [p.grad.clone() for p in policy.model.parameters()], result
 
 
 @pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize("objective", [PAPER, PAPER.replace(kl_gradient="reverse"), PAPER.replace(beta=0.0)])
+@pytest.mark.parametrize("objective", [PAPER, PRESETS["default"].replace(beta=0.04), PAPER.replace(beta=0.0)])
 @pytest.mark.parametrize("budget", [1, 13, 40, 77])
 def test_microbatches_change_nothing(float64_policy, objective, budget, old):
     batch = batch_for(float64_policy, objective, old=old)
@@ -68,7 +78,79 @@ def test_microbatches_change_nothing(float64_policy, objective, budget, old):
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     assert parts_result.grad_norm == pytest.approx(whole_result.grad_norm, rel=1e-10)
-    assert parts_result.sums == pytest.approx(whole_result.sums, rel=1e-9, abs=1e-12)
+    assert parts_result.statistics.sums == pytest.approx(whole_result.statistics.sums, rel=1e-9, abs=1e-12)
+
+
+def with_kl(objective):
+    """With a KL term, wherever the preset has it."""
+    length = {"aggregation_length": 8} if objective.aggregation == "constant" else {}
+    return objective.replace(beta=objective.beta or 0.04, **length)
+
+
+PRESETS_WITH_KL = [with_kl(row) for row in PRESETS.values() if row.name != "gfpo"] + [
+    PRESETS["gfpo"].replace(group_filter={"k": 2}),
+    PAPER.replace(top_entropy=0.4),
+    PAPER.replace(top_entropy=0.4, denominator="after_masks", aggregation="token_mean"),
+    PAPER.replace(truncated="mask", count_empty=False),
+    PAPER.replace(kl={"estimator": "full", "direction": "reverse"}),
+    PAPER.replace(kl={"estimator": "full", "top_k": 3}),
+    PAPER.replace(kl={"estimator": "full", "correction": "prefix_product"}),
+    PAPER.replace(mismatch=[{"rule": "weight", "level": "sequence", "mode": "mask", "low": 0.9, "high": 1.1}]),
+]
+
+
+@pytest.mark.parametrize("objective", PRESETS_WITH_KL, ids=lambda o: o.identity)
+def test_microbatches_change_nothing_for_any_preset(float64_policy, objective):
+    batch = batch_for(float64_policy, objective)
+    more = {"reference": shifted_policy(), "entropy_coefficient": 0.01}
+    whole, whole_result = gradient(float64_policy, batch, objective, 100_000, **more)
+    parts, parts_result = gradient(float64_policy, batch, objective, 17, **more)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert whole_result.grad_norm > 1e-3
+    assert parts_result.statistics.sums == pytest.approx(whole_result.statistics.sums, rel=1e-9, abs=1e-12)
+
+
+def test_a_kl_and_an_entropy_over_the_vocabulary_follow_autograd(float64_policy):
+    """Both terms against a plain forward of each row, at a temperature that is not 1."""
+    temperature, beta, bonus = 0.7, 0.3, 0.05
+    objective = PRESETS["default"].replace(
+        beta=beta, trust_region="none", kl={"estimator": "full", "correction": "none"}, aggregation="token_mean"
+    )
+    batch, reference = batch_for(float64_policy, objective), shifted_policy()
+    batch = dataclasses.replace(batch, advantages_N=torch.zeros_like(batch.advantages_N))
+    optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.0, max_grad_norm=1e9), 1)
+    update(
+        float64_policy,
+        optimizer,
+        batch,
+        objective,
+        temperature,
+        20,
+        reference=reference,
+        entropy_coefficient=bonus,
+    )
+    got = [p.grad.clone() for p in float64_policy.model.parameters()]
+    float64_policy.model.zero_grad()
+    terms = []
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+        rows = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        ids = torch.tensor([[*prompt, *completion]])
+        p, q = (torch.log_softmax(m.model(ids).logits[0, rows] / temperature, -1) for m in (float64_policy, reference))
+        terms.append(beta * (p.exp() * (p - q)).sum(-1) + bonus * (p.exp() * p).sum(-1))
+    torch.cat(terms).mean().backward()
+    for one, parameter in zip(got, float64_policy.model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)
+
+
+def test_the_top_entropy_threshold_is_the_minibatchs(float64_policy):
+    """Microbatches of one completion each: a threshold of their own would keep tokens of every completion."""
+    objective = PAPER.replace(beta=0.0, top_entropy=0.2)
+    batch = batch_for(float64_policy, objective)
+    _, result = gradient(float64_policy, batch, objective, 1)
+    low = result.statistics.sums["cause_low_entropy"] + result.statistics.sums["cause_no_advantage"]
+    kept = math.ceil(0.2 * batch.num_tokens)
+    assert batch.num_tokens - kept <= low
 
 
 def test_the_order_of_completions_changes_nothing(float64_policy):
@@ -88,14 +170,14 @@ def test_the_update_follows_the_papers_objective(float64_policy):
     got, result = gradient(float64_policy, batch, PAPER, 30)
     model, total, start = float64_policy.model, 0.0, 0
     model.zero_grad()
-    for s, (prompt, completion) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
         log_probs = torch.log_softmax(model(torch.tensor([[*prompt, *completion]])).logits[0], -1)
         inner = 0.0
         for t, token in enumerate(completion):
             logp = log_probs[len(prompt) + t - 1, token]
             ratio = torch.exp(logp - batch.old_logps_N[start + t])
             gap = batch.ref_logps_N[start + t] - logp
-            a = batch.advantages_S[s]
+            a = batch.advantages_N[start + t]
             surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
             inner = inner + surrogate - 0.04 * (torch.exp(gap) - gap - 1)
         total = total + inner / len(completion)
@@ -104,7 +186,8 @@ def test_the_update_follows_the_papers_objective(float64_policy):
     (-objective).backward()
     for one, parameter in zip(got, model.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)
-    assert result.sums["policy_value"] - 0.04 * result.sums["kl_value"] == pytest.approx(objective.item(), rel=1e-9)
+    sums = result.statistics.sums
+    assert sums["policy_value"] - 0.04 * sums["kl_value"] == pytest.approx(objective.item(), rel=1e-9)
 
 
 def test_gradient_checkpointing_changes_nothing(float64_policy):
@@ -120,7 +203,8 @@ def test_a_rollout_without_signal_moves_nothing(float64_policy):
     groups, _ = rollout()
     equal = torch.full((12,), 0.5, dtype=torch.float64)
     plain = PAPER.replace(beta=0.0)
-    batch = assemble(groups, Scores(equal, equal[:, None], ("r",)), plain, torch.device("cpu"))
+    scores = Scores(equal, equal[:, None], ("r",))
+    batch = assign_advantages(assemble(groups, torch.device("cpu")), scores, plain, max_completion_length=8)
     before = [p.clone() for p in float64_policy.model.parameters()]
     optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.1), 1)
     result = update(float64_policy, optimizer, batch, plain, 1.0, 50)

@@ -38,7 +38,7 @@ def plain_logps(model, prompt, completion, temperature):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_log_probs_equal_an_unpadded_forward(float64_policy, temperature):
     with torch.no_grad():
-        logps, entropy = float64_policy.logps(PROMPTS, COMPLETIONS, temperature)
+        logps, entropy, _ = float64_policy.logps(PROMPTS, COMPLETIONS, temperature)
         rows = [plain_logps(float64_policy.model, p, c, temperature) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     expected = torch.tensor([lp for row, _ in rows for lp in row], dtype=torch.float64)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-12)
@@ -63,9 +63,9 @@ def test_gradients_equal_an_unpadded_forward(float64_policy):
 
 def test_log_probs_are_float32_whatever_the_model_computes_in():
     policy = Policy(tiny_llama(), Precision(torch.float32, torch.bfloat16))
-    logps, entropy = policy.logps(PROMPTS, COMPLETIONS, 1.0)
+    logps, entropy, _ = policy.logps(PROMPTS, COMPLETIONS, 1.0)
     assert logps.dtype == entropy.dtype == torch.float32
-    exact, _ = Policy(tiny_llama(), SINGLE).logps(PROMPTS, COMPLETIONS, 1.0)
+    exact, *_ = Policy(tiny_llama(), SINGLE).logps(PROMPTS, COMPLETIONS, 1.0)
     gap = (logps - exact).abs()
     assert 0 < gap.max() < 0.3  # bfloat16 keeps 8 bits: it differs, but is the same function
     logps.sum().backward()
@@ -120,7 +120,7 @@ def test_moving_the_reference_mixes_weights(float32_policy):
 
 def test_entropy_of_impossible_tokens():
     logits = torch.tensor([[0.0, -torch.inf, 0.0]])
-    logps, entropy = sampled_logps(logits, torch.tensor([0]), 1.0)
+    logps, entropy, _ = sampled_logps(logits, torch.tensor([0]), 1.0)
     assert logps.item() == pytest.approx(-0.693147, abs=1e-6)
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
 

@@ -10,6 +10,7 @@ METRICS = {
     "reward/mean": 0.5,
     "rewards/accuracy": 0.25,
     "groups/dead_share": 0.125,
+    "groups/rounds": 1,
     "entropy": 1.5,
     "kl/k3": 0.001,
     "tokens_per_second": 1234.5,

@@ -81,7 +81,7 @@ def test_none_is_unscored_and_weights_weigh():
     ],
 )
 def test_any_sequence_of_numbers_will_do(results):
-    assert call_reward(lambda **_: results, "f", groups()) == [1.0, 2.0, 3.0, 4.0]
+    assert call_reward(lambda **_: results, "f", groups()) == [[1.0], [2.0], [3.0], [4.0]]
 
 
 def needs_more(completions, ground_truth):
@@ -112,7 +112,7 @@ def broken(**_):
         (lambda **_: None, "must return a list of numbers, got NoneType"),
         (lambda **_: "abcd", "must return a list of numbers, got str"),
         (lambda **_: [0, 1, "2", 3], "result 2"),
-        (lambda **_: [0, 1, [2], 3], "result 2 is"),
+        (lambda **_: [0, 1, [2], 3], "returned a list as result 2"),
         (lambda **_: [0, math.nan, 2, 3], "nan as result 1: expected a finite number, or None"),
         (lambda **_: [0, 1, 2, math.inf], "inf as result 3"),
     ],

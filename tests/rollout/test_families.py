@@ -45,7 +45,7 @@ def test_sampler_and_trainer_agree(family):
     groups = engine.generate(prompts, 3, Sampling(16), Draws(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
-        logps, _ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+        logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
     sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
     torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32, sums in another order
 

@@ -42,7 +42,7 @@ def test_sampler_and_trainer_log_probs_agree(float32_policy, temperature):
     groups = engine(float32_policy).generate(PROMPTS, 4, Sampling(20, temperature), Draws(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
-        logps, _ = float32_policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], temperature)
+        logps, *_ = float32_policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], temperature)
     sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
     torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32: two orders of summation
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.objective import PRESETS
-from cohort.train import assemble, microbatches, select, split_minibatches
+from cohort.train import assemble, assign_advantages, microbatches, select, split_minibatches
 from cohort.train.batch import token_indices
-from cohort.types import Completion, FinishReason, Group, Prompt, Scores, TokenBatch
+from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 
 
 def make_groups(lengths_PG, prompt_lengths=None):
@@ -29,7 +29,8 @@ def make_groups(lengths_PG, prompt_lengths=None):
 def make_batch(lengths_PG, rewards, **kwargs):
     rewards_S = torch.tensor(rewards, dtype=torch.float64)
     scores = Scores(rewards_S, rewards_S[:, None], ("r",))
-    return assemble(make_groups(lengths_PG, **kwargs), scores, PRESETS["grpo"], torch.device("cpu"))
+    batch = assemble(make_groups(lengths_PG, **kwargs), torch.device("cpu"))
+    return assign_advantages(batch, scores, PRESETS["default"], max_completion_length=8)
 
 
 def test_assembled_tensors():
@@ -37,7 +38,8 @@ def test_assembled_tensors():
     assert batch.group_S.tolist() == [0, 0, 1, 1]
     assert batch.sequence_N.tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
     assert batch.sampler_logps_N.tolist() == [0, -1, -2, -3, -4, -5, -6, -7]
-    assert batch.advantages_S.tolist() == pytest.approx([0.70711, -0.70711, 0, 0], abs=1e-5)
+    expected = [*[0.70711] * 3, *[-0.70711] * 2, 0, 0, 0]
+    assert batch.advantages_N.tolist() == pytest.approx(expected, abs=1e-5)
     assert batch.prompt_ids == ((1,), (1,), (1, 1), (1, 1))
     assert (batch.num_sequences, batch.num_tokens) == (4, 8)
 
@@ -48,7 +50,7 @@ def test_selecting_keeps_tokens_with_their_completions():
     assert part.completion_ids == (batch.completion_ids[3], batch.completion_ids[0])
     assert part.sequence_N.tolist() == [0, 0, 1, 1, 1]
     assert part.sampler_logps_N.tolist() == [-6, -7, 0, -1, -2]
-    assert part.advantages_S.tolist() == [batch.advantages_S[3].item(), batch.advantages_S[0].item()]
+    assert part.advantages_N.tolist() == [*batch.advantages_N[6:8].tolist(), *batch.advantages_N[0:3].tolist()]
     assert part.old_logps_N is None
 
 
@@ -76,5 +78,6 @@ def test_microbatches_cut_without_loss_and_keep_the_budget(lengths_PG, budget):
 
 
 def test_the_worked_example_of_the_glossary():
-    batch = TokenBatch((), ((1,), (2,)), torch.tensor([0]), torch.tensor([0.0]), torch.tensor([0, 1]), torch.zeros(2))
-    assert (batch.num_sequences, batch.num_tokens) == (2, 2)
+    batch = make_batch([[3, 2], [1, 2]], [1.0, 0.0, 5.0, 5.0])
+    assert batch.sequence_N.tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
+    assert (batch.num_sequences, batch.num_tokens) == (4, 8)

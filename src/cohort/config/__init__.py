@@ -1,12 +1,12 @@
 """Typed settings: one TOML file, dotted overrides, errors that name the nearest key. Imports no torch."""
 
-from cohort.config.load import annotated_toml, apply_overrides, load_config, to_toml
+from cohort.config.load import annotated_toml, apply_overrides, load_config, parse_settings, to_toml
+from cohort.config.objective import ObjectiveConfig
 from cohort.config.schedule import Schedule
 from cohort.config.schema import (
     DataConfig,
     GRPOConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimConfig,
     ReportConfig,
     RewardConfig,
@@ -28,5 +28,6 @@ __all__ = [
     "annotated_toml",
     "apply_overrides",
     "load_config",
+    "parse_settings",
     "to_toml",
 ]

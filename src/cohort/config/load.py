@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from cohort.config.schema import GRPOConfig
 from cohort.errors import ConfigError
+from cohort.presets import nested
 
 
 def setting_names(schema: type[BaseModel] = GRPOConfig) -> dict[str, str]:
@@ -54,13 +55,36 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
     merged = {section: dict(values) for section, values in table.items()}
     for name, text in _pairs(overrides):
         section, _, key = name.partition(".")
+        key, _, inner = key.partition(".")
         section_field = GRPOConfig.model_fields.get(section)
         fields = _section_type(section_field.annotation).model_fields if section_field else {}
-        if key not in fields:
+        if key not in fields or (inner and fields[key].annotation is not Any):
             raise ConfigError(f"unknown setting --{name}{_nearest(name, prefix='--')}")
-        merged.setdefault(section, {})[key] = _parse(text, fields[key].annotation)
+        value = _parse(text, fields[key].annotation)
+        values = merged.setdefault(section, {})
+        if inner:  # --objective.trust_region.high: one number of a part
+            value = nested({key: values.get(key) or {}, f"{key}.{inner}": value})[key]
+        values[key] = value
     with explain_errors(source="command line" if overrides else ""):
         return GRPOConfig(**merged)
+
+
+def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
+    """Parts of an objective from ``["trust_region.high=1.4", "scale=none"]``.
+
+    Raises:
+        ConfigError: one is not NAME=VALUE.
+
+    >>> parse_settings(["trust_region.high=1.4", "scale=none"])
+    {'trust_region': {'high': 1.4}, 'scale': 'none'}
+    """
+    settings: dict[str, Any] = {}
+    for assignment in assignments:
+        name, given, text = assignment.partition("=")
+        if not given or not name:
+            raise ConfigError(f"expected PART=VALUE, as in trust_region.high=1.4, got {assignment!r}")
+        settings[name.removeprefix("objective.")] = _parse(text, Any)
+    return nested(settings)
 
 
 def nest_settings(schema: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +173,11 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _parse(text: str, annotation: Any) -> Any:
     """Read a command-line value. Text settings take it as it is; the others read it as TOML."""
+    if annotation is Any:  # a word, a number or a table
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return text
     choices = typing.get_args(annotation) or (annotation,)
     if type(None) in choices and text.lower() == "none":
         return None
@@ -177,7 +206,17 @@ _KNOWN_ELSEWHERE = {
     **dict.fromkeys(("reward_weights",), "set reward.weights"),
     **dict.fromkeys(("reward_funcs",), "set reward.functions"),
     **dict.fromkeys(("logging_steps",), "every step is logged"),
-    **dict.fromkeys(("loss_type", "importance_sampling_level", "delta"), "the objective is GRPO as in the paper"),
+    **dict.fromkeys(("loss_type",), "set objective.preset; 'cohort objective' lists them"),
+    **dict.fromkeys(("importance_sampling_level",), "set objective.ratio_level"),
+    **dict.fromkeys(("delta",), "set objective.trust_region.dual"),
+    **dict.fromkeys(("scale_rewards", "std_ddof", "std_epsilon"), "set objective.scale"),
+    **dict.fromkeys(("kl_gradient",), "set objective.kl.direction"),
+    **dict.fromkeys(("use_bias_correction_kl",), "set objective.kl.correction"),
+    **dict.fromkeys(("top_entropy_quantile",), "set objective.top_entropy"),
+    **dict.fromkeys(("off_policy_mask_threshold",), "set objective.mismatch, rule off_policy_mask"),
+    **dict.fromkeys(("mask_truncated_completions",), "set objective.truncated to 'mask'"),
+    **dict.fromkeys(("multi_objective_aggregation",), "set objective.reward_aggregation"),
+    **dict.fromkeys(("entropy_coef",), "set objective.entropy.coefficient"),
     **dict.fromkeys(("max_prompt_length",), "prompts are never cut; one that leaves no room is an error"),
     **dict.fromkeys(("use_vllm", "vllm_mode", "deepspeed", "fsdp"), "Cohort runs in one process with its own sampler"),
     **dict.fromkeys(("peft_config", "lora"), "adapters are not supported yet"),
@@ -206,8 +245,8 @@ def _sentence(item: Any) -> str:
     match item["type"]:
         case "extra_forbidden":
             return f"unknown setting {path}{_nearest(path)}"
-        case "value_error" if not path:
-            return str(item["ctx"]["error"])
+        case "value_error":
+            return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case "model_type" | "dict_type":
             return f"{path} is a section: expected a table of settings, got {item['input']!r}"
         case _:
@@ -222,4 +261,7 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        items = [f"{key} = {_toml_value(item)}" for key, item in value.items() if item is not None]
+        return "{ " + ", ".join(items) + " }" if items else "{}"
     return repr(value)

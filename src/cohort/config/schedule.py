@@ -23,9 +23,14 @@ class Schedule:
     """Optimizer steps per rollout."""
     num_prompts: int
     needs_old_logps: bool
-    """More than one update uses a rollout: the policy that sampled must be remembered."""
+    """More than one update uses a rollout, or the KL is in reward or advantage: the policy that sampled must be
+    remembered."""
     needs_ref_logps: bool
-    """beta is not 0."""
+    """beta is not 0, and the KL is of sampled tokens."""
+    old_logps_for_kl: bool
+    """The KL is in reward or advantage."""
+    beta: float
+    """The KL's weight: 0: there is no reference."""
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> Schedule:
@@ -34,7 +39,7 @@ class Schedule:
         Raises:
             DataError: the data set is smaller than one step.
         """
-        prompts = config.rollout.prompts_per_step
+        prompts, objective = config.rollout.prompts_per_step, config.resolved_objective
         if num_prompts < prompts:
             raise DataError(
                 f"the training data has {num_prompts} prompts, fewer than one step uses: "
@@ -49,8 +54,10 @@ class Schedule:
             minibatches=config.objective.minibatches,
             updates_per_rollout=config.objective.updates_per_rollout,
             num_prompts=num_prompts,
-            needs_old_logps=config.objective.updates_per_rollout > 1,
-            needs_ref_logps=config.objective.beta != 0,
+            needs_old_logps=config.objective.updates_per_rollout > 1 or objective.needs_old_logps,
+            needs_ref_logps=objective.beta != 0 and objective.kl.estimator == "sampled",
+            old_logps_for_kl=objective.needs_old_logps,
+            beta=objective.beta,
         )
 
     @property
@@ -62,12 +69,16 @@ class Schedule:
         """The schedule in words."""
         per_rollout = self.prompts_per_step * self.num_generations
         epochs = self.steps * self.prompts_per_step / self.num_prompts
+        uses = "the KL needs it" if self.old_logps_for_kl else f"{self.updates_per_rollout} updates use it"
         old = (
-            f"one no-grad pass per rollout ({self.updates_per_rollout} updates use it)"
+            f"one no-grad pass per rollout ({uses})"
             if self.needs_old_logps
-            else "not computed: one update per rollout, so the ratio is 1 by identity"
+            else "not computed: one update per rollout, the old policy is the current one by identity"
         )
-        ref = "one no-grad pass per rollout" if self.needs_ref_logps else "not computed: beta is 0, no reference model"
+        if self.beta == 0:
+            ref = "not computed: beta is 0, no reference model"
+        else:
+            ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         return "\n".join(
             [
                 f"schedule: {self.prompts_per_step} prompts x {self.num_generations} = {per_rollout} completions per "

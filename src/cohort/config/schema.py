@@ -7,30 +7,14 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import Field, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)]
-PathName = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-"""A string; in Python a path object will do too."""
-Numbers = Annotated[tuple[float, ...], Strict(False)]
-
-
-class Section(BaseModel):
-    """A frozen table of settings. Types are strict: a string is never read as a number."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
+from cohort.config.objective import ObjectiveConfig
+from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
+from cohort.presets import Objective
+from cohort.presets.parts import GroupMean, TopK
 
 
 class ModelConfig(Section):
@@ -86,8 +70,8 @@ class RolloutConfig(Section):
 
     prompts_per_step: PositiveInt = 8
     """Prompts in a rollout (P)."""
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Completions per prompt (G). At least 2: a completion is judged against the others of its group."""
+    num_generations: PositiveInt = 8
+    """Completions per prompt (G). At least 2 where a completion is judged against the others of its group."""
     max_completion_length: PositiveInt = 256
     """Tokens after which a completion is cut (finish reason "length")."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -107,41 +91,6 @@ class RewardConfig(Section):
     """Reward functions: built-in names (gsm8k, exact_match), "module:function", or "file.py:function"."""
     weights: Numbers | None = None
     """One weight per function. Unset: 1 each."""
-
-
-class ObjectiveConfig(Section):
-    """The GRPO objective and its schedule."""
-
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL term. 0: no KL, and no reference model in memory. The paper's is 0.04."""
-    kl_gradient: Literal["reverse", "forward"] = "reverse"
-    """Whose gradient the KL term has: the reverse KL(policy || reference), or, as in the paper (k3 used as a loss), the
-    forward KL(reference || policy)."""
-    epsilon: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio of current to old policy is clipped below at 1 - epsilon."""
-    epsilon_high: Annotated[float, Field(gt=0)] | None = None
-    """... and above at 1 + epsilon_high. Unset: epsilon."""
-    scale_rewards: Literal["group", "none"] = "group"
-    """Divide a group's centred rewards by their standard deviation, or not."""
-    std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
-    """The standard deviation divides by G - 1 (1) or by G (0)."""
-    std_epsilon: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to the standard deviation. 0 is the paper's formula to the letter."""
-    num_iterations: PositiveInt = 1
-    """Passes over a rollout (the papers' mu)."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps per pass; each uses its share of the rollout's prompts."""
-    sync_ref_model: bool = False
-    """Let the reference follow the policy (TR-DPO). Needs beta > 0."""
-    ref_model_sync_steps: PositiveInt = 512
-    """Optimizer updates between two moves of the reference."""
-    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """reference <- alpha * policy + (1 - alpha) * reference."""
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """How many optimizer steps use one rollout."""
-        return self.num_iterations * self.minibatches
 
 
 class OptimConfig(Section):
@@ -193,6 +142,8 @@ class ReportConfig(Section):
     """Print what the run is at its start, its progress and its evaluations. Off: nothing is printed."""
     log_completions: bool = True
     """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet."""
+    update_kl_completions: Count = 16
+    """Measure how far each step moved the policy (update_kl) on so many of its completions. 0: do not."""
 
 
 class GRPOConfig(Section):
@@ -225,7 +176,9 @@ class GRPOConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> GRPOConfig:
         objective, rollout, optim = self.objective, self.rollout, self.optim
-        if objective.sync_ref_model and objective.beta == 0:
+        resolved = self.resolved_objective
+        self._check_groups(resolved)
+        if objective.sync_ref_model and resolved.beta == 0:
             raise ValueError("objective.sync_ref_model needs a reference policy: set objective.beta above 0")
         if rollout.prompts_per_step % objective.minibatches:
             raise ValueError(
@@ -245,3 +198,33 @@ class GRPOConfig(Section):
         if weights is not None and functions and len(weights) != len(functions):
             raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
         return self
+
+    def _check_groups(self, objective: Objective) -> None:
+        """Parts of the objective that depend on the group's size or on the rewards' sign."""
+        size = self.rollout.num_generations
+        if size == 1 and objective.group_relative:
+            what = f"scale {objective.scale.rule!r}" if objective.scale else f"baseline {objective.baseline!r}"
+            raise ValueError(
+                f"rollout.num_generations is 1, and {what} compares a completion with the others of its group: set "
+                "num_generations to 2 or more, or objective.baseline to 'batch_mean' and objective.scale to 'none'"
+            )
+        if isinstance(objective.group_filter, TopK) and objective.group_filter.k > size:
+            raise ValueError(
+                f"objective.group_filter.k ({objective.group_filter.k}) is more than rollout.num_generations ({size})"
+            )
+        if isinstance(objective.scale, GroupMean) and min(self.reward.weights or (0,)) < 0:
+            raise ValueError(
+                "objective.scale 'group_mean' needs rewards that are not negative: reward.weights has a negative one"
+            )
+
+    @property
+    def resolved_objective(self) -> Objective:
+        """The objective that these settings come to: the preset, its changes, and lengths that follow from the rollout.
+
+        Raises:
+            ConfigError: the parts cannot be combined.
+        """
+        objective = self.objective.resolve()
+        if objective.aggregation == "constant" and objective.aggregation_length is None:
+            return objective.replace(aggregation_length=self.rollout.max_completion_length)
+        return objective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -10,11 +11,18 @@ from cohort.data.prompts import PromptSet
 from cohort.types import Prompt
 
 
+@dataclass(slots=True)
+class Place:
+    """How many prompts of the stream the whole steps of a run have taken. Part of a checkpoint."""
+
+    taken: int = 0
+
+
 class PromptStream:
     """Pass after pass over a data set, each in a new order (or each in the file's).
 
-    Step t takes places ``t * count .. (t + 1) * count - 1`` of the stream, so a run's position in its data is its step
-    and nothing else. Every row occurs once in each pass; a step may span the end of one pass and the start of the next.
+    What stands at a place of the stream depends on the place and the seed alone, so a run's position in its data is one
+    number. Every row occurs once in each pass; a step may span the end of one pass and the start of the next.
 
     Args:
         prompts: the data set.
@@ -29,9 +37,10 @@ class PromptStream:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def take(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of a step. Their uids are their places in the stream, so no two groups of a run share one."""
-        return [self._prompts.prompt(self._row(place), uid=place) for place in range(step * count, (step + 1) * count)]
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """The prompts at places ``start .. start + count - 1``. Their uids are their places, so no two groups of a run
+        share one."""
+        return [self._prompts.prompt(self._row(place), uid=place) for place in range(start, start + count)]
 
     def _row(self, place: int) -> int:
         epoch, index = divmod(place, len(self._prompts))

@@ -1,21 +1,45 @@
-"""Rewards to advantages. Pure functions on flat tensors; statistics in float64.
+"""Rewards to advantages, one number per completion. Pure functions on flat tensors; statistics in float64.
+
+    A_i = centred(R)_i / scale        NaN rewards are left out of every statistic and have A = 0
+
+    baseline            centred(R)_i
+    "none"              R_i
+    a number b          R_i - b
+    "group_mean"        R_i - mean of the group                                             GRPO
+    "leave_one_out"     R_i - mean of the others of the group                               RLOO
+    "length_weighted"   R_i - sum(|o_j| R_j) / sum(|o_j|) of the group                      OPO
+    "batch_mean"        R_i - mean of the batch
+    "second_best"       n (R_max - R_second) for the best of the group's n, 0 for the others   pass@k
+
+    scale               divisor
+    None                1
+    GroupStd            std of the group + epsilon                                          GRPO
+    BatchStd            std of all (raw or centred) rewards of the batch + epsilon          Lite PPO, REINFORCE++
+    GroupMean           mean of the group + epsilon; rewards must not be negative           MaxRL
+
+Equal rewards give exactly 0 wherever a group (or, for the batch's statistics, the batch) is compared with itself:
+decided by max == min, never by a small standard deviation.
 
 >>> import torch
 >>> rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
 >>> group = torch.zeros(8, dtype=torch.long)
->>> group_advantages(rewards, group, epsilon=0.0)[:2]
+>>> outcome_advantages(rewards, group, scale=GroupStd(epsilon=0.0))[:2]
 tensor([ 1.2076, -0.7246], dtype=torch.float64)
+>>> outcome_advantages(rewards, group, baseline="leave_one_out", scale=None)[:2]
+tensor([ 0.7143, -0.4286], dtype=torch.float64)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Scale = Literal["group", "none"]
+from cohort.errors import RewardError
+from cohort.objective.segments import segment_sum
+from cohort.presets.objective import GROUP_BASELINES
+from cohort.presets.parts import BaselineRule, BatchStd, GroupMean, GroupStd, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +90,156 @@ def group_statistics(rewards_S: Tensor, group_S: Tensor, *, ddof: int = 1) -> Gr
     return GroupStatistics(index_S, count_R, mean_R, std_R, degenerate_R)
 
 
-def group_advantages(
-    rewards_S: Tensor, group_S: Tensor, *, scale: Scale = "group", ddof: int = 1, epsilon: float = 1e-6
+def outcome_advantages(
+    rewards_S: Tensor,
+    group_S: Tensor,
+    *,
+    baseline: BaselineRule | float = "group_mean",
+    scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
+    lengths_S: Tensor | None = None,
 ) -> Tensor:
-    """Group-relative advantages.
-
-        A_i = (R_i - mean(R_group)) / (std(R_group) + epsilon)        scale="group"
-        A_i =  R_i - mean(R_group)                                    scale="none"
+    """One advantage per completion. Formulas in the module's header.
 
     Args:
-        rewards_S: rewards, shape ``[S]``; NaN marks a completion without a score. It is left out of its group's
-            statistics and gets advantage 0.
-        group_S: group id of each completion, shape ``[S]``.
-        scale: what the centred reward is divided by.
-        ddof: 1 (TRL, verl) or 0; the paper does not say which standard deviation it means.
-        epsilon: added to the standard deviation; 0 is the paper's formula to the letter.
+        rewards_S: rewards, shape ``[S]``; NaN marks a completion without a score.
+        group_S: group id of each completion, shape ``[S]``; groups of any size, in any order.
+        baseline: what is taken off.
+        scale: what the rest is divided by.
+        lengths_S: loss tokens per completion, for "length_weighted".
 
     Returns:
         Advantages, float64, shape ``[S]``. Exactly 0 for every member of a degenerate group (all scored rewards equal,
-        or fewer than two of them), whatever ``epsilon`` is.
+        or fewer than two of them) where the baseline or the standard deviation is the group's, and of a group whose
+        rewards are all 0 where its mean is the scale.
 
-    Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
+    Raises:
+        RewardError: scale ``GroupMean`` with a negative reward.
 
-    >>> group_advantages(torch.tensor([0.1] * 8), torch.zeros(8, dtype=torch.long)).tolist() == [0.0] * 8
+    Sources: DeepSeekMath (arXiv 2402.03300) 4.1.2; RLOO (2402.14740); OPO (2505.23585); MaxRL (2602.02710); Lite PPO
+    (2508.08221); pass@k (2503.19595).
+
+    >>> outcome_advantages(torch.tensor([0.1] * 8), torch.zeros(8, dtype=torch.long)).tolist() == [0.0] * 8
     True
-    >>> group_advantages(torch.tensor([1.0, torch.nan, 0.0]), torch.zeros(3, dtype=torch.long), epsilon=0.0)
-    tensor([ 0.7071,  0.0000, -0.7071], dtype=torch.float64)
     """
-    if scale not in ("group", "none"):
-        raise ValueError(f"scale must be 'group' or 'none', got {scale!r}")
+    ddof = scale.ddof if isinstance(scale, GroupStd) else 0
     statistics = group_statistics(rewards_S, group_S, ddof=ddof)
-    index_S = statistics.index_S
-    advantages_S = rewards_S.double() - statistics.mean_R[index_S]
-    if scale == "group":
-        advantages_S = advantages_S / (statistics.std_R[index_S] + epsilon)
-    no_signal_S = statistics.degenerate_R[index_S] | torch.isnan(rewards_S)
-    return torch.where(no_signal_S, 0.0, advantages_S)
+    rewards_S, index_S = rewards_S.double(), statistics.index_S
+    scored_S = ~torch.isnan(rewards_S)
+    centred_S = centred_rewards(baseline, rewards_S, statistics, lengths_S)
+    silent_S = ~scored_S
+    if baseline in GROUP_BASELINES or isinstance(scale, GroupStd):
+        silent_S = silent_S | statistics.degenerate_R[index_S]
+    match scale:
+        case GroupStd(epsilon=epsilon):
+            centred_S = centred_S / (statistics.std_R[index_S] + epsilon)
+        case GroupMean(epsilon=epsilon):
+            if bool((rewards_S < 0).any()):
+                raise RewardError(
+                    f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), "
+                    f"got {float(rewards_S[scored_S].min()):g}: set objective.scale to 'none' or 'group_std'"
+                )
+            silent_S = silent_S | (statistics.mean_R[index_S] == 0)  # all of the group are 0
+            centred_S = centred_S / (statistics.mean_R[index_S] + epsilon)
+        case BatchStd(of=of, ddof=ddof, epsilon=epsilon):
+            spread = batch_std((rewards_S if of == "raw" else centred_S)[scored_S], ddof)
+            centred_S = torch.zeros_like(centred_S) if spread is None else centred_S / (spread + epsilon)
+    if baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None:
+        return torch.zeros_like(rewards_S)
+    return torch.where(silent_S, 0.0, centred_S)
+
+
+def centred_rewards(
+    baseline: BaselineRule | float, rewards_S: Tensor, statistics: GroupStatistics, lengths_S: Tensor | None = None
+) -> Tensor:
+    """Rewards less their baseline, shape ``[S]``; NaN where there is no reward, or no other to compare it with."""
+    index_S, mean_S = statistics.index_S, statistics.mean_R[statistics.index_S]
+    count_S = statistics.count_R[index_S]
+    match baseline:
+        case "none":
+            return rewards_S
+        case float() | int():
+            return rewards_S - baseline
+        case "group_mean":
+            return rewards_S - mean_S
+        case "leave_one_out":  # R - (n mean - R) / (n - 1) = n / (n - 1) (R - mean)
+            return (rewards_S - mean_S) * count_S / (count_S - 1)
+        case "length_weighted":
+            if lengths_S is None:
+                raise ValueError("baseline 'length_weighted' needs lengths_S")
+            lengths_S = lengths_S.double().masked_fill(torch.isnan(rewards_S), 0)
+            num_groups = len(statistics.mean_R)
+            weighted_R = segment_sum(lengths_S * rewards_S.nan_to_num(nan=0.0), index_S, num_groups)
+            total_R = segment_sum(lengths_S, index_S, num_groups)
+            # A group whose completions are all empty has no weights: its plain mean.
+            mean_R = torch.where(total_R > 0, weighted_R / total_R.clamp(min=1), statistics.mean_R)
+            return rewards_S - mean_R[index_S]
+        case "batch_mean":
+            return rewards_S - rewards_S.nanmean()
+        case "second_best":
+            return _lead_over_the_second(rewards_S, index_S) * count_S
+    raise ValueError(f"unknown baseline {baseline!r}")
+
+
+def batch_std(values_M: Tensor, ddof: int) -> Tensor | None:
+    """Standard deviation of all values; None where they are all equal or too few to have one."""
+    if values_M.numel() <= max(ddof, 1) or values_M.max() == values_M.min():
+        return None
+    return values_M.std(correction=ddof)
+
+
+def combined_advantages(
+    rewards_SK: Tensor,
+    weights_K: Tensor,
+    group_S: Tensor,
+    *,
+    over_batch: bool,
+    baseline: BaselineRule | float = "group_mean",
+    scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
+    lengths_S: Tensor | None = None,
+) -> Tensor:
+    """Several rewards, each made an advantage in its group first, then summed with weights: MO-GRPO. Shape ``[S]``.
+
+        A_i = sum_k w_k A_ik              over_batch: then (A - mean of the batch) / (std of the batch + epsilon): GDPO
+
+    Args:
+        rewards_SK: each function's rewards, NaN where it gave none, shape ``[S, K]``.
+        weights_K: one per function.
+        group_S: group ids.
+        over_batch: normalise the sums over the batch, every completion counting once. With a single reward this is GRPO
+            times a factor of the batch.
+        baseline, scale, lengths_S: of each reward; see ``outcome_advantages``.
+
+    A reward's NaN leaves its term out of that completion's sum. A completion with none at all has advantage 0 and no
+    part in the batch's statistics.
+
+    Sources: MO-GRPO (arXiv 2509.22047), GDPO (2601.05242).
+    """
+    columns = [
+        outcome_advantages(rewards_S, group_S, baseline=baseline, scale=scale, lengths_S=lengths_S)
+        for rewards_S in rewards_SK.T
+    ]
+    advantages_S = torch.stack(columns, dim=1) @ weights_K.double()
+    if not over_batch:
+        return advantages_S
+    scored_S = ~torch.isnan(rewards_SK).all(dim=1)
+    ddof, epsilon = (scale.ddof, scale.epsilon) if isinstance(scale, GroupStd) else (1, 0.0)
+    spread = batch_std(advantages_S[scored_S], ddof)
+    if spread is None:
+        return torch.zeros_like(advantages_S)
+    normalised_S = (advantages_S - advantages_S[scored_S].mean()) / (spread + epsilon)
+    return torch.where(scored_S, normalised_S, 0.0)
+
+
+def _lead_over_the_second(rewards_S: Tensor, index_S: Tensor) -> Tensor:
+    """R_max - R_second for the best of each group, 0 for the others (and for all, where two share the maximum)."""
+    lead_S = torch.zeros_like(rewards_S)
+    order_S = torch.argsort(rewards_S.nan_to_num(nan=-torch.inf), descending=True, stable=True)
+    order_S = order_S[torch.argsort(index_S[order_S], stable=True)]
+    order_S = order_S[~torch.isnan(rewards_S[order_S])]
+    ranked_S, sorted_S = index_S[order_S], rewards_S[order_S]
+    first_S = torch.ones_like(ranked_S, dtype=torch.bool)
+    first_S[1:] = ranked_S[1:] != ranked_S[:-1]
+    first = first_S.nonzero().squeeze(-1)
+    second = (first + 1).clamp(max=max(len(order_S) - 1, 0))
+    lead_S[order_S[first]] = sorted_S[first] - sorted_S[second]
+    return lead_S

@@ -4,32 +4,69 @@ Every loss of the family depends on the model only through the sampled tokens' l
 sum of token scores:
 
     grad L = - sum_n c_n * grad logps_n
-    c_n    = (1/Z_n) * phi(ratio_n, A_n) * A_n   -   beta * (1/Z_n) * kappa_n
-             \\______ policy term _____________/      \\______ KL term ______/
+    c_n    = (1/Z_n) * w_n * phi(ratio_n, A_n) * A_n   -   beta * (1/Z'_n) * kappa_n
+             \\________ policy term ________________/      \\______ KL term ______/
 
-A variant is its choice of A, phi, Z, beta and kappa: a row of ``presets.PRESETS``. Nothing here needs autograd; the
-update runs ``backward`` on ``-(c.detach() * logps).sum()``.
+A variant is its choice of A (``credit``), ratio (``ratio``), phi (``trust``), mismatch weight w (``mismatch``), Z
+(``aggregation``), beta and kappa (``kl``): a row of ``cohort.presets.TABLE``. Nothing here needs autograd; the update
+runs ``backward`` on ``-(c.detach() * logps).sum()``. Terms over the whole vocabulary are in ``vocabulary``.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cohort.objective.kl import kl_multiplier
-from cohort.objective.presets import Objective
-from cohort.objective.ratio import importance_ratio, ppo_clip_multiplier
+from cohort.objective.kl import kl_correction, kl_multiplier
+from cohort.objective.mismatch import mismatch_weights
+from cohort.objective.ratio import MAX_LOG_RATIO, leveled_log_ratio
+from cohort.objective.trust import Trusted, trust_region
+from cohort.presets.objective import Objective
+from cohort.presets.parts import Cap, Gamma
+
+
+class Cause(IntEnum):
+    """Why a token has no policy gradient, or that it has one. The first that applies, in this order."""
+
+    ACTIVE = 0
+    MASKED = 1
+    """Not a loss token, or of a truncated completion that is masked."""
+    NO_ADVANTAGE = 2
+    """A is 0: a dead group, an unscored completion."""
+    LOW_ENTROPY = 3
+    """Not among the ``top_entropy`` tokens."""
+    MISMATCH = 4
+    """Dropped by the mismatch rules."""
+    OFF_POLICY = 5
+    """Dropped by the off-policy mask."""
+    CLIPPED_LOW = 6
+    CLIPPED_HIGH = 7
+    """Silenced by the trust region."""
+    VANISHED = 8
+    """The trust region's multiplier is 0 without a bound being passed: an underflow, or a rule of your own."""
+    HELD = 9
+    """It has a gradient, but its log-ratio was held to +-20."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The two terms of c_N, apart, so that the log can show each. Shape ``[N]`` each; ``kl_N`` is 0 without a KL
-    term."""
+    """The terms of c_N, apart, and what the log says of them. Shape ``[N]`` each."""
 
     policy_N: Tensor
     kl_N: Tensor
+    """0 without a KL in the loss, and where it is over the vocabulary."""
+    cause_N: Tensor
+    """int8, a ``Cause``."""
+    value_N: Tensor
+    """The policy surrogate per token, mismatch weight included; times 1/Z and summed it is the policy term's value."""
+    log_ratio_N: Tensor
+    """Of the single tokens, current to the ratio's anchor."""
 
     @property
     def total_N(self) -> Tensor:
@@ -44,36 +81,166 @@ def coefficients(
     advantages_N: Tensor,
     weights_N: Tensor,
     *,
+    sequence_N: Tensor | None = None,
     old_logps_N: Tensor | None = None,
+    sampler_logps_N: Tensor | None = None,
     ref_logps_N: Tensor | None = None,
+    base_weights_N: Tensor | None = None,
 ) -> Coefficients:
-    """c_N of the module's header, for any part of a minibatch.
+    """c_N of the module's header, for any part of a minibatch that holds its sequences whole.
 
     Args:
         objective: the row of the table.
         logps_N: current log-probs of the sampled tokens, shape ``[N]``.
         advantages_N: each token's advantage, shape ``[N]``.
-        weights_N: each token's 1/Z, from ``token_weights`` of the whole minibatch, shape ``[N]``.
+        weights_N: each token's 1/Z in the policy term, from ``token_weights`` of the whole minibatch, shape ``[N]``.
+        sequence_N: which sequence each token belongs to, 0..S-1; needed by rules that know sequences.
         old_logps_N: log-probs of the policy that sampled; None when that is the current one: the ratio is 1.
-        ref_logps_N: log-probs of the reference; needed exactly when ``objective.beta`` is not 0.
+        sampler_logps_N: the engine's own; needed by a ratio or KL anchored there and by mismatch rules.
+        ref_logps_N: log-probs of the reference; needed for a KL in the loss, refused without any KL.
+        base_weights_N: each token's 1/Z in the KL term; None: ``weights_N``. Where it is 0 the token is not a loss
+            token: its log-probs may be anything, NaN too, and it belongs to no sequence.
 
     Returns:
         Coefficients in float32, or in float64 when ``logps_N`` is float64. A token with advantage 0 has a policy term
         of exactly 0.
 
-    >>> from cohort.objective import PRESETS
+    Raises:
+        ValueError: the objective needs log-probs that are None.
+
+    >>> from cohort.presets import PRESETS
     >>> lp, a, w = torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5])
-    >>> coefficients(PRESETS["grpo"].replace(beta=0.0), lp, a, w).total_N
+    >>> coefficients(PRESETS["default"], lp, a, w).total_N
     tensor([ 0.5000, -0.5000])
     """
-    if (objective.beta != 0) != (ref_logps_N is not None):
-        raise ValueError(f"ref_logps_N is needed exactly when beta != 0; beta={objective.beta}")
+    base_N = weights_N if base_weights_N is None else base_weights_N
+    tokens = _Tokens(logps_N, advantages_N, weights_N, base_N, sequence_N, old_logps_N, sampler_logps_N, ref_logps_N)
+    tokens.check(objective)
     dtype = torch.float64 if logps_N.dtype == torch.float64 else torch.float32
-    logps_N, advantages_N, weights_N = logps_N.to(dtype), advantages_N.to(dtype), weights_N.to(dtype)
-    ratio_N = torch.ones_like(logps_N) if old_logps_N is None else importance_ratio(logps_N, old_logps_N.to(dtype))
-    phi_N = ppo_clip_multiplier(ratio_N, advantages_N, objective.ratio_low, objective.ratio_high)
-    policy_N = weights_N * phi_N * advantages_N
-    if ref_logps_N is None:
-        return Coefficients(policy_N, torch.zeros_like(policy_N))
-    kappa_N = kl_multiplier(logps_N, ref_logps_N.to(dtype), gradient=objective.kl_gradient, ratio_N=ratio_N)
-    return Coefficients(policy_N, -objective.beta * weights_N * kappa_N)
+    loss_N = base_N > 0
+    if bool(loss_N.all()):
+        return _coefficients(objective, tokens.to(dtype))
+    kept = _coefficients(objective, tokens.select(loss_N).to(dtype))
+    return Coefficients(
+        policy_N=_scattered(kept.policy_N, loss_N, 0),
+        kl_N=_scattered(kept.kl_N, loss_N, 0),
+        cause_N=_scattered(kept.cause_N, loss_N, Cause.MASKED),
+        value_N=_scattered(kept.value_N, loss_N, 0),
+        log_ratio_N=_scattered(kept.log_ratio_N, loss_N, 0),
+    )
+
+
+def _scattered(values_M: Tensor, where_N: Tensor, elsewhere: int) -> Tensor:
+    full_N = torch.full(where_N.shape, elsewhere, dtype=values_M.dtype, device=values_M.device)
+    return full_N.masked_scatter(where_N, values_M)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The arguments of ``coefficients`` together, so that they can be cast and selected together."""
+
+    logps_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    base_weights_N: Tensor
+    sequence_N: Tensor | None
+    old_logps_N: Tensor | None
+    sampler_logps_N: Tensor | None
+    ref_logps_N: Tensor | None
+
+    def check(self, objective: Objective) -> None:
+        kl = objective.kl
+        in_loss = objective.beta != 0 and kl.place == "loss"
+        if in_loss and kl.estimator == "sampled" and self.ref_logps_N is None:
+            raise ValueError(f"a KL in the loss needs ref_logps_N; beta={objective.beta}")
+        if objective.beta == 0 and self.ref_logps_N is not None:
+            raise ValueError("ref_logps_N was given, but there is no KL: beta=0")
+        of_sampler = objective.ratio_anchor == "sampler" or objective.mismatch or (in_loss and kl.anchor == "sampler")
+        if of_sampler and self.sampler_logps_N is None:
+            raise ValueError(
+                "the objective compares with the sampler (ratio_anchor, kl.anchor or mismatch) and needs "
+                "sampler_logps_N; an engine without them needs ratio_anchor 'old', kl.anchor 'old' and mismatch 'none'"
+            )
+
+    def to(self, dtype: torch.dtype) -> _Tokens:
+        return self._each(lambda name, value: value if name == "sequence_N" else value.to(dtype))
+
+    def select(self, chosen_N: Tensor) -> _Tokens:
+        return self._each(lambda _, value: value[chosen_N])
+
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> _Tokens:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed: dict[str, Any] = {n: None if value is None else change(n, value) for n, value in given.items()}
+        return _Tokens(**changed)
+
+    def log_ratio_to(self, anchor: str) -> Tensor:
+        """Token log-ratios of the current policy to an anchor; 0 where the anchor's log-prob is NaN (unknown)."""
+        anchor_N = {"self": None, "old": self.old_logps_N, "sampler": self.sampler_logps_N}[anchor]
+        if anchor_N is None:
+            return torch.zeros_like(self.logps_N)
+        return (self.logps_N - anchor_N).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:
+    """``coefficients`` where every token is a loss token."""
+    rule, a_N, sequence_N = objective.trust_region, tokens.advantages_N, tokens.sequence_N
+    token_log_ratio_N = tokens.log_ratio_to(objective.ratio_anchor)
+    log_ratio_N = leveled_log_ratio(token_log_ratio_N, objective.ratio_level, sequence_N)
+    trusted = trust_region(
+        rule, log_ratio_N, a_N, tokens.logps_N, token_log_ratio_N=token_log_ratio_N, sequence_N=sequence_N
+    )
+    value_N = surrogate_value(objective, trusted, tokens.logps_N, a_N, sequence_N)
+    policy_N = tokens.weights_N * trusted.phi_N * a_N
+    none_N = torch.zeros_like(a_N, dtype=torch.bool)
+    dropped_N = off_policy_N = none_N
+    if objective.mismatch:
+        assert tokens.sampler_logps_N is not None
+        if sequence_N is None:
+            raise ValueError("mismatch rules need sequence_N: which sequence each token belongs to")
+        old_N = tokens.logps_N if tokens.old_logps_N is None else tokens.old_logps_N
+        found = mismatch_weights(objective.mismatch, old_N, tokens.sampler_logps_N, tokens.logps_N, a_N, sequence_N)
+        policy_N, value_N = policy_N * found.weight_N, value_N * found.weight_N
+        dropped_N, off_policy_N = found.dropped_N, found.off_policy_N
+    # An advantage of 0 is no gradient, whatever the ratio.
+    policy_N = policy_N.masked_fill(a_N == 0, 0)
+    cause_N = torch.zeros_like(a_N, dtype=torch.int8)
+    for cause, where_N in (  # the later ones have precedence
+        (Cause.HELD, log_ratio_N.abs() > MAX_LOG_RATIO),
+        (Cause.VANISHED, trusted.phi_N == 0),
+        (Cause.CLIPPED_HIGH, (trusted.phi_N == 0) & (trusted.side_N > 0)),
+        (Cause.CLIPPED_LOW, (trusted.phi_N == 0) & (trusted.side_N < 0)),
+        (Cause.OFF_POLICY, off_policy_N),
+        (Cause.MISMATCH, dropped_N),
+        (Cause.LOW_ENTROPY, tokens.weights_N == 0),
+        (Cause.NO_ADVANTAGE, a_N == 0),
+    ):
+        cause_N = cause_N.masked_fill(where_N, int(cause))
+    return Coefficients(policy_N, _kl_term(objective, tokens), cause_N, value_N, token_log_ratio_N)
+
+
+def surrogate_value(
+    objective: Objective, trusted: Trusted, logps_N: Tensor, advantages_N: Tensor, sequence_N: Tensor | None
+) -> Tensor:
+    """The surrogate per token whose sum, weighted by 1/Z, has the coefficients as its gradient."""
+    if objective.ratio_anchor == "self":
+        return advantages_N * logps_N
+    if objective.ratio_level == "sequence_product" and not isinstance(objective.trust_region, Cap | Gamma):
+        assert sequence_N is not None
+        return trusted.value_N / torch.bincount(sequence_N)[sequence_N]  # one W_i A_i per sequence, not per token
+    return trusted.value_N
+
+
+def _kl_term(objective: Objective, tokens: _Tokens) -> Tensor:
+    kl = objective.kl
+    if objective.beta == 0 or kl.place != "loss" or kl.estimator == "full":
+        return torch.zeros_like(tokens.logps_N)
+    assert tokens.ref_logps_N is not None
+    kappa_N = kl_multiplier(
+        tokens.logps_N,
+        tokens.ref_logps_N,
+        direction=kl.direction,
+        scope=kl.scope,
+        weight_N=kl_correction(kl, tokens.log_ratio_to(kl.anchor), tokens.sequence_N),
+        sequence_N=tokens.sequence_N,
+    )
+    return -objective.beta * tokens.base_weights_N * kappa_N

@@ -1,60 +1,222 @@
 """What the log says about an update, from the same tensors as the coefficients but apart from them.
 
-Everything is a sum over tokens with its count or weight beside it, so that microbatches and minibatches add up exactly:
-a mean of means is never taken.
+Everything is a sum over tokens with its count or weight beside it, so that minibatches add up exactly: a mean of means
+is never taken. ``docs/metrics.md`` says what each becomes in the log.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor
 
-from cohort.objective.kl import k1, k3
-from cohort.objective.presets import Objective
-from cohort.objective.ratio import MAX_LOG_RATIO, importance_ratio, ppo_clip_sides, ppo_clip_value
+from cohort.objective.coefficients import Cause, Coefficients, surrogate_value
+from cohort.objective.kl import MAX_LOG_GAP, k1, k3
+from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
+from cohort.objective.segments import segment_sum
+from cohort.objective.trust import trust_region
+from cohort.presets.objective import Objective
+
+VERY_UNLIKELY = 1e-4
+"""A token that the trainer thinks this much less likely than the sampler did: engines do not differ so by rounding."""
+TOP_SHARE = 0.001
+"""The share of tokens whose part of the KL term's gradient is logged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTokens:
+    """All tokens of a minibatch, after their forward pass. Shape ``[N]`` each."""
+
+    logps_N: Tensor
+    entropy_N: Tensor
+    """Full-vocabulary entropy of the current policy where the token was drawn."""
+    collision_N: Tensor
+    """``sum_v p_v^2`` there: a token's gradient in the logits has the squared size ``c^2 (1 - 2 p + sum_v p_v^2)``."""
+    advantages_N: Tensor
+    weights_N: Tensor
+    base_weights_N: Tensor
+    sequence_N: Tensor
+    coefficients: Coefficients
+    sampler_logps_N: Tensor
+    old_logps_N: Tensor | None = None
+    ref_logps_N: Tensor | None = None
+
+    def select(self, chosen_N: Tensor) -> UpdateTokens:
+        """Some of them."""
+        parts = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Coefficients):
+                value = Coefficients(*(getattr(value, f.name)[chosen_N] for f in fields(value)))
+            elif value is not None:
+                value = value[chosen_N]
+            parts[field.name] = value
+        return UpdateTokens(**parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatistics:
+    """One update's tokens, or those of several put together with ``+``."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    values: dict[str, Tensor]
+    """Per token, on the CPU, for quantiles."""
+
+    def __add__(self, other: TokenStatistics) -> TokenStatistics:
+        return TokenStatistics(
+            {key: self.sums.get(key, 0.0) + other.sums.get(key, 0.0) for key in self.sums | other.sums},
+            {key: max(self.maxima.get(key, 0.0), other.maxima.get(key, 0.0)) for key in self.maxima | other.maxima},
+            {key: torch.cat([self.values[key], other.values[key]]) for key in self.values},
+        )
 
 
 @torch.no_grad()
-def token_sums(
-    objective: Objective,
-    logps_N: Tensor,
-    advantages_N: Tensor,
-    weights_N: Tensor,
-    entropy_N: Tensor,
-    sampler_logps_N: Tensor,
-    *,
-    old_logps_N: Tensor | None = None,
-    ref_logps_N: Tensor | None = None,
-) -> dict[str, float]:
-    """Sums over the tokens of one microbatch. Keys and what a sum becomes:
-
-    - ``policy_value``, ``kl_value``: weighted by 1/Z, so the sum over a minibatch is the value. The policy value is the
-      clipped surrogate; it is 0 when every ratio is 1 (advantages of a group sum to 0) while its gradient is not.
-    - ``tokens``: the count that the others below are divided by.
-    - ``entropy``, ``k1``, ``k3``, ``clip_low``, ``clip_high``, ``ratio_held``, ``sampler_gap``: sums over tokens.
-      ``sampler_gap`` is \\|logps - sampler_logps\\|, which before the first update of a rollout measures how far the
-      sampler's numerics are from the trainer's.
-    """
-    logps_N, old = logps_N.double(), logps_N if old_logps_N is None else old_logps_N
-    advantages_N, weights_N = advantages_N.double(), weights_N.double()
-    ratio_N = importance_ratio(logps_N, old.double())
-    low_N, high_N = ppo_clip_sides(ratio_N, advantages_N, objective.ratio_low, objective.ratio_high)
-    value_N = ppo_clip_value(ratio_N, advantages_N, objective.ratio_low, objective.ratio_high)
+def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatistics:
+    """Sums over the loss tokens of a minibatch, their largest gaps, and what quantiles are taken of."""
+    count = tokens.logps_N.numel()
+    cause_counts = torch.bincount(tokens.coefficients.cause_N.long(), minlength=len(Cause))
+    loss_N = tokens.base_weights_N > 0
+    if not bool(loss_N.all()):
+        tokens = tokens.select(loss_N)
+    old_N = tokens.logps_N if tokens.old_logps_N is None else tokens.old_logps_N
+    log_rho_N = (old_N - tokens.sampler_logps_N).nan_to_num(nan=0.0)
     sums = {
-        "tokens": torch.tensor(logps_N.numel(), device=logps_N.device),
-        "policy_value": (weights_N * value_N).sum(),
-        "entropy": entropy_N.double().sum(),
-        "clip_low": low_N.sum(),
-        "clip_high": high_N.sum(),
-        "ratio_held": ((logps_N - old).abs() > MAX_LOG_RATIO).sum(),
-        "sampler_gap": (logps_N - sampler_logps_N).abs().sum(),
+        "all_tokens": torch.tensor(count),
+        "tokens": torch.tensor(tokens.logps_N.numel()),
+        **{f"cause_{cause.name.lower()}": cause_counts[cause] for cause in Cause},
+        **_value_sums(objective, tokens),
+        **_gradient_sums(tokens),
+        **_ratio_sums(objective, tokens),
+        **_mismatch_sums(tokens, log_rho_N),
+        **_entropy_sums(tokens),
     }
-    if ref_logps_N is not None:
-        k3_N = k3(logps_N, ref_logps_N.double())
-        sums |= {
-            "k1": k1(logps_N, ref_logps_N.double()).sum(),
-            "k3": k3_N.sum(),
-            "kl_value": (weights_N * k3_N).sum(),
-        }
-    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer from the device
-    return dict(zip(sums, values, strict=True))
+    maxima = {"sampler_gap": log_rho_N.abs().max() if log_rho_N.numel() else torch.tensor(0.0)}
+    if tokens.ref_logps_N is not None:
+        sums |= _kl_sums(tokens, tokens.ref_logps_N)
+        gap_N = (tokens.ref_logps_N - tokens.logps_N).abs()
+        maxima["kl_gap"] = gap_N.max() if gap_N.numel() else torch.tensor(0.0)
+    values = {"log_ratio": tokens.coefficients.log_ratio_N, "log_rho": log_rho_N, "entropy": tokens.entropy_N}
+    return TokenStatistics(_floats(sums), _floats(maxima), {key: value.float().cpu() for key, value in values.items()})
+
+
+def value_at_ratio_one(objective: Objective, tokens: UpdateTokens) -> Tensor:
+    """The policy term's value where every ratio is 1: what the log shows on a first update whatever is learned."""
+    zero_N = torch.zeros_like(tokens.logps_N)
+    a_N, sequence_N = tokens.advantages_N.to(zero_N), tokens.sequence_N
+    trusted = trust_region(
+        objective.trust_region, zero_N, a_N, tokens.logps_N, token_log_ratio_N=zero_N, sequence_N=sequence_N
+    )
+    return _sum(tokens.weights_N * surrogate_value(objective, trusted, tokens.logps_N, a_N, sequence_N))
+
+
+def _value_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:
+    return {
+        "policy_value": _sum(tokens.weights_N * tokens.coefficients.value_N),
+        "policy_value_at_ratio_1": value_at_ratio_one(objective, tokens),
+        "entropy_value": _sum(tokens.base_weights_N * tokens.entropy_N),
+    }
+
+
+def _gradient_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
+    """The size of each term of the gradient: L1 of the coefficients, and energy in the logits."""
+    policy_N, kl_N = tokens.coefficients.policy_N, tokens.coefficients.kl_N
+    # |d logp / d logits|^2 = (1 - p)^2 + sum of the others' p_v^2
+    energy_N = (1 - 2 * tokens.logps_N.exp() + tokens.collision_N).clamp(min=0)
+    return {
+        "policy_l1": _sum(policy_N.abs()),
+        "kl_l1": _sum(kl_N.abs()),
+        "policy_energy": _sum(policy_N**2 * energy_N),
+        "kl_energy": _sum(kl_N**2 * energy_N),
+        "cross_energy": _sum(policy_N * kl_N * energy_N),
+    }
+
+
+def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:
+    log_ratio_N, a_N, sequence_N = tokens.coefficients.log_ratio_N, tokens.advantages_N, tokens.sequence_N
+    ratio_N = exp_held(log_ratio_N)
+    rule = objective.trust_region
+    low, high = getattr(rule, "low", 0.8), getattr(rule, "high", 1.2)
+    if low >= 1 or high <= 1:  # bounds of something else than a ratio
+        low, high = 0.8, 1.2
+    up_N, down_N = a_N > 0, a_N < 0
+    sums = {
+        "ratio": _sum(ratio_N),
+        "ratio_squared": _sum(ratio_N**2),
+        "held": _sum(log_ratio_N.abs() > MAX_LOG_RATIO),
+        "above_positive": _sum(up_N & (ratio_N > high)),
+        "above_negative": _sum(down_N & (ratio_N > high)),
+        "below_positive": _sum(up_N & (ratio_N < low)),
+        "below_negative": _sum(down_N & (ratio_N < low)),
+    }
+    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    lengths_S = torch.bincount(sequence_N, minlength=count)
+    weight_S = exp_held(segment_sum(log_ratio_N, sequence_N, count))
+    mean_a_S = segment_sum(a_N.to(log_ratio_N), sequence_N, count)
+    for sign, of_N, of_S in (
+        ("positive", up_N, (mean_a_S > 0) & (lengths_S > 0)),
+        ("negative", down_N, (mean_a_S < 0) & (lengths_S > 0)),
+    ):
+        for level, weight, chosen in (("token", ratio_N, of_N), ("sequence", weight_S, of_S)):
+            sums |= {
+                f"ess_{level}_{sign}_n": _sum(chosen),
+                f"ess_{level}_{sign}_w": _sum(weight * chosen),
+                f"ess_{level}_{sign}_w2": _sum(weight**2 * chosen),
+            }
+    return sums
+
+
+def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]:
+    rho_N = exp_held(log_rho_N)
+    count = int(tokens.sequence_N.max()) + 1 if tokens.sequence_N.numel() else 0
+    unlikely_S = segment_sum((rho_N < VERY_UNLIKELY).to(rho_N), tokens.sequence_N, count) > 0
+    gap_N = (tokens.logps_N - tokens.sampler_logps_N).nan_to_num(nan=0.0)
+    return {
+        "rho": _sum(rho_N),
+        "rho_squared": _sum(rho_N**2),
+        "rho_k1": _sum(-log_rho_N),
+        "rho_k3": _sum(torch.expm1(log_rho_N.clamp(-MAX_LOG_GAP, MAX_LOG_GAP)) - log_rho_N),
+        "sampler_gap": _sum(gap_N.abs()),
+        "unlikely_sequences": _sum(unlikely_S),
+        "sequences": _sum(torch.bincount(tokens.sequence_N, minlength=count) > 0),
+    }
+
+
+def _entropy_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
+    a_N = tokens.advantages_N
+    return {
+        "entropy": _sum(tokens.entropy_N),
+        "sampled_entropy": _sum(-tokens.sampler_logps_N.nan_to_num(nan=0.0)),
+        "known_sampler": _sum(~tokens.sampler_logps_N.isnan()),
+        "logp": _sum(tokens.logps_N),
+        "advantage": _sum(a_N),
+        "advantage_abs": _sum(a_N.abs()),
+        "logp_advantage": _sum(tokens.logps_N * a_N),
+    }
+
+
+def _kl_sums(tokens: UpdateTokens, ref_logps_N: Tensor) -> dict[str, Tensor]:
+    k1_N, k3_N = k1(tokens.logps_N, ref_logps_N), k3(tokens.logps_N, ref_logps_N)
+    part_N = tokens.coefficients.kl_N.abs()
+    top = max(1, int(TOP_SHARE * part_N.numel())) if part_N.numel() else 0
+    return {
+        "k1": _sum(k1_N),
+        "k1_squared": _sum(k1_N**2),
+        "k3": _sum(k3_N),
+        "k3_squared": _sum(k3_N**2),
+        "forward_coefficient": _sum(-torch.expm1((-k1_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))),
+        "kl_value": _sum(tokens.base_weights_N * k3_N),
+        "kl_top": _sum(part_N.topk(top).values),
+    }
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float64)
+
+
+def _floats(named: dict[str, Tensor]) -> dict[str, float]:
+    """One transfer from the device for all of them."""
+    device = next((value.device for value in named.values() if value.device.type != "cpu"), torch.device("cpu"))
+    stacked = torch.stack([value.to(device=device, dtype=torch.float64) for value in named.values()])
+    return dict(zip(named, stacked.tolist(), strict=True))

@@ -9,17 +9,19 @@ Per token, with D = ref_logps - logps at the sampled token:
 Value and gradient are two questions. All three estimate the value of the *reverse* KL, KL(policy || reference). But
 using k3 as a loss, as DeepSeekMath does, gives the gradient of the *forward* KL, KL(reference || policy), state by
 state: d k3 / d logp = 1 - e^D, whose mean over the policy is the forward KL's gradient. The reverse KL's is k1. So a
-configuration names the gradient's direction, and the log shows the k1 and k3 means.
+configuration names the gradient's direction, and the log shows the k1 and k3 means. Off-policy, neither estimates
+anything without an importance weight: ``kl_correction``.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-KLGradient = Literal["reverse", "forward"]
+from cohort.objective.ratio import exp_held
+from cohort.objective.segments import prefix_sums, segment_sum
+from cohort.presets.parts import KL, Direction
+
 MAX_LOG_GAP = 20.0
 """D is held to +-20 before ``exp`` (e^20 = 4.9e8): beyond, e^D only overflows."""
 
@@ -56,31 +58,65 @@ def k3(logps_N: Tensor, ref_logps_N: Tensor) -> Tensor:
 
 
 def kl_multiplier(
-    logps_N: Tensor, ref_logps_N: Tensor, *, gradient: KLGradient, ratio_N: Tensor | None = None
+    logps_N: Tensor,
+    ref_logps_N: Tensor,
+    *,
+    direction: Direction = "reverse",
+    scope: str = "token",
+    weight_N: Tensor | None = None,
+    sequence_N: Tensor | None = None,
 ) -> Tensor:
     """kappa: the factor of ``-beta / Z`` in a token's gradient coefficient. Shape ``[N]``.
 
-        forward:  kappa = 1 - e^D           the k3 loss of the paper, without an importance ratio
-        reverse:  kappa = ratio * k1        the reverse KL's gradient; the ratio (current to old) makes it exact for the
-                                            conditional KL when the tokens come from the old policy
+        reverse, token      kappa = w k1                     forward, token      kappa = w (1 - e^D)
+        reverse, sequence   kappa = w sum of k1              forward, sequence   kappa = w (1 - e^(sum of D))
 
     Args:
         logps_N, ref_logps_N: current and reference log-probs of the sampled tokens, shape ``[N]``.
-        gradient: whose gradient.
-        ratio_N: current to old; None when they are the same policy (ratio 1). Used by "reverse" only.
+        direction: whose gradient: KL(policy || reference) or KL(reference || policy).
+        scope: "token": the gradient of the conditional KL at each prefix, prefixes as they were drawn. "sequence": the
+            gradient of the KL between whole sequences, through the prefixes too.
+        weight_N: an importance weight; see ``kl_correction``. None: 1.
+        sequence_N: sequence ids, for scope "sequence".
 
-    Both vanish at logps == ref_logps and agree to first order there. Far away they do not: where the policy is much
-    less likely than the reference, forward grows like e^D and reverse like D.
+    Both directions vanish at logps == ref_logps and agree to first order there. Far away they do not: where the policy
+    is much less likely than the reference, forward grows like e^D and reverse like D.
 
     >>> lp, ref = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -1.0])
-    >>> kl_multiplier(lp, ref, gradient="reverse")
+    >>> kl_multiplier(lp, ref, direction="reverse")
     tensor([ 0.5000, -2.0000])
-    >>> kl_multiplier(lp, ref, gradient="forward")
+    >>> kl_multiplier(lp, ref, direction="forward")
     tensor([ 0.3935, -6.3891])
     """
-    if gradient == "forward":
-        return -torch.expm1((ref_logps_N - logps_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))
-    if gradient == "reverse":
-        kappa_N = k1(logps_N, ref_logps_N)
-        return kappa_N if ratio_N is None else ratio_N * kappa_N
-    raise ValueError(f"gradient must be 'reverse' or 'forward', got {gradient!r}")
+    if direction not in ("reverse", "forward"):
+        raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}")
+    k1_N = k1(logps_N, ref_logps_N)
+    if scope == "sequence":
+        if sequence_N is None:
+            raise ValueError("scope 'sequence' needs sequence_N: which sequence each token belongs to")
+        k1_N = segment_sum(k1_N, sequence_N, int(sequence_N.max()) + 1 if sequence_N.numel() else 0)[sequence_N]
+    kappa_N = k1_N if direction == "reverse" else -torch.expm1((-k1_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))
+    return kappa_N if weight_N is None else weight_N * kappa_N
+
+
+def kl_correction(kl: KL, log_ratio_N: Tensor, sequence_N: Tensor | None = None) -> Tensor | None:
+    """The importance weight of a KL whose tokens another policy drew, from the token log-ratios to that policy.
+
+        none  1     token_ratio  r_t     prefix_product  prod_{u <= t} r_u     sequence_weight  prod_u r_u
+
+    The token ratio makes the conditional KL at each prefix exact, with the drawing policy's prefixes; the prefix
+    product also the prefixes; the sequence weight is what scope "sequence" needs. With estimator "full" there is no
+    sampled token to correct for, so its prefix product leaves out the token's own ratio. Never the geometric mean: a
+    KL weighted by it is the gradient of nothing. Shape ``[N]``, or None for 1.
+    """
+    if kl.correction == "none":
+        return None
+    if kl.correction == "token_ratio":
+        return exp_held(log_ratio_N)
+    if sequence_N is None:
+        raise ValueError(f"kl.correction {kl.correction!r} needs sequence_N: which sequence each token belongs to")
+    if kl.correction == "prefix_product":
+        prefix_N = prefix_sums(log_ratio_N, sequence_N)
+        return exp_held(prefix_N - log_ratio_N if kl.estimator == "full" else prefix_N)
+    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    return exp_held(segment_sum(log_ratio_N, sequence_N, count)[sequence_N])

@@ -1,13 +1,22 @@
-"""Importance ratios and the trust region: what an update may still move.
+"""Importance ratios: how much likelier the current policy makes what the anchor drew.
 
-A rule of the trust region is its multiplier phi(ratio, A): the factor by which a token's advantage enters its gradient
-coefficient. Bounds are bounds on the ratio itself, ``[low, high]``, never epsilons whose meaning changes with the rule.
+    token                 r_t = exp(l_t - a_t)
+    sequence_mean         r   = exp(mean over the sequence of (l - a))      GSPO's geometric mean, one per sequence
+    sequence_mean_token   the same number, with a gradient per token        GSPO-token
+    sequence_product      r   = exp(sum over the sequence of (l - a))       the probability ratio of the whole sequence
+    prefix_product        r_t = exp(sum up to t of (l - a))                 ... and of the sequence up to the token
+
+with l the current log-probs and a the anchor's (the old policy's or the sampler's). What a rule makes of the ratio is
+in ``trust``. Tokens outside the loss are not part of a sequence.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from cohort.objective.segments import prefix_sums, segment_mean, segment_sum
+from cohort.presets.parts import RatioLevel
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held to +-20 before ``exp``: float32 overflows at 88.7, and e^20 = 4.9e8 is past any use. The share of
@@ -20,37 +29,37 @@ def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:
     >>> importance_ratio(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
     tensor([1.0000, 0.3679])
     """
-    return torch.exp((logps_N - old_logps_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return exp_held(logps_N - old_logps_N)
 
 
-def ppo_clip_sides(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Which tokens the clip silences: ``(clipped_low_N, clipped_high_N)``, boolean.
+def exp_held(log_N: Tensor) -> Tensor:
+    """``exp`` of a log-ratio held to +-``MAX_LOG_RATIO``: finite whatever came."""
+    return torch.exp(log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
-    Low: A < 0 and ratio < low (the token is already as unlikely as allowed). High: A > 0 and ratio > high. A token
-    exactly on a bound is not clipped: ``min(r A, clip(r) A)`` has its full gradient there.
+
+def leveled_log_ratio(log_ratio_N: Tensor, level: RatioLevel, sequence_N: Tensor | None = None) -> Tensor:
+    """Log of each token's ratio at a level, shape ``[N]``; see the module's header.
+
+    Args:
+        log_ratio_N: token log-ratios ``l - a``, shape ``[N]``.
+        level: which ratio.
+        sequence_N: which sequence each token belongs to, shape ``[N]``; needed for every level but "token".
+
+    >>> gaps, sequence = torch.tensor([0.2, 0.4, -1.0]), torch.tensor([0, 0, 1])
+    >>> leveled_log_ratio(gaps, "sequence_mean", sequence)
+    tensor([ 0.3000,  0.3000, -1.0000])
+    >>> leveled_log_ratio(gaps, "prefix_product", sequence)
+    tensor([ 0.2000,  0.6000, -1.0000])
     """
-    return (advantages_N < 0) & (ratio_N < low), (advantages_N > 0) & (ratio_N > high)
-
-
-def ppo_clip_multiplier(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Tensor:
-    """The clip's gradient multiplier: d/d logp of ``min(r A, clip(r, low, high) A)``, divided by A. Shape ``[N]``.
-
-        phi = r * [not (A > 0 and r > high)] * [not (A < 0 and r < low)]
-
-    Source: PPO (arXiv 1707.06347) eq. 7, as used by DeepSeekMath (arXiv 2402.03300) eq. 3.
-
-    >>> r, a = torch.tensor([0.5, 0.5, 1.0, 1.5, 1.5]), torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0])
-    >>> ppo_clip_multiplier(r, a, 0.8, 1.2)
-    tensor([0.5000, 0.0000, 1.0000, 0.0000, 1.5000])
-    """
-    clipped_low_N, clipped_high_N = ppo_clip_sides(ratio_N, advantages_N, low, high)
-    return torch.where(clipped_low_N | clipped_high_N, torch.zeros_like(ratio_N), ratio_N)
-
-
-def ppo_clip_value(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Tensor:
-    """The clipped surrogate per token, ``min(r A, clip(r, low, high) A)``, shape ``[N]``. For the log only.
-
-    >>> ppo_clip_value(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.8, 1.2)
-    tensor([ 1.2000, -1.5000, -0.8000])
-    """
-    return torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+    if level == "token":
+        return log_ratio_N
+    if sequence_N is None:
+        raise ValueError(f"ratio level {level!r} needs sequence_N: which sequence each token belongs to")
+    if level == "prefix_product":
+        return prefix_sums(log_ratio_N, sequence_N)
+    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    if level in ("sequence_mean", "sequence_mean_token"):
+        return segment_mean(log_ratio_N, sequence_N, count)[sequence_N]
+    if level == "sequence_product":
+        return segment_sum(log_ratio_N, sequence_N, count)[sequence_N]
+    raise ValueError(f"unknown ratio level {level!r}")

@@ -11,11 +11,22 @@ from cohort.policy.load import (
     resolve_precision,
     without_progress_bars,
 )
-from cohort.policy.policy import Policy, disable_dropout, enable_checkpointing, sampled_logps
+from cohort.policy.policy import (
+    Policy,
+    TokenLogps,
+    chunked_logps,
+    chunked_terms,
+    disable_dropout,
+    enable_checkpointing,
+    sampled_logps,
+)
 
 __all__ = [
     "Policy",
     "Precision",
+    "TokenLogps",
+    "chunked_logps",
+    "chunked_terms",
     "context_length",
     "disable_dropout",
     "enable_checkpointing",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -69,21 +69,14 @@ class Policy:
             output.logits = output.logits[:, -keep:]
         return output
 
-    def logps(
-        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], temperature: float
+    def completion_logits(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs of completions' tokens and the entropies of the distributions they were drawn from.
-
-            logps_n   = log softmax(logits / temperature)[token_n]
-            entropy_n = - sum_v p_v log p_v       over the full vocabulary, without gradient
+        """``(logits_NV, targets_N)``: the logits that each completion token was drawn from, as the model gives them,
+        and the tokens, flat in sequence order.
 
         Args:
             prompt_ids, completion_ids: the token ids of S completions and of their prompts. No completion may be empty.
-            temperature: divides the logits, as it did in sampling.
-
-        Returns:
-            ``(logps_N, entropy_N)``, flat in sequence order, float32 (float64 for a float64 policy). Gradients flow
-            through the first when they are enabled.
         """
         shortest = min(map(len, prompt_ids))
         rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids, strict=True)]
@@ -98,7 +91,22 @@ class Policy:
         targets_N = torch.cat([torch.tensor(c) for c in completion_ids]).to(self.device)
         with self.compute():
             logits = self.logits(input_ids.to(self.device), keep=keep, use_cache=False).logits
-        return chunked_logps(logits[taken.to(self.device)], targets_N, temperature)
+        return logits[taken.to(self.device)], targets_N
+
+    def logps(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], temperature: float
+    ) -> TokenLogps:
+        """Log-probs of completions' tokens, and statistics of the distributions they were drawn from.
+
+        Args:
+            prompt_ids, completion_ids: the token ids of S completions and of their prompts. No completion may be empty.
+            temperature: divides the logits, as it did in sampling.
+
+        Returns:
+            Flat in sequence order, float32 (float64 for a float64 policy). Gradients flow through the log-probs when
+            they are enabled.
+        """
+        return chunked_logps(*self.completion_logits(prompt_ids, completion_ids), temperature)
 
     def copy_frozen(self) -> Policy:
         """A copy of the policy as it is now, in memory, that needs no gradients: the reference."""
@@ -120,7 +128,18 @@ HEAD_CHUNK = 1024
 """Tokens whose vocabulary-wide float32 tensors exist at one time. Memory only."""
 
 
-def chunked_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+class TokenLogps(NamedTuple):
+    """Shape ``[N]`` each; only the first has a gradient."""
+
+    logps_N: Tensor
+    """``log softmax(logits / temperature)`` at the sampled token."""
+    entropy_N: Tensor
+    """``-sum_v p_v log p_v`` over the full vocabulary, in nats."""
+    collision_N: Tensor
+    """``sum_v p_v^2``: the chance that two draws agree."""
+
+
+def chunked_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenLogps:
     """``sampled_logps`` in chunks of tokens, each computed again in the backward pass: of the vocabulary-wide tensors
     only the logits, as the model gave them, live for all tokens.
     """
@@ -130,16 +149,42 @@ def chunked_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> t
         )
         for logits, targets in zip(logits_NV.split(HEAD_CHUNK), targets_N.split(HEAD_CHUNK), strict=True)
     ]
-    logps, entropies = zip(*pieces, strict=True)
-    return torch.cat(logps), torch.cat(entropies)
+    return TokenLogps(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
-def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """``(logps_N, entropy_N)`` of logits of shape ``[N, V]``; statistics in float32 or better. Entropy has no gradient.
+def chunked_terms(
+    term: Callable[..., Tensor], temperature: float, logits_NV: Sequence[Tensor], others_N: Sequence[Tensor]
+) -> Tensor:
+    """The sum of a differentiable term over the vocabulary, in chunks like ``chunked_logps``.
 
-    >>> logps, entropy = sampled_logps(torch.zeros(1, 4), torch.tensor([2]), temperature=1.0)
-    >>> logps, entropy
-    (tensor([-1.3863]), tensor([1.3863]))
+    Args:
+        term: takes the log-probs of a chunk under each model, then the chunk of each of ``others_N``; gives a number.
+        temperature: divides the logits.
+        logits_NV: of one or more models, for the same tokens.
+        others_N: more tensors per token.
+    """
+
+    def piece(*parts: Tensor) -> Tensor:
+        log_probs = [scaled_log_probs(logits, temperature) for logits in parts[: len(logits_NV)]]
+        return term(*log_probs, *parts[len(logits_NV) :])
+
+    total = logits_NV[0].new_zeros((), dtype=torch.promote_types(logits_NV[0].dtype, torch.float32))
+    for parts in zip(*(values.split(HEAD_CHUNK) for values in (*logits_NV, *others_N)), strict=True):
+        total = total + torch.utils.checkpoint.checkpoint(piece, *parts, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def scaled_log_probs(logits_NV: Tensor, temperature: float) -> Tensor:
+    """``log softmax(logits / temperature)`` in float32 or better, shape ``[N, V]``."""
+    wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return torch.log_softmax(wide_NV / temperature, dim=-1)
+
+
+def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> TokenLogps:
+    """Log-probs, entropies and collision probabilities of logits of shape ``[N, V]``; see ``TokenLogps``.
+
+    >>> sampled_logps(torch.zeros(1, 4), torch.tensor([2]), temperature=1.0)
+    TokenLogps(logps_N=tensor([-1.3863]), entropy_N=tensor([1.3863]), collision_N=tensor([0.2500]))
     """
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
@@ -147,9 +192,11 @@ def sampled_logps(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> t
     logps_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1) - torch.logsumexp(scaled_NV, dim=-1)
     with torch.no_grad():
         log_probs_NV = torch.log_softmax(scaled_NV, dim=-1)
+        probs_NV = log_probs_NV.exp()
+        collision_N = (probs_NV * probs_NV).sum(-1)
         # clamp: a token that cannot occur has log-prob -inf, and 0 * -inf is not 0.
-        entropy_N = -(log_probs_NV.exp() * log_probs_NV.clamp(min=torch.finfo(log_probs_NV.dtype).min)).sum(-1)
-    return logps_N, entropy_N
+        entropy_N = -(probs_NV * log_probs_NV.clamp(min=torch.finfo(log_probs_NV.dtype).min)).sum(-1)
+    return TokenLogps(logps_N, entropy_N, collision_N)
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -137,7 +137,11 @@ def step_line(metrics: dict[str, Any]) -> str:
     for key, value in metrics.items():
         if key.startswith("rewards/"):
             parts.append(f"{key.removeprefix('rewards/')} {_number(value)}")
-    parts += [f"dead groups {metrics['groups/dead_share']:.0%}", f"entropy {metrics['entropy']:.4f}"]
+    parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
+    if metrics["groups/rounds"] > 1:
+        parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")
+    if "entropy" in metrics:
+        parts.append(f"entropy {metrics['entropy']:.4f}")
     if "kl/k3" in metrics:
         parts.append(f"KL {metrics['kl/k3']:.4f}")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")

@@ -10,29 +10,28 @@ A reward function takes keyword arguments and returns one number per completion:
 - every column of the data, as a list: one value per completion.
 
 All completions of a rollout come in one call, group after group. It may leave out arguments it does not use. ``None``
-means that a completion cannot be scored. With several functions, a ``None`` leaves that function's term out of the
+means that a completion cannot be scored. In place of a number it may give a list with a number or ``None`` for each of
+the completion's tokens, for objectives whose credit is "process" (a number at the last token of each step) or "given"
+(an advantage for each token). With several functions, a ``None`` leaves that function's term out of the
 completion's sum (so return it for whole groups, as for rows of another task); a completion that no function scores has
 no part in its group's statistics.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from cohort.errors import RewardError
+from cohort.plugins import load_function
 from cohort.rewards.builtin import BUILTIN_REWARDS
 from cohort.types import Group
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Sequence[float | Sequence[float | None] | None]]
 
 
 def resolve_reward(spec: str) -> RewardFunction:
@@ -49,14 +48,7 @@ def resolve_reward(spec: str) -> RewardFunction:
             f"unknown reward {spec!r}: built in are {', '.join(BUILTIN_REWARDS)}; "
             "your own is named module:function or file.py:function"
         )
-    place, _, name = spec.rpartition(":")
-    module = _load_file(place) if place.endswith(".py") else _load_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        available = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-        raise RewardError(f"{place} has no function {name!r}; it has: {', '.join(available) or 'none'}")
-    found: RewardFunction = function
-    return found
+    return load_function(spec, what="reward", error=RewardError)
 
 
 def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
@@ -75,15 +67,22 @@ def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def call_reward(function: RewardFunction, name: str, groups: Sequence[Group]) -> list[float]:
+def call_reward(
+    function: RewardFunction, name: str, groups: Sequence[Group], *, per_token: bool = False
+) -> list[list[float]]:
     """Call a reward function on the completions of groups.
 
+    Args:
+        function, name: see the module's header.
+        groups: whose completions.
+        per_token: the objective takes rewards per token: the function must give them.
+
     Returns:
-        One float per completion, NaN where the function returned ``None``.
+        For each completion a list of floats, NaN for ``None``: one, or, ``per_token``, one per token.
 
     Raises:
         RewardError: it needs an argument there is none for, raised, or did not return one finite number or ``None`` per
-            completion.
+            completion (or per token).
     """
     arguments = reward_arguments(groups)
     count = len(arguments["completions"])
@@ -101,7 +100,13 @@ def call_reward(function: RewardFunction, name: str, groups: Sequence[Group]) ->
         raise RewardError(f"reward function {name} must return a list of numbers, got {type(results).__name__}")
     if len(results) != count:
         raise RewardError(f"reward function {name} must return one reward per completion: {count}, got {len(results)}")
-    return [_as_float(value, name, index) for index, value in enumerate(results)]
+    if not per_token:
+        return [[_as_float(value, name, index)] for index, value in enumerate(results)]
+    lengths = [len(ids) for ids in arguments["completion_ids"]]
+    return [
+        _per_token(value, name, index, length)
+        for index, (value, length) in enumerate(zip(results, lengths, strict=True))
+    ]
 
 
 def reward_arguments(groups: Sequence[Group]) -> dict[str, list[Any]]:
@@ -142,9 +147,30 @@ def _accepted_arguments(function: RewardFunction, name: str, arguments: dict[str
     return {key: value for key, value in arguments.items() if key in parameters}
 
 
+def _per_token(value: Any, name: str, index: int, length: int) -> list[float]:
+    if value is None:  # not scored
+        return [math.nan] * length
+    if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
+        raise RewardError(
+            f"objective.credit takes rewards per token: reward function {name} must return a list of {length} numbers "
+            f"or None as result {index} (one per token of completion_ids), got {value!r:.60}"
+        )
+    if len(value) != length:
+        raise RewardError(
+            f"reward function {name} must return one number or None per token as result {index}: {length}, "
+            f"got {len(value)}"
+        )
+    return [_as_float(item, name, index) for item in value]
+
+
 def _as_float(value: Any, name: str, index: int) -> float:
     if value is None:
         return math.nan
+    if isinstance(value, list | tuple):
+        raise RewardError(
+            f"reward function {name} returned a list as result {index}: expected a number; rewards per token need "
+            "objective.credit 'process' or 'given'"
+        )
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -157,32 +183,3 @@ def _as_float(value: Any, name: str, index: int) -> float:
             "completion that cannot be scored"
         )
     return number
-
-
-def _load_file(place: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise RewardError(f"no reward file {place} (looked for {path})")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that the file can import its neighbours
-    spec = importlib.util.spec_from_file_location(f"cohort_reward_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RewardError(f"reward file {place} failed to load: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _load_module(place: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a command, unlike ``python -m``, does not look in the working folder
-    try:
-        return importlib.import_module(place)
-    except ImportError as error:
-        raise RewardError(f"cannot import reward module {place!r}: {error}") from error
-    except Exception as error:
-        raise RewardError(f"reward module {place!r} failed to load: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +18,21 @@ class RewardRunner:
     Args:
         functions: see ``rewards.contract``.
         weights: one per function; None: 1 each.
+        per_token: the functions reward tokens, not completions.
+        not_negative: the objective divides by a mean reward: a function that returns a negative one is refused.
 
     Raises:
         RewardError: no functions, something that is not callable, or another number of weights.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        *,
+        per_token: bool = False,
+        not_negative: bool = False,
+    ) -> None:
         if not functions:
             raise RewardError("no reward function given: set reward.functions, or pass reward_funcs")
         for function in functions:
@@ -31,6 +41,8 @@ class RewardRunner:
         self.functions = tuple(functions)
         self.names = unique_names(functions)
         self.weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
+        self.per_token = per_token
+        self.not_negative = not_negative
         if len(self.weights) != len(functions):
             raise RewardError(f"reward.weights has {len(self.weights)} numbers for {len(functions)} functions")
 
@@ -38,14 +50,21 @@ class RewardRunner:
         """Rewards of all completions, group after group: the weighted sum of what the functions gave.
 
         A function's ``None`` leaves its term out of a completion's sum. A completion that no function scored has no
-        reward (NaN) and no part in its group's statistics.
+        reward (NaN) and no part in its group's statistics. Where functions reward tokens, a completion's reward is the
+        sum over its tokens.
         """
-        columns = [call_reward(f, name, groups) for f, name in zip(self.functions, self.names, strict=True)]
-        by_function_SK = torch.tensor(columns, dtype=torch.float64).T
-        weighted_SK = by_function_SK * torch.tensor(self.weights, dtype=torch.float64)
-        unscored_S = by_function_SK.isnan().all(dim=1)
-        rewards_S = torch.where(unscored_S, torch.nan, weighted_SK.nansum(dim=1))
-        return Scores(rewards_S, by_function_SK, self.names)
+        results = [self._call(f, name, groups) for f, name in zip(self.functions, self.names, strict=True)]
+        by_function_SK = torch.tensor(
+            [[_total(numbers) for numbers in column] for column in results], dtype=torch.float64
+        ).T
+        weights_K = torch.tensor(self.weights, dtype=torch.float64)
+        return Scores(
+            rewards_S=_weighted_sum(by_function_SK, weights_K),
+            by_function_SK=by_function_SK,
+            names=self.names,
+            weights=self.weights,
+            token_rewards_N=self._token_rewards(results, weights_K) if self.per_token else None,
+        )
 
     def dry_run(self, prompts: Sequence[Prompt]) -> None:
         """Call every function on a made completion of real rows, so that a broken one is found before sampling.
@@ -57,6 +76,30 @@ class RewardRunner:
         groups = [Group(prompt, (made, made)) for prompt in prompts]
         for function, name in zip(self.functions, self.names, strict=True):
             try:
-                call_reward(function, name, groups)
+                self._call(function, name, groups)
             except RewardError as error:
                 raise RewardError(f"{error} (tried on {len(groups)} rows with a made completion)") from error.__cause__
+
+    def _call(self, function: RewardFunction, name: str, groups: Sequence[Group]) -> list[list[float]]:
+        results = call_reward(function, name, groups, per_token=self.per_token)
+        if self.not_negative and any(number < 0 for numbers in results for number in numbers):
+            raise RewardError(
+                f"reward function {name} returned a negative reward, and objective.scale 'group_mean' divides by the "
+                "group's mean: set objective.scale to 'group_std' or 'none', or shift the reward"
+            )
+        return results
+
+    def _token_rewards(self, results: Sequence[Sequence[Sequence[float]]], weights_K: torch.Tensor) -> torch.Tensor:
+        columns = [[number for numbers in column for number in numbers] for column in results]
+        return _weighted_sum(torch.tensor(columns, dtype=torch.float64).T, weights_K)
+
+
+def _weighted_sum(values_MK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
+    """Over functions, those that gave nothing left out; NaN where none gave anything."""
+    none_M = values_MK.isnan().all(dim=1)
+    return torch.where(none_M, torch.nan, (values_MK * weights_K).nansum(dim=1))
+
+
+def _total(numbers: Sequence[float]) -> float:
+    given = [number for number in numbers if not math.isnan(number)]
+    return math.fsum(given) if given else math.nan

@@ -3,36 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from cohort.objective import Objective, group_advantages
-from cohort.policy import Policy
-from cohort.types import Group, Scores, TokenBatch
+from cohort.objective import Objective, Outcomes, token_advantages
+from cohort.policy import Policy, TokenLogps
+from cohort.types import FinishReason, Group, Scores, TokenBatch
 
 
-def assemble(groups: Sequence[Group], scores: Scores, objective: Objective, device: torch.device) -> TokenBatch:
-    """A rollout as flat tensors, with its advantages and the sampler's log-probs. Old and reference come after."""
+def assemble(groups: Sequence[Group], device: torch.device) -> TokenBatch:
+    """A rollout as flat tensors, with the sampler's log-probs. Old and reference log-probs come after, and then the
+    advantages, which may need them."""
     completions = [completion for group in groups for completion in group.completions]
-    group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.completions])
-    lengths_S = torch.tensor([len(completion.token_ids) for completion in completions])
-    advantages_S = group_advantages(
-        scores.rewards_S,
-        group_S,
-        scale=objective.scale,
-        ddof=objective.std_ddof,
-        epsilon=objective.std_epsilon,
-    )
+    lengths_S = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long)
+    owners = [index for index, group in enumerate(groups) for _ in group.completions]
+    truncated = [completion.finish_reason is FinishReason.LENGTH for completion in completions]
+    num_tokens = int(lengths_S.sum())
     return TokenBatch(
         prompt_ids=tuple(group.prompt.token_ids for group in groups for _ in group.completions),
         completion_ids=tuple(completion.token_ids for completion in completions),
-        group_S=group_S.to(device),
-        advantages_S=advantages_S.to(device),
+        group_S=torch.tensor(owners, dtype=torch.long).to(device),
         sequence_N=torch.repeat_interleave(torch.arange(len(completions)), lengths_S).to(device),
         sampler_logps_N=torch.tensor([lp for c in completions for lp in c.sampler_logps]).to(device),
+        truncated_S=torch.tensor(truncated, dtype=torch.bool).to(device),
+        advantages_N=torch.zeros(num_tokens, dtype=torch.float64, device=device),
+        loss_N=torch.ones(num_tokens, dtype=torch.bool, device=device),
     )
+
+
+def assign_advantages(
+    batch: TokenBatch, scores: Scores, objective: Objective, max_completion_length: int
+) -> TokenBatch:
+    """The batch with each token's advantage, and with truncated completions out of the loss where the objective masks
+    them: after the advantages, which are those of the whole group."""
+    if not batch.num_sequences:
+        return batch
+    kl_N = None
+    if objective.needs_old_logps:
+        assert batch.old_logps_N is not None
+        assert batch.ref_logps_N is not None
+        kl_N = (batch.old_logps_N - batch.ref_logps_N).cpu()
+    outcomes = Outcomes(
+        rewards_S=scores.rewards_S,
+        group_S=batch.group_S.cpu(),
+        sequence_N=batch.sequence_N.cpu(),
+        max_length=max_completion_length,
+        by_function_SK=scores.by_function_SK,
+        weights_K=None if scores.weights is None else torch.tensor(scores.weights, dtype=torch.float64),
+        token_rewards_N=scores.token_rewards_N,
+        truncated_S=batch.truncated_S.cpu(),
+        sampler_logps_N=batch.sampler_logps_N.cpu(),
+        kl_N=kl_N,
+    )
+    loss_N = batch.loss_N
+    if objective.truncated == "mask":
+        loss_N = loss_N & ~batch.truncated_S[batch.sequence_N]
+    advantages_N = token_advantages(objective, outcomes).to(loss_N.device)
+    return replace(batch, advantages_N=advantages_N, loss_N=loss_N)
 
 
 def select(batch: TokenBatch, sequences: Sequence[int]) -> TokenBatch:
@@ -45,9 +75,11 @@ def select(batch: TokenBatch, sequences: Sequence[int]) -> TokenBatch:
         prompt_ids=tuple(batch.prompt_ids[s] for s in sequences),
         completion_ids=completion_ids,
         group_S=batch.group_S[chosen_S],
-        advantages_S=batch.advantages_S[chosen_S],
-        sequence_N=torch.tensor(numbers, device=chosen_S.device),
+        sequence_N=torch.tensor(numbers, dtype=torch.long, device=chosen_S.device),
         sampler_logps_N=batch.sampler_logps_N[tokens_N],
+        truncated_S=batch.truncated_S[chosen_S],
+        advantages_N=batch.advantages_N[tokens_N],
+        loss_N=batch.loss_N[tokens_N],
         old_logps_N=None if batch.old_logps_N is None else batch.old_logps_N[tokens_N],
         ref_logps_N=None if batch.ref_logps_N is None else batch.ref_logps_N[tokens_N],
     )
@@ -61,13 +93,14 @@ def token_indices(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:
 
 
 def split_minibatches(batch: TokenBatch, minibatches: int) -> list[TokenBatch]:
-    """Equal shares of the rollout's groups, in order: what one optimizer step uses. A group is never cut here."""
-    if minibatches == 1:
-        return [batch]
-    num_groups = int(batch.group_S.max()) + 1
-    share = num_groups // minibatches
-    part_S = (batch.group_S // share).tolist()
-    return [select(batch, [s for s, part in enumerate(part_S) if part == i]) for i in range(minibatches)]
+    """Shares of the rollout's groups, in order, as equal as they can be: what one optimizer step uses. A group is never
+    cut here; where groups were left out there may be fewer shares than asked for."""
+    num_groups = int(batch.group_S.max()) + 1 if batch.num_sequences else 0
+    count = min(minibatches, num_groups)
+    if count <= 1:
+        return [batch] if num_groups else []
+    part_S = (batch.group_S * count // num_groups).tolist()
+    return [select(batch, [s for s, part in enumerate(part_S) if part == i]) for i in range(count)]
 
 
 def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
@@ -76,6 +109,8 @@ def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
 
     Returns the completions of each microbatch. How a batch is cut never changes its gradient.
     """
+    if not batch.num_sequences:
+        return []
     lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
     if batch.num_sequences * max(lengths) <= token_budget:
         return [list(range(batch.num_sequences))]
@@ -92,9 +127,18 @@ def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
 def policy_logps(policy: Policy, batch: TokenBatch, temperature: float, token_budget: int) -> Tensor:
     """Log-probs of a whole rollout under a policy, without gradient, shape ``[N]``: the old or the reference
     policy's."""
-    logps_N = torch.empty(batch.num_tokens, dtype=policy.precision.master, device=batch.sequence_N.device)
+    return policy_statistics(policy, batch, temperature, token_budget).logps_N
+
+
+@torch.no_grad()
+def policy_statistics(policy: Policy, batch: TokenBatch, temperature: float, token_budget: int) -> TokenLogps:
+    """``Policy.logps`` of a whole batch, a microbatch at a time, without gradient."""
+    like = torch.empty(batch.num_tokens, dtype=policy.precision.master, device=batch.sequence_N.device)
+    whole = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
     for sequences in microbatches(batch, token_budget):
         prompts = [batch.prompt_ids[s] for s in sequences]
         completions = [batch.completion_ids[s] for s in sequences]
-        logps_N[token_indices(batch, sequences)] = policy.logps(prompts, completions, temperature)[0]
-    return logps_N
+        places_N = token_indices(batch, sequences)
+        for kept_N, values_N in zip(whole, policy.logps(prompts, completions, temperature), strict=True):
+            kept_N[places_N] = values_N
+    return whole

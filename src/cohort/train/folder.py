@@ -1,6 +1,7 @@
 """The run folder: everything a run produces, readable without Cohort.
 
 config.toml              the settings as resolved
+objective.txt            the objective's formula with its numbers, and its coefficients as a table
 metrics.jsonl            one line per step
 rollouts/step-N.parquet  every completion of step N
 checkpoints/step-N/      weights, config and tokenizer that transformers loads as they are
@@ -15,7 +16,6 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,14 @@ import numpy as np
 import torch
 
 from cohort.config import GRPOConfig, load_config, to_toml
+from cohort.data import Place
 from cohort.errors import RunFolderError
+from cohort.objective import explain
 from cohort.policy import Policy, without_progress_bars
+from cohort.train.adapt import Adaptive
 from cohort.train.optim import Optimizer
-from cohort.types import Group, Scores, TokenBatch
+from cohort.train.rollout import Rollout
+from cohort.types import TokenBatch
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -50,6 +54,8 @@ class RunState:
     policy: Policy
     reference: Policy | None
     optimizer: Optimizer
+    adaptive: Adaptive
+    place: Place
     tokenizer: Any
     identity: dict[str, str]
     """Facts that are no settings and must be the same in a resumed run."""
@@ -95,6 +101,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             _write_whole(self.path / "config.toml", to_toml(config))
+            _write_whole(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
@@ -156,12 +163,17 @@ class RunFolder:
         """``summary.json``."""
         _write_whole(self.path / "summary.json", json.dumps(_json_value(summary), indent=2, allow_nan=False) + "\n")
 
-    def write_rollout(self, step: int, groups: Sequence[Group], scores: Scores, batch: TokenBatch) -> None:
-        """Every completion of a step, a row each, as Parquet."""
+    def write_rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
+        """Every completion of a step, a row each, as Parquet; those that no update used have no advantage."""
         import pyarrow
         import pyarrow.parquet
 
-        pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+        pairs = [(group.prompt, completion) for group in rollout.sampled for completion in group.completions]
+        advantages = split_by_sequence(batch)
+        used = dict(zip(rollout.used_S, advantages, strict=True))
+        kept = [used.get(place) for place in range(len(pairs))]
+        varies = any(len(set(numbers)) > 1 for numbers in advantages)
+        scores = rollout.sampled_scores
         rows: dict[str, Any] = {
             "group": [prompt.uid for prompt, _ in pairs],
             "row": [prompt.row_index for prompt, _ in pairs],
@@ -169,11 +181,13 @@ class RunFolder:
             "completion": [completion.text for _, completion in pairs],
             "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
             "reward": _reward_column(scores.rewards_S),
-            "advantage": batch.advantages_S.tolist(),
+            "advantage": pyarrow.array([None if n is None else _mean(n) for n in kept], pyarrow.float64()),
             "weights_version": [completion.weights_version for _, completion in pairs],
             "token_ids": [list(completion.token_ids) for _, completion in pairs],
             "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
         }
+        if varies:
+            rows["token_advantages"] = pyarrow.array(kept, pyarrow.list_(pyarrow.float64()))
         for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
             rows[f"rewards/{name}"] = _reward_column(column_S)
         target = self.path / "rollouts" / f"step-{step}.parquet"
@@ -205,6 +219,8 @@ class RunFolder:
         loop = {
             "step": state.step,
             "version": state.policy.version,
+            "place": state.place.taken,
+            "adaptive": state.adaptive.state_dict(),
             "identity": state.identity,
             "random": random_state(),
         }
@@ -234,6 +250,8 @@ class RunFolder:
             state.reference.model.load_state_dict(weights)
         state.optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
         state.policy.version = loop["version"]
+        state.place.taken = loop["place"]
+        state.adaptive.load_state_dict(loop["adaptive"])
         set_random_state(loop["random"])
 
 
@@ -264,6 +282,17 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
+
+
+def split_by_sequence(batch: TokenBatch) -> list[list[float]]:
+    """The advantages of each completion's tokens."""
+    lengths = [len(ids) for ids in batch.completion_ids]
+    return [numbers.tolist() for numbers in batch.advantages_N.cpu().split(lengths)] if lengths else []
+
+
+def _mean(numbers: list[float]) -> float:
+    """Without rounding where all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
 
 
 def _reward_column(values: torch.Tensor) -> Any:

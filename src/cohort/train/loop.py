@@ -17,18 +17,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import PromptStream
+from cohort.data import Place, PromptStream
 from cohort.objective import Objective
 from cohort.policy import Policy
+from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner
 from cohort.rollout import Draws, Engine, Sampling
-from cohort.train.batch import assemble, policy_logps, split_minibatches
+from cohort.train.adapt import Adaptive
+from cohort.train.batch import assemble, assign_advantages, policy_logps, split_minibatches
 from cohort.train.check import check_sampler_gap
 from cohort.train.evaluate import Evaluator
 from cohort.train.folder import RunFolder, RunState
-from cohort.train.metrics import PhaseClock, step_metrics
+from cohort.train.metrics import PhaseClock, policy_movement, step_metrics
 from cohort.train.optim import Optimizer
+from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult, update
+from cohort.types import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,43 +48,68 @@ class Parts:
     optimizer: Optimizer
     evaluator: Evaluator | None
     tokenizer: Any
+    adaptive: Adaptive
+    """Weights of the objective that follow a target."""
+    place: Place
+    """How much of the stream of prompts has been taken."""
     identity: dict[str, str]
     """What else makes this run what it is: a hash of its prompts, its rewards' names. A resumed run has the same."""
 
     def state(self, step: int) -> RunState:
         """What a checkpoint holds."""
-        return RunState(step, self.policy, self.reference, self.optimizer, self.tokenizer, self.identity)
+        return RunState(
+            step,
+            self.policy,
+            self.reference,
+            self.optimizer,
+            self.adaptive,
+            self.place,
+            self.tokenizer,
+            self.identity,
+        )
 
 
 def run(
     parts: Parts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
-    policy, reference, optimizer, objective = parts.policy, parts.reference, parts.optimizer, parts.objective
+    policy, reference, optimizer, adaptive = parts.policy, parts.reference, parts.optimizer, parts.adaptive
     temperature, token_budget = config.rollout.temperature, config.optim.microbatch_tokens
-    sampling = Sampling.of(config.rollout)
+    sampling, max_length = Sampling.of(config.rollout), config.rollout.max_completion_length
 
     for step in range(first_step, schedule.steps):
         clock = PhaseClock()
+        objective = adaptive.applied_to(parts.objective)
 
-        # Sample: every prompt of the step is computed once for its group of completions.
-        prompts = parts.prompts.take(step, schedule.prompts_per_step)
-        with clock("generate"):
-            groups = parts.engine.generate(prompts, schedule.num_generations, sampling, Draws(config.run.seed, step))
-
-        # Score, and compare each completion with the others of its group.
-        with clock("reward"):
-            scores = parts.rewards.score(groups)
-        batch = assemble(groups, scores, objective, policy.device)
+        # Sample: every prompt of the step is computed once for its group of completions. Score, so that each completion
+        # can be compared with the others of its group. With dynamic sampling, new prompts take the places of groups
+        # that teach nothing, for a number of rounds; otherwise there is one round.
+        rollout: Rollout | None = None
+        place = parts.place.taken
+        while rollout is None or missing(rollout, schedule, objective):
+            wanted = schedule.prompts_per_step - (sum(rollout.used_R) if rollout else 0)
+            prompts = parts.prompts.take(place, wanted)
+            place += wanted
+            with clock("generate"):
+                groups = parts.engine.generate(
+                    prompts, schedule.num_generations, sampling, Draws(config.run.seed, step)
+                )
+            with clock("reward"):
+                scored = Rollout.of(groups, parts.rewards.score(groups), objective)
+            rollout = scored if rollout is None else rollout + scored
         if step == first_step:
-            check_sampler_gap(policy, batch, temperature, token_budget)
+            check_sampler_gap(policy, assemble(rollout.sampled, policy.device), temperature, token_budget)
 
         # What the updates hold on to, computed once per rollout and only when they need it. With a single update the
-        # old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
+        # old policy is the current one: the ratio to it is 1 by identity and no pass is spent on it.
+        batch = assemble(rollout.groups, policy.device)
         with clock("logps"):
             old_logps_N = policy_logps(policy, batch, temperature, token_budget) if schedule.needs_old_logps else None
-            ref_logps_N = policy_logps(reference, batch, temperature, token_budget) if reference else None
+            ref_logps_N = None
+            if reference and schedule.needs_ref_logps:
+                ref_logps_N = policy_logps(reference, batch, temperature, token_budget)
             batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
+            batch = assign_advantages(batch, rollout.scores, objective, max_length)
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
@@ -88,7 +117,19 @@ def run(
         with clock("update"):
             for _iteration in range(schedule.num_iterations):
                 for minibatch in split_minibatches(batch, schedule.minibatches):
-                    results.append(update(policy, optimizer, minibatch, objective, temperature, token_budget))
+                    result = update(
+                        policy,
+                        optimizer,
+                        minibatch,
+                        objective,
+                        temperature,
+                        token_budget,
+                        reference=reference,
+                        entropy_coefficient=adaptive.entropy_weight(objective),
+                    )
+                    results.append(result)
+                    adaptive.after_update(objective, result)
+        adaptive.after_step(objective, results, batch.num_sequences)
 
         # The reference stands still, or follows the policy at a distance.
         if reference and config.objective.sync_ref_model:
@@ -96,19 +137,47 @@ def run(
             if policy.version // every > version_before // every:
                 reference.move_toward(policy, config.objective.ref_model_mixup_alpha)
 
+        with clock("measure"):
+            moved = policy_movement(policy, batch, results, temperature, config.report.update_kl_completions)
         metrics = {"step": step + 1, "time": time.time()}
-        metrics |= step_metrics(groups, scores, batch, results, clock)
-        last = step + 1 == schedule.steps
-        if parts.evaluator and (last or due(step, config.run.eval_steps)):
-            metrics |= parts.evaluator.evaluate(parts.engine).metrics()
-        folder.append_metrics(metrics)
-        if config.report.log_completions:
-            folder.write_rollout(step + 1, groups, scores, batch)
-        if last or due(step, config.run.save_steps):
-            folder.save_checkpoint(parts.state(step + 1))
-        yield metrics
+        metrics |= step_metrics(rollout, batch, results, objective, version_before) | moved
+        metrics |= clock.metrics(batch.num_tokens)
+        parts.place.taken = place
+        yield finish_step(parts, config, folder, rollout, batch, metrics, last=step + 1 == schedule.steps)
+
+
+def missing(rollout: Rollout, schedule: Schedule, objective: Objective) -> bool:
+    """Whether another round of dynamic sampling is due."""
+    rule = objective.group_filter
+    return (
+        isinstance(rule, DynamicSampling)
+        and sum(rollout.used_R) < schedule.prompts_per_step
+        and rollout.rounds < rule.max_rounds
+    )
+
+
+def finish_step(
+    parts: Parts,
+    config: GRPOConfig,
+    folder: RunFolder,
+    rollout: Rollout,
+    batch: TokenBatch,
+    metrics: dict[str, Any],
+    *,
+    last: bool,
+) -> dict[str, Any]:
+    """Evaluate if it is due, and write what there is to write. Returns the metrics, the evaluation's among them."""
+    step = metrics["step"]
+    if parts.evaluator and (last or due(step, config.run.eval_steps)):
+        metrics |= parts.evaluator.evaluate(parts.engine).metrics()
+    folder.append_metrics(metrics)
+    if config.report.log_completions:
+        folder.write_rollout(step, rollout, batch)
+    if last or due(step, config.run.save_steps):
+        folder.save_checkpoint(parts.state(step))
+    return metrics
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one, counted from 0."""
-    return every > 0 and (step + 1) % every == 0
+    """Whether something that happens every so many steps (0: never) happens after this one, counted from 1."""
+    return every > 0 and step % every == 0

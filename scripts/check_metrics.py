@@ -1,0 +1,67 @@
+"""Every key that a run logs stands in docs/metrics.md. Runs a few steps of small random models under objectives that
+between them log everything.
+
+python scripts/check_metrics.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cohort import GRPOConfig, GRPOTrainer
+from cohort.policy import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+DEMO_MODEL = ROOT / "src" / "cohort" / "demo" / "model"
+OBJECTIVES: tuple[dict[str, Any], ...] = (
+    {"preset": "default"},
+    {"preset": "dapo", "beta": 0.1, "num_iterations": 2},
+    {"preset": "grpo_v32", "entropy": {"coefficient": 0.01}},
+)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Something that a random model scores differently on."""
+    return [sum(character.isdigit() for character in text) / (len(text) + 1) for text in completions]
+
+
+def logged_keys(objective: dict[str, Any], folder: Path) -> set[str]:
+    """The keys of two steps and their evaluations."""
+    tokenizer = load_tokenizer(str(DEMO_MODEL))
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    rows = [{"prompt": f"{number}+1"} for number in range(8)]
+    config = GRPOConfig(
+        prompts_per_step=2,
+        num_generations=3,
+        max_completion_length=6,
+        precision="float32",
+        device="cpu",
+        max_steps=2,
+        progress=False,
+        output_dir=str(folder / "run"),
+        **objective,
+    )
+    trainer = GRPOTrainer(model, reward, config, rows, rows[:2], processing_class=tokenizer)
+    return {key for metrics in trainer.steps() for key in metrics}
+
+
+def main() -> int:
+    documented = set(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    keys: set[str] = set()
+    for objective in OBJECTIVES:
+        with tempfile.TemporaryDirectory() as folder:
+            keys |= logged_keys(objective, Path(folder))
+    missing = sorted(key for key in keys if key.replace("rewards/reward", "rewards/NAME") not in documented)
+    print("\n".join(f"docs/metrics.md lacks {key}" for key in missing) or f"metrics: all {len(keys)} keys documented")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""From a rollout's scores to one advantage per token, in the order that the parts of an objective name.
+
+1 shape the rewards      soft overlong, unlikeliness; the KL, where it is in the reward
+2 compare                baseline and scale, per completion (``advantages``), among the chosen of a group
+3 give credit            to all tokens alike, by process steps, by returns to go, or as given
+4 weigh by sign, treat truncated completions
+5 take off the KL        where it is in the advantage: after scaling, so that no spread divides beta
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from cohort.objective.advantages import batch_std, combined_advantages, outcome_advantages
+from cohort.objective.segments import by_sign, segment_sum, suffix_sums
+from cohort.objective.shaping import soft_overlong, top_k_of_group, unlikeliness
+from cohort.presets.objective import Objective
+from cohort.presets.parts import BaselineRule, BatchStd, GroupStd, Scale, TopK  # noqa: F401 (GroupStd: doctest)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What advantages are made of. Axes: S completions, N tokens of the loss, K reward functions."""
+
+    rewards_S: Tensor
+    """Weighted sum of the functions' rewards; NaN: not scored."""
+    group_S: Tensor
+    sequence_N: Tensor
+    """Which completion each token belongs to."""
+    max_length: int
+    """``max_completion_length``, in tokens."""
+    by_function_SK: Tensor | None = None
+    """For the reward aggregations that normalise each function's rewards."""
+    weights_K: Tensor | None = None
+    token_rewards_N: Tensor | None = None
+    """For credit "process" (a reward at each step's last token, NaN elsewhere) and "given"."""
+    truncated_S: Tensor | None = None
+    """Which completions the length limit cut, boolean."""
+    sampler_logps_N: Tensor | None = None
+    """For ``unlikeliness``."""
+    kl_N: Tensor | None = None
+    """``old_logps - ref_logps``, for a KL in the reward or the advantage."""
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """Loss tokens per completion."""
+        return torch.bincount(self.sequence_N, minlength=len(self.rewards_S))
+
+
+class _Comparison(TypedDict):
+    """What a completion is compared with, as keyword arguments."""
+
+    baseline: BaselineRule | float
+    scale: Scale | None
+    lengths_S: Tensor
+
+
+def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
+    """One advantage per token, float64, shape ``[N]``. The order of things is in the module's header.
+
+    A completion without a score (NaN) has advantage 0, and no part in any statistic. Statistics are those of the whole
+    group, or batch, truncated completions included.
+
+    Raises:
+        ValueError: an input that the objective needs is None.
+        RewardError: scale ``GroupMean`` with a negative reward.
+    """
+    sequence_N, kl = outcomes.sequence_N, objective.kl
+    match objective.credit:
+        case "given":
+            advantages_N = _token_rewards(outcomes).nan_to_num(nan=0.0)
+        case "process":
+            advantages_N = process_advantages(_token_rewards(outcomes), outcomes.group_S, sequence_N, objective.scale)
+        case "return_to_go":
+            advantages_N = returns_to_go(objective, outcomes)
+        case _:
+            advantages_N = completion_advantages(objective, outcomes)[sequence_N]
+    if weights := objective.sign_weights:
+        advantages_N = advantages_N * by_sign(advantages_N > 0, weights.positive, weights.negative, advantages_N)
+    if objective.truncated in ("zero", "penalize") and outcomes.truncated_S is not None:
+        less_N = advantages_N - objective.truncated_penalty if objective.truncated == "penalize" else 0.0
+        advantages_N = torch.where(outcomes.truncated_S[sequence_N], less_N, advantages_N)
+    if objective.beta and kl.place == "advantage":
+        advantages_N = advantages_N - objective.beta * _kl_to_take_off(objective, outcomes)
+    return advantages_N
+
+
+def completion_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
+    """One advantage per completion, float64, shape ``[S]``: steps 1 and 2 of the module's header."""
+    group_S = outcomes.group_S
+    compare = _Comparison(baseline=objective.baseline, scale=objective.scale, lengths_S=outcomes.lengths_S)
+    if objective.reward_aggregation != "sum_then_normalize":
+        rewards_SK = _needed(outcomes.by_function_SK, "by_function_SK", objective.reward_aggregation)
+        weights_K = torch.ones(rewards_SK.shape[1]) if outcomes.weights_K is None else outcomes.weights_K
+        rewards_SK = rewards_SK.masked_fill(~_chosen(objective, outcomes, outcomes.rewards_S)[:, None], torch.nan)
+        over_batch = objective.reward_aggregation == "normalize_sum_normalize"
+        return combined_advantages(rewards_SK, weights_K.to(rewards_SK), group_S, over_batch=over_batch, **compare)
+    rewards_S = shaped_rewards(objective, outcomes)
+    if objective.beta and objective.kl.place == "reward" and objective.credit == "outcome":
+        kl_N = _needed(outcomes.kl_N, "kl_N", "kl.place 'reward'").double()
+        rewards_S = rewards_S - objective.beta * segment_sum(kl_N, outcomes.sequence_N, len(rewards_S))
+    rewards_S = rewards_S.masked_fill(~_chosen(objective, outcomes, rewards_S), torch.nan)
+    return outcome_advantages(rewards_S, group_S, **compare)
+
+
+def shaped_rewards(objective: Objective, outcomes: Outcomes) -> Tensor:
+    """Rewards with length and likelihood taken into account, float64, shape ``[S]``."""
+    rewards_S = outcomes.rewards_S.double()
+    if rare := objective.unlikeliness:
+        logps_N = _needed(outcomes.sampler_logps_N, "sampler_logps_N", "unlikeliness").double()
+        sums_S = segment_sum(logps_N, outcomes.sequence_N, len(rewards_S))
+        rewards_S = unlikeliness(rare, rewards_S, sums_S / outcomes.lengths_S.clamp(min=1), outcomes.group_S)
+    if overlong := objective.soft_overlong:
+        rewards_S = rewards_S + soft_overlong(overlong, outcomes.lengths_S, outcomes.max_length)
+    return rewards_S
+
+
+def process_advantages(token_rewards_N: Tensor, group_S: Tensor, sequence_N: Tensor, scale: Scale | None) -> Tensor:
+    """Process supervision: ``A_t = sum over the steps that end at t or later of r~``, shape ``[N]``.
+
+        r~ = (r - mean) / (std + epsilon)     over all step rewards of all completions of the group (scale None: no std)
+
+    Args:
+        token_rewards_N: a step's reward at its last token, NaN elsewhere.
+        group_S, sequence_N: group of each completion, completion of each token.
+        scale: ``GroupStd`` or None.
+
+    0 after a completion's last step, and in a group whose step rewards are all equal.
+
+    Source: DeepSeekMath (arXiv 2402.03300) 4.1.3.
+
+    >>> steps = torch.tensor([torch.nan, 1.0, 0.0, torch.nan])
+    >>> process_advantages(steps, torch.tensor([0, 0]), torch.tensor([0, 0, 1, 1]), GroupStd(epsilon=0.0))
+    tensor([ 0.7071,  0.7071, -0.7071,  0.0000], dtype=torch.float64)
+    """
+    is_step_N = ~torch.isnan(token_rewards_N)
+    normal_N = torch.zeros(token_rewards_N.shape, dtype=torch.float64, device=token_rewards_N.device)
+    group_M = group_S[sequence_N[is_step_N]]
+    normal_N[is_step_N] = outcome_advantages(token_rewards_N[is_step_N], group_M, scale=scale)
+    return suffix_sums(normal_N, sequence_N)
+
+
+def returns_to_go(objective: Objective, outcomes: Outcomes) -> Tensor:
+    """``A_t = sum_{k >= t} discount^(k - t) r_k``, with the completion's advantage as the reward of its last token and,
+    where the KL is in the reward, ``-beta log(old/ref)`` at every token. Shape ``[N]``.
+
+    With scale ``BatchStd(unit="token")`` the completion's reward goes in as it is, and the returns are centred
+    (baseline "batch_mean") and scaled over all tokens of the scored completions: REINFORCE++ (arXiv 2501.03262).
+    """
+    sequence_N, scale = outcomes.sequence_N, objective.scale
+    whiten = isinstance(scale, BatchStd) and scale.unit == "token"
+    if whiten:
+        changes = {"scale": None, **({"baseline": "none"} if objective.baseline == "batch_mean" else {})}
+        rewards_S = completion_advantages(objective.replace(**changes), outcomes)
+    else:
+        rewards_S = completion_advantages(objective, outcomes)
+    rewards_N = torch.zeros(sequence_N.shape, dtype=torch.float64, device=sequence_N.device)
+    places_N = torch.arange(len(sequence_N), device=sequence_N.device)
+    last_S = torch.full_like(rewards_S, -1, dtype=torch.long).scatter_reduce(0, sequence_N, places_N, "amax")
+    rewards_N[last_S[last_S >= 0]] = rewards_S[last_S >= 0]
+    if objective.beta and objective.kl.place == "reward":
+        rewards_N = rewards_N - objective.beta * _needed(outcomes.kl_N, "kl_N", "kl.place 'reward'").double()
+    returns_N = suffix_sums(rewards_N, sequence_N, objective.discount)
+    scored_N = ~torch.isnan(outcomes.rewards_S)[sequence_N]
+    if isinstance(scale, BatchStd) and whiten:
+        spread = batch_std(returns_N[scored_N], scale.ddof)
+        if spread is None:
+            return torch.zeros_like(returns_N)
+        centre = returns_N[scored_N].mean() if objective.baseline == "batch_mean" else 0.0
+        returns_N = (returns_N - centre) / (spread + scale.epsilon)
+    return torch.where(scored_N, returns_N, 0.0)
+
+
+def _chosen(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Tensor:
+    if not isinstance(objective.group_filter, TopK):
+        return torch.ones_like(rewards_S, dtype=torch.bool)
+    return top_k_of_group(objective.group_filter, rewards_S, outcomes.lengths_S, outcomes.group_S)
+
+
+def _kl_to_take_off(objective: Objective, outcomes: Outcomes) -> Tensor:
+    kl_N = _needed(outcomes.kl_N, "kl_N", "kl.place 'advantage'").double()
+    if objective.kl.scope == "token":
+        return kl_N
+    if objective.credit == "return_to_go":
+        return suffix_sums(kl_N, outcomes.sequence_N, objective.discount)
+    return segment_sum(kl_N, outcomes.sequence_N, len(outcomes.rewards_S))[outcomes.sequence_N]
+
+
+def _token_rewards(outcomes: Outcomes) -> Tensor:
+    return _needed(outcomes.token_rewards_N, "token_rewards_N", "credit per token").double()
+
+
+def _needed(value: Tensor | None, name: str, why: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"{name} is needed for {why}")
+    return value

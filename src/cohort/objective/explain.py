@@ -1,0 +1,59 @@
+"""An objective explained: its formula in words and its coefficient as a table over ratio and sign of the advantage."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cohort.objective.coefficients import coefficients
+from cohort.presets.objective import Objective
+from cohort.presets.parts import KL, KLMask, TVMask
+
+RATIOS = (0.25, 0.5, 0.8, 0.9, 0.999, 1.0, 1.001, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+PROBABILITY = 0.08
+"""The probability of the shown token under the policy it was drawn from, for rules that look at more than the ratio."""
+
+
+def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
+    """``(ratio, c for A = +1, c for A = -1)``: the policy coefficient of the only token of a completion, times Z, at
+    ratios to the anchor; the bounds of the rule are among them."""
+    bounds = [getattr(objective.trust_region, name, None) for name in ("low", "high", "dual")]
+    inside = [bound for bound in bounds if isinstance(bound, float) and 0 < bound < 1 / PROBABILITY]
+    if isinstance(objective.trust_region, TVMask | KLMask):  # not bounds of a ratio
+        inside = []
+    ratios = sorted({*RATIOS, *inside})
+    objective = objective.replace(kl=KL(), mismatch=())
+    count = len(ratios)
+    anchor_N = torch.full((count,), math.log(PROBABILITY), dtype=torch.float64)
+    logps_N = anchor_N + torch.tensor(ratios, dtype=torch.float64).log()
+    columns = [
+        coefficients(
+            objective,
+            logps_N,
+            torch.full((count,), sign, dtype=torch.float64),
+            torch.ones(count, dtype=torch.float64),
+            sequence_N=torch.arange(count),
+            old_logps_N=anchor_N,
+            sampler_logps_N=anchor_N,
+        ).policy_N.tolist()
+        for sign in (1.0, -1.0)
+    ]
+    return list(zip(ratios, *columns, strict=True))
+
+
+def explain(objective: Objective) -> str:
+    """The resolved formula, term by term, and the table."""
+    note = ""
+    if isinstance(objective.trust_region, TVMask | KLMask):
+        note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
+    rows = [f"  {ratio:>8.4g}  {up:>9.4g}  {down:>9.4g}" for ratio, up, down in coefficient_table(objective)]
+    return "\n".join(
+        [
+            objective.describe(),
+            "",
+            f"gradient coefficient of a one-token completion, times Z{note}:",
+            f"  {'ratio':>8}  {'A = +1':>9}  {'A = -1':>9}",
+            *rows,
+        ]
+    )

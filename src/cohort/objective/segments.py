@@ -1,0 +1,72 @@
+"""Sums over the tokens of a sequence, on flat tensors. A sequence is an id: its tokens may lie in several rows.
+
+The order of a sequence's tokens is the order in which they stand on axis N.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def segment_sum(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
+    """Sum of the values of each id 0..count-1, shape ``[count]``; 0 for an id without values.
+
+    >>> segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), 3)
+    tensor([3., 0., 4.])
+    """
+    return torch.zeros(count, dtype=values_N.dtype, device=values_N.device).index_add_(0, index_N, values_N)
+
+
+def segment_mean(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
+    """Mean of the values of each id, shape ``[count]``; 0 for an id without values."""
+    lengths = torch.bincount(index_N, minlength=count).clamp(min=1)
+    return segment_sum(values_N, index_N, count) / lengths
+
+
+def prefix_sums(values_N: Tensor, index_N: Tensor) -> Tensor:
+    """Sum of a sequence's values up to each token, that one included, shape ``[N]``.
+
+    >>> prefix_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 1, 0, 1]))
+    tensor([ 1.,  2.,  5., 10.])
+    """
+    order_N = torch.argsort(index_N, stable=True)
+    return _unsort(_scan(values_N[order_N], index_N[order_N], 1.0), order_N)
+
+
+def suffix_sums(values_N: Tensor, index_N: Tensor, discount: float = 1.0) -> Tensor:
+    """Discounted sum of a sequence's values from each token on: ``sum_{k >= t} discount^(k - t) values_k``, shape
+    ``[N]``.
+
+    >>> suffix_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 0]), discount=0.5)
+    tensor([3., 4., 4.])
+    """
+    order_N = torch.argsort(index_N, stable=True).flip(0)
+    return _unsort(_scan(values_N[order_N], index_N[order_N], discount), order_N)
+
+
+def by_sign(up_N: Tensor, positive: float, negative: float, like_N: Tensor) -> Tensor:
+    """One of two numbers for each token, in the dtype of another tensor (``torch.where`` makes float32 of two plain
+    numbers, whatever they are used with).
+
+    >>> by_sign(torch.tensor([True, False]), 0.2, 2.0, torch.zeros(2, dtype=torch.float64))
+    tensor([0.2000, 2.0000], dtype=torch.float64)
+    """
+    return torch.full_like(like_N, negative).masked_fill(up_N, positive)
+
+
+def _scan(values_N: Tensor, index_N: Tensor, discount: float) -> Tensor:
+    """Running discounted sums over runs of equal ids, by doubling: log2 of the longest run many passes. Each sum adds
+    only its own sequence's values, so a huge one elsewhere costs it no digits."""
+    sums_N = values_N.clone()
+    longest = int(torch.bincount(index_N).max()) if index_N.numel() else 0
+    step = 1
+    while step < longest:
+        same_N = index_N[step:] == index_N[:-step]
+        sums_N = torch.cat([sums_N[:step], sums_N[step:] + torch.where(same_N, discount**step * sums_N[:-step], 0.0)])
+        step *= 2
+    return sums_N
+
+
+def _unsort(sorted_N: Tensor, order_N: Tensor) -> Tensor:
+    return torch.empty_like(sorted_N).scatter_(0, order_N, sorted_N)

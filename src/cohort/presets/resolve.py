@@ -1,0 +1,212 @@
+"""From what a user writes (a preset's name, words, numbers, tables) to an ``Objective``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from cohort.errors import ConfigError
+from cohort.presets.objective import Objective
+from cohort.presets.parts import FIPO, KL, PPOClip
+from cohort.presets.table import PRESETS, TABLE
+
+SHORTHANDS = ("beta", "epsilon", "epsilon_high")
+"""Settings that stand for numbers inside a part."""
+ABOUT = ("name", "version", "source", "summary")
+
+
+def preset(name: str) -> Objective:
+    """A row of the table by ``name`` (its newest version) or ``name@version``.
+
+    Raises:
+        ConfigError: there is no such preset; the nearest names are given.
+    """
+    plain, _, version = name.partition("@")
+    if plain not in PRESETS:
+        close = difflib.get_close_matches(plain, PRESETS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else "'cohort objective' lists all"
+        raise ConfigError(f"unknown preset {plain!r}; {hint}")
+    if not version:
+        return PRESETS[plain]
+    versions = {str(row.version): row for row in TABLE if row.name == plain}
+    if version not in versions:
+        raise ConfigError(f"preset {plain} has version {', '.join(versions)}, not {version!r}")
+    return versions[version]
+
+
+def setting_names() -> tuple[str, ...]:
+    """The settings of an objective, shorthands included."""
+    return (*(f.name for f in dataclasses.fields(Objective) if f.name not in ABOUT), *SHORTHANDS)
+
+
+def replaced(objective: Objective, settings: Mapping[str, Any]) -> Objective:
+    """``objective`` with some settings changed. See ``Objective.replace``."""
+    hints = typing.get_type_hints(Objective)
+    changes: dict[str, Any] = {}
+    for name, value in _with_beta(settings).items():
+        if name in SHORTHANDS:
+            continue
+        if name not in hints:
+            raise ConfigError(f"unknown objective setting {name!r}{_nearest(name, setting_names())}")
+        changes[name] = _value(name, value, hints[name], getattr(objective, name))
+    if "epsilon" in settings or "epsilon_high" in settings:
+        rule = changes.get("trust_region", objective.trust_region)
+        changes["trust_region"] = _with_epsilon(rule, settings)
+    return dataclasses.replace(objective, **changes)
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as tables: ``{"kl.beta": 0.1}`` is ``{"kl": {"beta": 0.1}}``.
+
+    >>> nested({"kl.beta": 0.1, "kl.scope": "token", "scale": "none"})
+    {'kl': {'beta': 0.1, 'scope': 'token'}, 'scale': 'none'}
+    """
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        part, _, key = name.partition(".")
+        if not key:
+            tables[part] = value
+            continue
+        table = tables.setdefault(part, {})
+        if isinstance(table, str):  # --trust_region cap --trust_region.high 5
+            table = tables[part] = {"rule": table}
+        if not isinstance(table, dict):
+            raise ConfigError(f"{part} is given both as {table!r} and by its parts ({name})")
+        table[key] = value
+    return tables
+
+
+def _with_beta(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``beta`` as part of the KL."""
+    if "beta" not in settings:
+        return settings
+    beta, kl = _value("beta", settings["beta"], float, None), settings.get("kl") or {}
+    if isinstance(kl, KL):
+        return {**settings, "kl": dataclasses.replace(kl, beta=beta)}
+    if isinstance(kl, Mapping) and "beta" in kl:
+        raise ConfigError("the KL's weight is given twice: as beta and as kl.beta")
+    return {**settings, "kl": {**kl, "beta": beta} if isinstance(kl, Mapping) else kl}
+
+
+def _with_epsilon(rule: Any, settings: Mapping[str, Any]) -> Any:
+    if not isinstance(rule, PPOClip | FIPO):
+        what = "no trust region" if rule is None else f"trust_region {rule.rule!r}"
+        raise ConfigError(
+            f"epsilon and epsilon_high are the bounds of the PPO clip, and this objective has {what}: set its own "
+            "numbers (trust_region = {...}), or trust_region = 'ppo_clip'"
+        )
+    epsilon = settings.get("epsilon")
+    high = settings.get("epsilon_high", epsilon)
+    changes = {}
+    if epsilon is not None:
+        changes["low"] = 1 - _value("epsilon", epsilon, float, None)
+    if high is not None:
+        changes["high"] = 1 + _value("epsilon_high", high, float, None)
+    if min(_number(settings.get("epsilon")), _number(settings.get("epsilon_high"))) <= 0:
+        raise ConfigError("epsilon and epsilon_high must be greater than 0")
+    if changes.get("low", 0) < 0:
+        changes["low"] = 0.0  # an epsilon above 1 (DeepSeek-R1 has 10) is no lower bound
+    return dataclasses.replace(rule, **changes)
+
+
+def _number(value: Any) -> float:
+    return 1.0 if value is None else float(value)
+
+
+def _value(name: str, value: Any, hint: Any, current: Any) -> Any:
+    """One setting as its type wants it."""
+    options = _options(hint)
+    parts: dict[str, Any] = {option.rule: option for option in options if hasattr(option, "rule")}
+    if typing.get_origin(hint) is tuple:
+        return _tuple_of_parts(name, value, typing.get_args(hint)[0])
+    if parts:
+        return _part(name, value, parts, current, optional=type(None) in options)
+    if value == "none" and type(None) in options:
+        return None
+    return _plain(name, value, hint, options)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return tuple(option for item in typing.get_args(hint) for option in _options(item))
+    return (hint,)
+
+
+def _tuple_of_parts(name: str, value: Any, hint: Any) -> tuple[Any, ...]:
+    if value is None or value == "none":
+        return ()
+    if isinstance(value, str | Mapping) or dataclasses.is_dataclass(value):
+        value = (value,)
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"{name}: expected a list of tables, got {value!r}")
+    return tuple(_value(f"{name}[{index}]", item, hint, None) for index, item in enumerate(value))
+
+
+def _part(name: str, value: Any, parts: Mapping[str, Any], current: Any, *, optional: bool) -> Any:
+    """A part from itself, a word, or a table of its numbers."""
+    if optional and (value is None or value == "none"):
+        return None
+    if type(value) in parts.values():
+        return value
+    if isinstance(value, str) and ":" in value and "custom" in parts:
+        value = {"rule": "custom", "function": value}
+    table = {"rule": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping):
+        raise ConfigError(
+            f"{name}: expected one of {_listed(parts, optional)}, or a table with its numbers, got {value!r}"
+        )
+    rule = table.get("rule", current.rule if current is not None else (next(iter(parts)) if len(parts) == 1 else None))
+    if rule is None:
+        raise ConfigError(f"{name} is a table without its rule: expected rule = one of {_listed(parts, optional)}")
+    if rule not in parts:
+        raise ConfigError(
+            f"{name}: expected one of {_listed(parts, optional)}, got {rule!r}{_nearest(str(rule), parts)}"
+        )
+    chosen = parts[rule]
+    hints = typing.get_type_hints(chosen)
+    fields = [field.name for field in dataclasses.fields(chosen)]
+    numbers = {key: item for key, item in table.items() if key != "rule"}
+    for key in numbers:
+        if key not in fields:
+            raise ConfigError(f"unknown setting {name}.{key}{_nearest(key, fields)}")
+    numbers = {key: _value(f"{name}.{key}", item, hints[key], None) for key, item in numbers.items()}
+    if current is not None and current.rule == rule:
+        return dataclasses.replace(current, **numbers)
+    return chosen(**numbers)
+
+
+def _plain(name: str, value: Any, hint: Any, options: Sequence[Any]) -> Any:
+    """A word, a number or a truth value."""
+    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+    if isinstance(value, str) and value in words and str in {type(word) for word in words}:
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in options and is_number:
+        return float(value)
+    if int in options and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if int in words and isinstance(value, int) and value in words:
+        return value
+    if bool in options and isinstance(value, bool):
+        return value
+    if str in options and isinstance(value, str):
+        return value
+    if value is None and type(None) in options:
+        return None
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    expected = [repr(word) for word in words] + [kinds[option] for option in options if option in kinds]
+    nearest = _nearest(value, words) if isinstance(value, str) else ""
+    raise ConfigError(f"{name}: expected {' or '.join(expected) or hint}, got {value!r}{nearest}")
+
+
+def _listed(parts: Mapping[str, Any], optional: bool) -> str:
+    return ", ".join([*(["none"] if optional else []), *parts])
+
+
+def _nearest(word: str, words: Any) -> str:
+    close = difflib.get_close_matches(word, [str(item) for item in words], n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,1 @@
+"""Exact expectations: every sequence, or every group of sequences, of a tiny vocabulary with its probability."""

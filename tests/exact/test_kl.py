@@ -1,0 +1,450 @@
+"""The KL term over sequences: what each setting's expected gradient is the gradient of.
+
+Two gradients of the KL between whole sequences are told apart. "Full" is that of KL(policy || reference) itself.
+"Partial" is the sum over prefixes of how often each is visited times the gradient of the next token's KL there: the
+same value, but what a token does to the prefixes that follow is not counted.
+"""
+
+import pytest
+import torch
+
+from cohort.objective import (
+    PRESETS,
+    Objective,
+    importance_ratio,
+    k1,
+    k2,
+    k3,
+    kl_correction,
+    kl_multiplier,
+    leveled_log_ratio,
+)
+from cohort.presets.parts import KL
+
+from .tabular import assert_apart, assert_same, conditional_kls, cosine, gradient, groups, sequence_kl, tree
+
+TREE, ONE = tree(3, 3), groups(3, 3, 1)
+SEQUENCE_L = TREE.sequence_L
+NO_REWARD = torch.zeros(len(TREE.sequences), dtype=torch.float64)
+BETA = 0.7
+seeds = pytest.mark.parametrize("seed", range(4))
+
+
+def policies(seed):
+    """Current policy, the policy that samples, and the reference."""
+    return TREE.logits(seed), TREE.logits(seed + 100).detach(), TREE.logits(seed + 200).detach()
+
+
+def partial(weights_P, logits, ref, direction="reverse"):
+    """``sum over prefixes of weight * grad KL`` of the next token."""
+    first, second = (logits, ref) if direction == "reverse" else (ref, logits)
+    return gradient((weights_P * conditional_kls(first, second)).sum(), logits)
+
+
+def full(logits, ref, direction="reverse"):
+    return gradient(sequence_kl(TREE, *((logits, ref) if direction == "reverse" else (ref, logits))), logits)
+
+
+def kl_descent(logits, ref, *, old=None, sampler=None, aggregation="seq_sum", **kl):
+    """The expected gradient of Cohort's KL term alone: no reward, so no policy term. Divided by beta."""
+    objective = Objective(baseline="none", scale=None, aggregation=aggregation, kl=KL(beta=BETA, **kl))
+    return -ONE.expected_ascent(objective, logits, NO_REWARD, old=old, sampler=sampler, ref=ref) / BETA
+
+
+def as_loss(logits, drawn_from, term_L):
+    """Expected gradient of a term used as a loss: tokens drawn with no gradient through the draw."""
+    probability_L = TREE.logps(drawn_from).exp().detach()[SEQUENCE_L]
+    return gradient((probability_L * term_L).sum(), logits)
+
+
+def drawn_mean(drawn_from, term_L):
+    """Expected sum over a sequence's tokens."""
+    return TREE.mean(drawn_from, TREE.per_sequence(term_L)).detach()
+
+
+def log_pair(logits, ref):
+    return TREE.token_logps(logits), TREE.token_logps(ref)
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+
+@seeds
+def test_the_conditional_kls_at_the_visited_prefixes_add_up_to_the_sequences_kl(seed):
+    logits, _, ref = policies(seed)
+    chained = (TREE.visits(logits) * conditional_kls(logits, ref)).sum()
+    assert_same(chained, sequence_kl(TREE, logits, ref))
+
+
+@seeds
+@pytest.mark.parametrize("estimator", [k1, k3])
+def test_k1_and_k3_are_unbiased_for_the_reverse_kl_on_policy(seed, estimator):
+    logits, _, ref = policies(seed)
+    assert_same(drawn_mean(logits, estimator(*log_pair(logits, ref))), sequence_kl(TREE, logits, ref).detach())
+
+
+@seeds
+def test_k2_is_biased(seed):
+    logits, _, ref = policies(seed)
+    assert_apart(drawn_mean(logits, k2(*log_pair(logits, ref))), sequence_kl(TREE, logits, ref).detach())
+
+
+@seeds
+def test_the_bias_of_k2_is_of_third_order(seed):
+    # There is no second-order term: halving the distance to the reference divides the bias's odd part (its values on
+    # the two sides, subtracted) by 8 and its even part by 16, up to the next terms, a factor of the distance squared.
+    start, _, away = policies(seed)
+
+    def bias(step):
+        ref = start.detach() + step * away
+        mean = drawn_mean(start, k2(*log_pair(start, ref)))
+        return (mean - sequence_kl(TREE, start, ref).detach()).item()
+
+    odd = [bias(step) - bias(-step) for step in (0.02, 0.01)]
+    even = [bias(step) + bias(-step) for step in (0.02, 0.01)]
+    assert odd[0] / odd[1] == pytest.approx(8, rel=0.02)
+    assert even[0] / even[1] == pytest.approx(16, rel=0.02)
+
+
+@seeds
+def test_near_the_reference_k3_varies_less_than_k1_and_is_never_negative(seed):
+    logits, _, away = policies(seed)
+    pair = log_pair(logits, logits.detach() + 0.05 * away)
+    values = {estimator: TREE.per_sequence(estimator(*pair)).detach() for estimator in (k1, k3)}
+    variance = {e: TREE.mean(logits, v**2) - TREE.mean(logits, v) ** 2 for e, v in values.items()}
+    assert variance[k3] < variance[k1] / 100
+    assert values[k3].min() >= 0 > values[k1].min()
+
+
+@seeds
+@pytest.mark.parametrize("estimator", [k1, k3])
+def test_off_policy_the_mean_needs_a_weight(seed, estimator):
+    logits, old, ref = policies(seed)
+    log_ratio = (TREE.token_logps(logits) - TREE.token_logps(old)).detach()
+    term = estimator(*log_pair(logits, ref)).detach()
+    kls, exact = conditional_kls(logits, ref).detach(), sequence_kl(TREE, logits, ref).detach()
+    assert_apart(drawn_mean(old, term), exact)
+    weight = {
+        name: kl_correction(KL(correction=name), log_ratio, SEQUENCE_L) for name in ("token_ratio", "prefix_product")
+    }
+    # The token's ratio: the right KL at each prefix, prefixes as the sampler visits them. The product: both right.
+    assert_same(drawn_mean(old, weight["token_ratio"] * term), (TREE.visits(old) * kls).sum())
+    assert_same(drawn_mean(old, weight["prefix_product"] * term), exact)
+    assert_apart((TREE.visits(old) * kls).sum(), exact)
+
+
+# The estimators as losses, by autograd ------------------------------------------------------------------------------
+
+
+@seeds
+def test_k1_as_a_loss_has_no_gradient_on_policy(seed):
+    logits, _, ref = policies(seed)
+    assert_same(as_loss(logits, logits, k1(*log_pair(logits, ref))), torch.zeros_like(logits))
+
+
+@seeds
+def test_k1_as_a_loss_off_policy_pushes_away_from_the_sampler(seed):
+    # Whatever the reference: it is minus the gradient of KL(sampler || policy) at the sampler's prefixes.
+    logits, old, ref = policies(seed)
+    away = -partial(TREE.visits(old), logits, old, "forward")
+    assert away.abs().max() > 1e-2
+    assert_same(as_loss(logits, old, k1(*log_pair(logits, ref))), away)
+
+
+@seeds
+def test_k2_and_the_ratio_times_k3_are_one_gradient_token_by_token(seed):
+    logits, _, ref = policies(seed)
+    logps, ref_logps = log_pair(logits, ref)
+    ratio = importance_ratio(logps, logps.detach())
+    # Every token's own derivative, not a mean: d/d logps of each term is k1 there.
+    by_k2 = torch.autograd.grad(k2(logps, ref_logps).sum(), logps, retain_graph=True)[0]
+    by_k3 = torch.autograd.grad((ratio * k3(logps, ref_logps)).sum(), logps)[0]
+    assert_same(by_k2, k1(logps, ref_logps).detach())
+    assert_same(by_k3, by_k2)
+    assert_same(by_k3, kl_multiplier(logps, ref_logps, direction="reverse").detach())
+
+
+@seeds
+def test_k2_as_a_loss_is_the_reverse_kl_and_k3_the_forward_kl(seed):
+    logits, _, ref = policies(seed)
+    visits, pair = TREE.visits(logits), log_pair(logits, ref)
+    reverse, forward = (partial(visits, logits, ref, direction) for direction in ("reverse", "forward"))
+    assert_apart(forward, reverse)
+    assert_same(as_loss(logits, logits, k2(*pair)), reverse)
+    assert_same(as_loss(logits, logits, k3(*log_pair(logits, ref))), forward)
+
+
+@seeds
+def test_off_policy_losses_without_a_ratio_are_biased(seed):
+    logits, old, ref = policies(seed)
+    known = [
+        partial(w, logits, ref, d) for w in (TREE.visits(logits), TREE.visits(old)) for d in ("reverse", "forward")
+    ]
+    for estimator in (k2, k3):
+        biased = as_loss(logits, old, estimator(*log_pair(logits, ref)))
+        for exact in [*known, full(logits, ref), full(logits, ref, "forward")]:
+            assert_apart(biased, exact)
+
+
+@seeds
+def test_off_policy_losses_with_a_ratio(seed):
+    # In the graph for k3 and k1, detached for k2: the reverse KL. Detached k3: the forward KL. Detached k1: nothing.
+    logits, old, ref = policies(seed)
+    visits = TREE.visits(old)
+    reverse, forward = (partial(visits, logits, ref, direction) for direction in ("reverse", "forward"))
+
+    def loss(estimator, detached):
+        logps, ref_logps = log_pair(logits, ref)
+        ratio = importance_ratio(logps, TREE.token_logps(old))
+        return as_loss(logits, old, (ratio.detach() if detached else ratio) * estimator(logps, ref_logps))
+
+    assert_same(loss(k3, detached=False), reverse)
+    assert_same(loss(k1, detached=False), reverse)
+    assert_same(loss(k2, detached=True), reverse)
+    assert_same(loss(k3, detached=True), forward)
+    assert_same(loss(k1, detached=True), torch.zeros_like(logits))
+    # k2 with the ratio in the graph is the gradient of E[k2], which is another thing.
+    table, ref_table = logits.log_softmax(-1), ref.log_softmax(-1)
+    mean_k2 = (table.exp() * (table - ref_table) ** 2 / 2).sum(-1)
+    assert_same(loss(k2, detached=False), gradient((visits * mean_k2).sum(), logits))
+    assert_apart(loss(k2, detached=False), reverse)
+
+
+@seeds
+def test_the_estimators_as_rewards(seed):
+    # Detached and times the score: k1 gives the reverse KL, k3 the reverse less the forward, k2 neither.
+    logits, _, ref = policies(seed)
+    visits, pair = TREE.visits(logits), log_pair(logits, ref)
+    reverse, forward = (partial(visits, logits, ref, direction) for direction in ("reverse", "forward"))
+    as_reward = {e: as_loss(logits, logits, e(*pair).detach() * TREE.token_logps(logits)) for e in (k1, k2, k3)}
+    assert_same(as_reward[k1], reverse)
+    assert_same(as_reward[k3], reverse - forward)
+    for exact in (reverse, forward, reverse - forward):
+        assert_apart(as_reward[k2], exact)
+
+
+# Cohort's coefficients, on-policy -----------------------------------------------------------------------------------
+
+
+@seeds
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("correction", ["none", "token_ratio", "prefix_product"])
+def test_token_scope_is_the_partial_gradient_on_policy(seed, direction, correction):
+    logits, _, ref = policies(seed)
+    exact = partial(TREE.visits(logits), logits, ref, direction)
+    assert_same(kl_descent(logits, ref, direction=direction, correction=correction), exact)
+    # Old log-probs that are the current ones change nothing.
+    assert_same(kl_descent(logits, ref, old=logits.detach(), direction=direction, correction=correction), exact)
+
+
+@seeds
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("correction", ["none", "sequence_weight"])
+def test_sequence_scope_is_the_full_gradient_on_policy(seed, direction, correction):
+    logits, _, ref = policies(seed)
+    exact = full(logits, ref, direction)
+    assert_same(kl_descent(logits, ref, direction=direction, scope="sequence", correction=correction), exact)
+
+
+@seeds
+def test_full_and_partial_and_forward_are_different_gradients(seed):
+    logits, _, ref = policies(seed)
+    visits = TREE.visits(logits)
+    assert_apart(full(logits, ref), partial(visits, logits, ref))
+    assert_apart(full(logits, ref, "forward"), partial(visits, logits, ref, "forward"))
+    # The forward KL of whole sequences does chain, over the reference's prefixes.
+    assert_same(full(logits, ref, "forward"), partial(TREE.visits(ref), logits, ref, "forward"))
+
+
+@seeds
+def test_the_sequences_k2_and_k3_as_losses_are_what_sequence_scope_computes(seed):
+    logits, _, ref = policies(seed)
+    probability = TREE.logps(logits).exp().detach()
+    for estimator, direction in ((k2, "reverse"), (k3, "forward")):
+        loss = (probability * estimator(TREE.logps(logits), TREE.logps(ref))).sum()
+        assert_same(kl_descent(logits, ref, direction=direction, scope="sequence"), gradient(loss, logits))
+
+
+@seeds
+@pytest.mark.parametrize("preset", ["grpo", "default"])
+def test_the_presets_kl_terms(seed, preset):
+    # DeepSeekMath's k3 loss is the forward KL's gradient; what setting beta adds to the default is the reverse KL's.
+    logits, _, ref = policies(seed)
+    kl = PRESETS[preset].kl
+    descent = kl_descent(logits, ref, direction=kl.direction, scope=kl.scope, correction=kl.correction)
+    assert_same(descent, partial(TREE.visits(logits), logits, ref, "forward" if preset == "grpo" else "reverse"))
+
+
+@seeds
+def test_a_mean_over_tokens_weighs_short_sequences_more(seed):
+    # 1/|o| depends on the sample, so the prefixes' weights are no longer how often they are visited, but the mean of
+    # 1/|o| there; and at a prefix the sampled token is no longer weighted by its probability alone.
+    logits, _, ref = policies(seed)
+    exact = partial(TREE.visits(logits), logits, ref)
+    by_length = kl_descent(logits, ref, aggregation="seq_mean_token_mean")
+    per_token = (TREE.logps(logits).exp().detach() / TREE.lengths_Q)[SEQUENCE_L] * k1(*log_pair(logits, ref)).detach()
+    assert_same(by_length, gradient((per_token * TREE.token_logps(logits)).sum(), logits))
+    assert cosine(by_length, exact) < 0.999
+
+
+# Cohort's coefficients, off-policy ----------------------------------------------------------------------------------
+
+
+@seeds
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_token_ratio_keeps_the_samplers_prefixes(seed, direction):
+    logits, old, ref = policies(seed)
+    descent = kl_descent(logits, ref, old=old, direction=direction, correction="token_ratio")
+    assert_same(descent, partial(TREE.visits(old), logits, ref, direction))
+    assert_apart(descent, partial(TREE.visits(logits), logits, ref, direction))
+
+
+@seeds
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("correction", ["prefix_product", "sequence_weight"])
+def test_prefix_product_and_sequence_weight_restore_the_policys_prefixes(seed, direction, correction):
+    logits, old, ref = policies(seed)
+    descent = kl_descent(logits, ref, old=old, direction=direction, correction=correction)
+    assert_same(descent, partial(TREE.visits(logits), logits, ref, direction))
+
+
+@seeds
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_sequence_weight_with_sequence_scope_is_the_full_gradient(seed, direction):
+    logits, old, ref = policies(seed)
+    descent = kl_descent(logits, ref, old=old, direction=direction, scope="sequence", correction="sequence_weight")
+    assert_same(descent, full(logits, ref, direction))
+
+
+@seeds
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+def test_without_a_correction_it_is_no_kls_gradient(seed, direction, scope):
+    logits, old, ref = policies(seed)
+    descent = kl_descent(logits, ref, old=old, direction=direction, scope=scope)
+    for d in ("reverse", "forward"):
+        assert_apart(descent, full(logits, ref, d))
+        for drawn_from in (logits, old):
+            assert_apart(descent, partial(TREE.visits(drawn_from), logits, ref, d))
+
+
+@seeds
+@pytest.mark.parametrize("correction", ["token_ratio", "prefix_product"])
+def test_the_anchor_must_be_the_policy_that_sampled(seed, correction):
+    logits, old, ref = policies(seed)
+    sampler = TREE.logits(seed + 300).detach()
+    visits = TREE.visits(sampler if correction == "token_ratio" else logits)
+    right = kl_descent(logits, ref, old=old, sampler=sampler, correction=correction, anchor="sampler")
+    assert_same(right, partial(visits, logits, ref))
+    wrong = kl_descent(logits, ref, old=old, sampler=sampler, correction=correction, anchor="old")
+    assert_apart(wrong, right)
+
+
+@seeds
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_a_geometric_mean_on_the_kl_is_the_gradient_of_none_of_these(seed, off_policy):
+    # The ratio of GSPO in the graph of a k3 loss. On-policy its value is 1 and its gradient still is not the token's.
+    logits, old, ref = policies(seed)
+    drawn_from = old if off_policy else logits.detach()
+    logps, ref_logps = log_pair(logits, ref)
+    mean_ratio = leveled_log_ratio(logps - TREE.token_logps(drawn_from), "sequence_mean", SEQUENCE_L).exp()
+    geometric = as_loss(logits, drawn_from, mean_ratio * k3(logps, ref_logps))
+    exact = [partial(TREE.visits(d), logits, ref, way) for d in (logits, drawn_from) for way in ("reverse", "forward")]
+    for known in [*exact, full(logits, ref), full(logits, ref, "forward")]:
+        assert_apart(geometric, known)
+        assert cosine(geometric, known) < 0.9999
+    # Detached, as a weight on Cohort's multiplier: off-policy wrong too.
+    if off_policy:
+        logps, ref_logps = log_pair(logits, ref)
+        kappa = kl_multiplier(logps, ref_logps, weight_N=mean_ratio).detach()
+        detached = as_loss(logits, old, kappa * logps)
+        for known in [*exact, full(logits, ref)]:
+            assert_apart(detached, known)
+
+
+# In the reward and in the advantage ---------------------------------------------------------------------------------
+
+
+def with_reward(kl, **parts):
+    return Objective(**{"baseline": "leave_one_out", "scale": None, "aggregation": "seq_sum", "kl": kl} | parts)
+
+
+def reward_gradient(logits, rewards):
+    return gradient(TREE.mean(logits, rewards), logits)
+
+
+@seeds
+@pytest.mark.parametrize("size", [2, 3])
+def test_rloo_climbs_the_reward_less_beta_times_the_full_kl(seed, size):
+    logits, _, ref = policies(seed)
+    rewards = TREE.rewards(seed)
+    rloo = PRESETS["rloo"].replace(beta=BETA)
+    true = reward_gradient(logits, rewards) - BETA * full(logits, ref)
+    assert_same(groups(3, 3, size).expected_ascent(rloo, logits, rewards, ref=ref), true)
+
+
+@seeds
+def test_a_mean_that_counts_the_completion_shrinks_the_kl_in_the_reward_too(seed):
+    logits, _, ref = policies(seed)
+    rewards = TREE.rewards(seed)
+    objective = with_reward(KL(beta=BETA, scope="sequence", place="reward"), baseline="group_mean")
+    true = reward_gradient(logits, rewards) - BETA * full(logits, ref)
+    assert_same(groups(3, 3, 2).expected_ascent(objective, logits, rewards, ref=ref), true / 2)
+
+
+@seeds
+@pytest.mark.parametrize("credit", ["outcome", "return_to_go"])
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+def test_in_the_advantage_the_scope_decides(seed, scope, credit):
+    logits, _, ref = policies(seed)
+    rewards = TREE.rewards(seed)
+    objective = with_reward(KL(beta=BETA, scope=scope, place="advantage"), credit=credit)
+    kl = full(logits, ref) if scope == "sequence" else partial(TREE.visits(logits), logits, ref)
+    ascent = groups(3, 3, 2).expected_ascent(objective, logits, rewards, ref=ref)
+    assert_same(ascent, reward_gradient(logits, rewards) - BETA * kl)
+
+
+@seeds
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+def test_in_the_advantage_the_mean_baseline_does_not_shrink_it(seed, scope):
+    logits, _, ref = policies(seed)
+    rewards = TREE.rewards(seed)
+    objective = with_reward(KL(beta=BETA, scope=scope, place="advantage"), baseline="group_mean")
+    kl = full(logits, ref) if scope == "sequence" else partial(TREE.visits(logits), logits, ref)
+    ascent = groups(3, 3, 2).expected_ascent(objective, logits, rewards, ref=ref)
+    assert_same(ascent, reward_gradient(logits, rewards) / 2 - BETA * kl)
+
+
+@seeds
+@pytest.mark.parametrize("baseline", ["none", "leave_one_out"])
+def test_returns_to_go_of_the_kl_are_the_full_gradient(seed, baseline):
+    logits, _, ref = policies(seed)
+    rewards = TREE.rewards(seed)
+    kl = KL(beta=BETA, scope="sequence", place="reward")
+    objective = with_reward(kl, baseline=baseline, credit="return_to_go")
+    ascent = groups(3, 3, 2).expected_ascent(objective, logits, rewards, ref=ref)
+    assert_same(ascent, reward_gradient(logits, rewards) - BETA * full(logits, ref))
+
+
+@seeds
+@pytest.mark.parametrize("place", ["reward", "advantage"])
+def test_a_discount_of_zero_leaves_the_partial_gradient(seed, place):
+    # Each token answers for its own k1 only, and the last token for the reward (here none).
+    logits, _, ref = policies(seed)
+    kl = KL(beta=BETA, scope="sequence", place=place)
+    objective = with_reward(kl, baseline="none", credit="return_to_go", discount=0.0)
+    ascent = ONE.expected_ascent(objective, logits, NO_REWARD, ref=ref)
+    assert_same(ascent, -BETA * partial(TREE.visits(logits), logits, ref))
+
+
+@seeds
+def test_off_policy_a_kl_in_the_reward_is_the_old_policys(seed):
+    # Its log-ratio is the old policy's and stays: with exact sequence weights the climb is that of a fixed reward.
+    logits, old, ref = policies(seed)
+    rewards = TREE.rewards(seed)
+    kl = KL(beta=BETA, scope="sequence", place="reward")
+    objective = with_reward(kl, ratio_level="sequence_product")
+    ascent = groups(3, 3, 2).expected_ascent(objective, logits, rewards, old=old, ref=ref)
+    fixed = (TREE.logps(old) - TREE.logps(ref)).detach()
+    assert_same(ascent, reward_gradient(logits, rewards - BETA * fixed))
+    assert_apart(ascent, reward_gradient(logits, rewards) - BETA * full(logits, ref))
