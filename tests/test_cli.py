@@ -251,3 +251,46 @@ def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
 def test_importing_the_package_is_light():
     code = "import sys, cohort; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pydantic')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_objective_lists_every_preset(capsys):
+    from cohort.presets import PRESETS
+
+    assert main(["objective"]) == 0
+    said = capsys.readouterr().out
+    for row in PRESETS.values():
+        assert f"{row.identity} " in said
+        assert row.summary in said
+
+
+def test_objective_explains_one_with_changes(capsys):
+    assert main(["objective", "dapo", "--set", "trust_region.high=1.4", "beta=0.01", "scale=none"]) == 0
+    said = capsys.readouterr().out
+    assert "objective dapo@1" in said
+    assert "changed      scale, trust_region, kl" in said
+    assert "min(r A, clip(r, 0.8, 1.4) A)" in said
+    assert "beta = 0.01" in said
+    table = {float(line.split()[0]): line.split()[1:] for line in said.splitlines() if line[:10].strip()[:1].isdigit()}
+    assert table[1.0] == ["1", "-1"]
+    assert table[1.4] == ["1.4", "-1.4"]  # on the bound the gradient is whole
+    assert table[1.5] == ["0", "-1.5"]
+    assert table[0.5] == ["0.5", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["objective", "dapoo"], "unknown preset 'dapoo'; did you mean dapo"),
+        (["objective", "dapo@7"], "preset dapo has version 1, not '7'"),
+        (
+            ["objective", "dapo", "--set", "trust_region.hihg=1"],
+            "unknown setting trust_region.hihg; did you mean high?",
+        ),
+        (["objective", "dapo", "--set", "beta"], "expected PART=VALUE"),
+        (["objective", "--set", "beta=1"], "--set needs a preset"),
+        (["objective", "rloo", "--set", "scale=group_std"], "would divide beta by the group's spread"),
+    ],
+)
+def test_mistakes_about_objectives_are_answered(capsys, arguments, expected):
+    assert main(arguments) == 2
+    assert expected in capsys.readouterr().err

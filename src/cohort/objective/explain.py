@@ -22,7 +22,8 @@ def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
     inside = [bound for bound in bounds if isinstance(bound, float) and 0 < bound < 1 / PROBABILITY]
     if isinstance(objective.trust_region, TVMask | KLMask):  # not bounds of a ratio
         inside = []
-    ratios = sorted({*RATIOS, *inside})
+    # A bound itself still counts as inside: a hair toward 1, so that exp(log(bound)) is not a hair past it.
+    ratios = sorted({*(r for r in RATIOS if r not in inside), *(bound + (1 - bound) * 1e-9 for bound in inside)})
     objective = objective.replace(kl=KL(), mismatch=())
     count = len(ratios)
     anchor_N = torch.full((count,), math.log(PROBABILITY), dtype=torch.float64)
@@ -47,7 +48,7 @@ def explain(objective: Objective) -> str:
     note = ""
     if isinstance(objective.trust_region, TVMask | KLMask):
         note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
-    rows = [f"  {ratio:>8.4g}  {up:>9.4g}  {down:>9.4g}" for ratio, up, down in coefficient_table(objective)]
+    rows = [f"  {ratio:>8.6g}  {up + 0.0:>9.5g}  {down + 0.0:>9.5g}" for ratio, up, down in coefficient_table(objective)]
     return "\n".join(
         [
             objective.describe(),
