@@ -13,7 +13,7 @@ import torch
 from cohort.config import GRPOConfig, ModelConfig, Schedule
 from cohort.data import Place, PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
-from cohort.objective import custom_rule
+from cohort.objective import Objective, custom_rule
 from cohort.policy import (
     Policy,
     context_length,
@@ -82,7 +82,7 @@ class GRPOTrainer:
             _reward_functions(functions),
             config.reward.weights,
             per_token=objective.credit in ("process", "given"),
-            not_negative=isinstance(objective.scale, GroupMean),
+            not_negative=_part_without_negative_rewards(objective),
         )
         rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows, "training")
         if rows is None:
@@ -104,6 +104,7 @@ class GRPOTrainer:
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         ends = end_token_ids(self.policy.model, self.tokenizer)
         self.engine = LocalEngine(self.policy, self.tokenizer, ends, max_batch_size=config.rollout.max_batch_size)
+        self._place = Place()
         self.evaluator = None if eval_prompts is None else self._evaluator(eval_prompts)
         self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
@@ -138,7 +139,7 @@ class GRPOTrainer:
             optimizer=self.optimizer,
             evaluator=self.evaluator,
             adaptive=Adaptive.of(self.objective),
-            place=Place(),
+            place=self._place,
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
@@ -173,7 +174,7 @@ class GRPOTrainer:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = metrics["step"] * self.schedule.prompts_per_step * self.schedule.num_generations
+        self.summary["completions"] = self._place.taken * self.schedule.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -307,6 +308,12 @@ def _rows(given: Any, source: str, split: str, limit: int | None, kind: str) -> 
     if given is None:
         return load_rows(source, split=split, limit=limit) if source else None
     return first_rows(check_rows(given, f"the {kind} data"), limit)
+
+
+def _part_without_negative_rewards(objective: Objective) -> str | None:
+    if isinstance(objective.scale, GroupMean):
+        return "scale 'group_mean' (a negative mean turns every sign round)"
+    return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None
 
 
 def _reward_functions(given: Any) -> list[RewardFunction]:

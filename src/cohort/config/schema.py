@@ -208,9 +208,10 @@ class GRPOConfig(Section):
                 f"rollout.num_generations is 1, and {what} compares a completion with the others of its group: set "
                 "num_generations to 2 or more, or objective.baseline to 'batch_mean' and objective.scale to 'none'"
             )
-        if isinstance(objective.group_filter, TopK) and objective.group_filter.k > size:
+        if isinstance(objective.group_filter, TopK) and objective.group_filter.k >= size:
             raise ValueError(
-                f"objective.group_filter.k ({objective.group_filter.k}) is more than rollout.num_generations ({size})"
+                f"objective.group_filter.k is {objective.group_filter.k}, which leaves none of "
+                f"rollout.num_generations ({size}) out: raise num_generations, to 16 or 24, or lower k"
             )
         if isinstance(objective.scale, GroupMean) and min(self.reward.weights or (0,)) < 0:
             raise ValueError(

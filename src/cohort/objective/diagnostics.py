@@ -17,6 +17,7 @@ from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
 from cohort.objective.segments import segment_sum
 from cohort.objective.trust import trust_region
 from cohort.presets.objective import Objective
+from cohort.presets.parts import FIPO, GMPO, Cap, Mask, PPOClip
 
 VERY_UNLIKELY = 1e-4
 """A token that the trainer thinks this much less likely than the sampler did: engines do not differ so by rounding."""
@@ -137,9 +138,10 @@ def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]
     log_ratio_N, a_N, sequence_N = tokens.coefficients.log_ratio_N, tokens.advantages_N, tokens.sequence_N
     ratio_N = exp_held(log_ratio_N)
     rule = objective.trust_region
-    low, high = getattr(rule, "low", 0.8), getattr(rule, "high", 1.2)
-    if low >= 1 or high <= 1:  # bounds of something else than a ratio
-        low, high = 0.8, 1.2
+    of_tokens = isinstance(rule, GMPO) or objective.ratio_level == "token"  # the ratios here are single tokens'
+    low, high = (
+        (rule.low, rule.high) if of_tokens and isinstance(rule, PPOClip | Mask | Cap | GMPO | FIPO) else (0.8, 1.2)
+    )
     up_N, down_N = a_N > 0, a_N < 0
     sums = {
         "ratio": _sum(ratio_N),

@@ -10,7 +10,7 @@ from cohort.objective.coefficients import coefficients
 from cohort.presets.objective import Objective
 from cohort.presets.parts import KL, KLMask, TVMask
 
-RATIOS = (0.25, 0.5, 0.8, 0.9, 0.999, 1.0, 1.001, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+RATIOS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 PROBABILITY = 0.08
 """The probability of the shown token under the policy it was drawn from, for rules that look at more than the ratio."""
 
@@ -48,13 +48,6 @@ def explain(objective: Objective) -> str:
     note = ""
     if isinstance(objective.trust_region, TVMask | KLMask):
         note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
-    rows = [f"  {ratio:>8.6g}  {up + 0.0:>9.5g}  {down + 0.0:>9.5g}" for ratio, up, down in coefficient_table(objective)]
-    return "\n".join(
-        [
-            objective.describe(),
-            "",
-            f"gradient coefficient of a one-token completion, times Z{note}:",
-            f"  {'ratio':>8}  {'A = +1':>9}  {'A = -1':>9}",
-            *rows,
-        ]
-    )
+    lines = zip(("ratio", "A = +1", "A = -1"), zip(*coefficient_table(objective), strict=True), strict=True)
+    rows = [f"    {name:<7}" + "".join(f"{number + 0.0:>8.5g}" for number in numbers) for name, numbers in lines]
+    return "\n".join([objective.describe(), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])

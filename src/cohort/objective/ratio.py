@@ -20,7 +20,8 @@ from cohort.presets.parts import RatioLevel
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held to +-20 before ``exp``: float32 overflows at 88.7, and e^20 = 4.9e8 is past any use. The share of
-tokens held is logged (``ratio/held_share``); it is 0 in a run that is not already lost."""
+tokens whose own ratio is held is logged as ``ratio/held_share``, of those whose ratio at the objective's level is as
+``tokens/held_share``; both are 0 in a run that is not already lost."""
 
 
 def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cohort.errors import RewardError
 from cohort.objective.advantages import group_statistics
 from cohort.presets.parts import SoftOverlong, TopK, Unlikeliness
 
@@ -45,6 +46,9 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
         mean_logps_S: each completion's mean log-prob per token, as it was sampled.
         group_S: group ids; G is the group's size.
 
+    Raises:
+        RewardError: a reward is negative: being likely would make its penalty smaller.
+
     Equal likelihoods share the lower rank, so the order of completions does not matter.
 
     Source: "Rewarding the Unlikely" (arXiv 2506.02355).
@@ -53,6 +57,10 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
     >>> unlikeliness(Unlikeliness(strength=0.25), torch.ones(2), mean_logps_S=lp, group_S=one_group)
     tensor([0.8750, 1.0000], dtype=torch.float64)
     """
+    if bool((rewards_S < 0).any()):
+        raise RewardError(
+            "unlikeliness needs rewards that are not negative: it would soften likely completions' penalty"
+        )
     _, index_S, count_R = torch.unique(group_S, return_inverse=True, return_counts=True)
     by_likelihood = torch.argsort(mean_logps_S, stable=True)
     order_S = by_likelihood[torch.argsort(index_S[by_likelihood], stable=True)]

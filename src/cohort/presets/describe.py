@@ -259,8 +259,13 @@ def entropy_text(objective: Objective) -> str:
     bonus = objective.entropy
     if bonus is None or (bonus.coefficient == 0 and bonus.target is None):
         return ""
-    moving = f", moving by {bonus.step:g} toward an entropy of {bonus.target:g}" if bonus.target else ""
-    return f"+ {bonus.coefficient:g}{moving} * mean full-vocabulary entropy"
+    moving = (
+        f"; the weight moves by {bonus.step:g} an update, up while the entropy is at most {bonus.target:g}, else down, "
+        "and counts only then"
+    )
+    return f"+ {bonus.coefficient:g} * mean full-vocabulary entropy over the loss tokens" + (
+        moving if bonus.target else ""
+    )
 
 
 def aggregation_text(objective: Objective) -> str:

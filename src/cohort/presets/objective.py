@@ -212,6 +212,11 @@ def check_advantage_parts(objective: Objective) -> None:
             f"group_filter {objective.group_filter.rule!r} drops groups of equal rewards, which teach with baseline "
             f"{baseline!r}: set group_filter 'none', or baseline 'group_mean'"
         )
+    if isinstance(objective.group_filter, DropDead | DynamicSampling) and objective.unlikeliness:
+        raise ConfigError(
+            "unlikeliness gives groups of equal rewards something to learn, and group_filter "
+            f"{objective.group_filter.rule!r} would drop them before: set one of them to 'none'"
+        )
     if objective.reward_aggregation == "sum_then_normalize":
         return
     if objective.credit != "outcome":

@@ -311,6 +311,7 @@ class KL:
     def _check_place(self) -> None:
         if self.place == "loss":
             return
+        require(self.anchor == "old", f"kl.anchor 'sampler' has no effect with kl.place {self.place!r}")
         require(
             self.direction == "reverse",
             f"kl.place {self.place!r} gives the reverse KL's gradient only: k3 as a reward is the reverse minus the "

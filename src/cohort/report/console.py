@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from cohort.config import GRPOConfig, Schedule
+from cohort.objective import explain
 
 if TYPE_CHECKING:
     from cohort.data import PromptStream
@@ -51,7 +52,7 @@ def describe_run(
             f"stop strings {list(rollout.stop) or 'none'}, "
             f"end tokens {ends or 'none: every completion runs to its limit'}",
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
-            objective.describe(),
+            explain(objective),
             f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
             f"gradient norm cut to {optim.max_grad_norm:g}",
             schedule.describe(),
@@ -107,7 +108,8 @@ class StepDisplay:
             self._bar.update(self._task, completed=step)
         elif step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps:
             print(f"step {step}/{self._steps}  {line}", flush=True)
-        if metrics["groups/dead_share"] == 1 and not self._warned:
+        nothing_learned = metrics.get("tokens/no_advantage_share", 1) == 1
+        if metrics["groups/dead_share"] == 1 and nothing_learned and not self._warned:
             self._warned = True
             self._say(f"step {step}: in every group all rewards are equal, so the rewards teach nothing here")
         if "eval/reward/mean" in metrics:
@@ -135,7 +137,7 @@ def step_line(metrics: dict[str, Any]) -> str:
     """A step's headline. Reward and what is behind it; never a loss, whose value says nothing here."""
     parts = [f"reward {_number(metrics['reward/mean'])}"]
     for key, value in metrics.items():
-        if key.startswith("rewards/"):
+        if key.startswith("rewards/") and key.count("/") == 1:
             parts.append(f"{key.removeprefix('rewards/')} {_number(value)}")
     parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
     if metrics["groups/rounds"] > 1:

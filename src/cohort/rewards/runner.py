@@ -19,7 +19,7 @@ class RewardRunner:
         functions: see ``rewards.contract``.
         weights: one per function; None: 1 each.
         per_token: the functions reward tokens, not completions.
-        not_negative: the objective divides by a mean reward: a function that returns a negative one is refused.
+        not_negative: the part of the objective that takes no negative reward: a function that returns one is refused.
 
     Raises:
         RewardError: no functions, something that is not callable, or another number of weights.
@@ -31,7 +31,7 @@ class RewardRunner:
         weights: Sequence[float] | None = None,
         *,
         per_token: bool = False,
-        not_negative: bool = False,
+        not_negative: str | None = None,
     ) -> None:
         if not functions:
             raise RewardError("no reward function given: set reward.functions, or pass reward_funcs")
@@ -84,8 +84,8 @@ class RewardRunner:
         results = call_reward(function, name, groups, per_token=self.per_token)
         if self.not_negative and any(number < 0 for numbers in results for number in numbers):
             raise RewardError(
-                f"reward function {name} returned a negative reward, and objective.scale 'group_mean' divides by the "
-                "group's mean: set objective.scale to 'group_std' or 'none', or shift the reward"
+                f"reward function {name} returned a negative reward, which does not go with objective."
+                f"{self.not_negative}: shift the reward, or change that part"
             )
         return results
 

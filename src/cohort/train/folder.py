@@ -37,7 +37,13 @@ MAY_CHANGE_ON_RESUME = frozenset(
     {
         *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
         *("run.save_total_limit", "rollout.max_batch_size", "optim.microbatch_tokens"),
-        *("model.device", "model.gradient_checkpointing", "report.progress", "report.log_completions"),
+        *(
+            "model.device",
+            "model.gradient_checkpointing",
+            "report.progress",
+            "report.log_completions",
+            "report.update_kl_completions",
+        ),
     }
 )
 """Settings that change where, how long or how fast a run goes, not what a step computes."""

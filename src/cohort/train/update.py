@@ -195,7 +195,7 @@ def prefix_weight(objective: Objective, micro: TokenBatch, logps_N: Tensor) -> T
     anchor_N = micro.sampler_logps_N if objective.kl.anchor == "sampler" else micro.old_logps_N
     if anchor_N is None:
         return torch.ones_like(logps_N)
-    log_ratio_N = torch.where(micro.loss_N, logps_N - anchor_N, 0.0)
+    log_ratio_N = torch.where(micro.loss_N, logps_N - anchor_N, 0.0).nan_to_num(nan=0.0)
     weight_N = kl_correction(objective.kl, log_ratio_N, micro.sequence_N)
     return torch.ones_like(logps_N) if weight_N is None else weight_N
 
