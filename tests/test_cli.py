@@ -270,7 +270,8 @@ def test_objective_explains_one_with_changes(capsys):
     assert "changed      scale, trust_region, kl" in said
     assert "min(r A, clip(r, 0.8, 1.4) A)" in said
     assert "beta = 0.01" in said
-    table = {float(line.split()[0]): line.split()[1:] for line in said.splitlines() if line[:10].strip()[:1].isdigit()}
+    ratios, up, down = (line[11:].split() for line in said.splitlines()[-3:])
+    table = {float(ratio): [one, other] for ratio, one, other in zip(ratios, up, down, strict=True)}
     assert table[1.0] == ["1", "-1"]
     assert table[1.4] == ["1.4", "-1.4"]  # on the bound the gradient is whole
     assert table[1.5] == ["0", "-1.5"]

@@ -1,4 +1,4 @@
-"""Hand-worked advantages, degenerate groups, missing rewards, invariances."""
+"""Hand-worked advantages, every baseline and scale, degenerate groups, missing rewards, invariances."""
 
 import math
 
@@ -7,40 +7,222 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.objective import group_advantages, group_statistics
+from cohort.errors import RewardError
+from cohort.objective import combined_advantages, group_statistics, outcome_advantages
+from cohort.presets.parts import BatchStd, GroupMean, GroupStd
 
 ONE_GROUP = torch.zeros(8, dtype=torch.long)
 KNOWN = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
+NAN = math.nan
+EXACT = GroupStd(epsilon=0.0)
+BASELINES = ["none", 0.3, "group_mean", "leave_one_out", "length_weighted", "batch_mean", "second_best"]
+GROUP_BASELINES = ["group_mean", "leave_one_out", "length_weighted", "second_best"]
+SCALES = [None, GroupStd(), GroupMean(), BatchStd(), BatchStd(of="centred")]
 
 
-def test_known_answer_of_eight_binary_rewards():
+def doubles(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def longs(*values):
+    return torch.tensor(values, dtype=torch.long)
+
+
+def check(got, *expected):
+    torch.testing.assert_close(got, doubles(*expected), rtol=1e-13, atol=1e-15)
+
+
+# Known answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "right", "wrong"),
+    [
+        ("group_mean", EXACT, 1.207615, -0.724569),
+        ("leave_one_out", None, 0.714286, -0.428571),
+        ("group_mean", GroupMean(), 1.666667, -1.0),
+        ("group_mean", None, 0.625, -0.375),
+        ("none", None, 1.0, 0.0),
+        (0.5, None, 0.5, -0.5),
+        ("batch_mean", None, 0.625, -0.375),
+        ("none", GroupMean(), 8 / 3, 0.0),
+    ],
+)
+def test_known_answers_of_eight_binary_rewards(baseline, scale, right, wrong):
+    got = outcome_advantages(KNOWN, ONE_GROUP, baseline=baseline, scale=scale)
+    assert got.tolist() == pytest.approx([right if r else wrong for r in KNOWN.tolist()], abs=5e-7)  # printed digits
+
+
+def test_known_answer_to_the_last_digit():
     # mean 3/8; sample variance 8 * (3/8)(5/8) / 7 = 15/56, std 0.517549; (5/8)/std and (-3/8)/std.
-    advantages = group_advantages(KNOWN, ONE_GROUP, epsilon=0.0)
+    advantages = outcome_advantages(KNOWN, ONE_GROUP, scale=EXACT)
     std = math.sqrt(15 / 56)
     expected = torch.where(KNOWN == 1, 0.625 / std, -0.375 / std)
     torch.testing.assert_close(advantages, expected.double(), rtol=1e-6, atol=0)
-    assert advantages[0].item() == pytest.approx(1.207615, abs=5e-7)
-    assert advantages[1].item() == pytest.approx(-0.724569, abs=5e-7)
 
 
 def test_population_std_divides_by_the_group_size():
     # population std of 10011000 is sqrt(15/64)
-    advantages = group_advantages(KNOWN, ONE_GROUP, ddof=0, epsilon=0.0)
+    advantages = outcome_advantages(KNOWN, ONE_GROUP, scale=GroupStd(ddof=0, epsilon=0.0))
     assert advantages[0].item() == pytest.approx(0.625 / math.sqrt(15 / 64), rel=1e-12)
 
 
 def test_scale_none_only_centres():
-    assert group_advantages(KNOWN, ONE_GROUP, scale="none").tolist() == [0.625 if r else -0.375 for r in KNOWN.tolist()]
+    expected = [0.625 if r else -0.375 for r in KNOWN.tolist()]
+    assert outcome_advantages(KNOWN, ONE_GROUP, scale=None).tolist() == expected
 
 
 def test_two_completions_get_plus_and_minus_one_over_root_two():
-    advantages = group_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), epsilon=0.0)
-    torch.testing.assert_close(advantages, torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64))
+    check(outcome_advantages(torch.tensor([1.0, 0.0]), longs(0, 0), scale=EXACT), 0.5**0.5, -(0.5**0.5))
 
 
 def test_epsilon_is_added_to_the_std():
-    advantages = group_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), epsilon=1.0)
-    assert advantages[0].item() == pytest.approx(0.5 / (0.5**0.5 + 1), rel=1e-12)
+    check(
+        outcome_advantages(torch.tensor([1.0, 0.0]), longs(0, 0), scale=GroupStd(epsilon=1.0))[:1], 0.5 / (0.5**0.5 + 1)
+    )
+
+
+def test_the_default_is_grpo():
+    got = outcome_advantages(KNOWN, ONE_GROUP)
+    assert torch.equal(got, outcome_advantages(KNOWN, ONE_GROUP, baseline="group_mean", scale=GroupStd(epsilon=1e-6)))
+
+
+# Baselines ----------------------------------------------------------------------------------------------------------
+
+REWARDS = doubles(1.0, 4.0, 2.0, 8.0, 6.0)
+GROUPS = longs(3, 1, 3, 1, 3)
+"""Interleaved: group 3 has 1, 2, 6 (mean 3), group 1 has 4, 8 (mean 6); mean of all 4.2."""
+LENGTHS = longs(1, 3, 0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        ("none", [1, 4, 2, 8, 6]),
+        (2.0, [-1, 2, 0, 6, 4]),
+        ("group_mean", [-2, -2, -1, 2, 3]),
+        ("leave_one_out", [-3, -4, -1.5, 4, 4.5]),
+        # (1 * 1 + 0 * 2 + 3 * 6) / 4 = 4.75 and (3 * 4 + 1 * 8) / 4 = 5
+        ("length_weighted", [-3.75, -1, -2.75, 3, 1.25]),
+        ("batch_mean", [-3.2, -0.2, -2.2, 3.8, 1.8]),
+        # 3 (6 - 2) and 2 (8 - 4)
+        ("second_best", [0, 0, 0, 8, 12]),
+    ],
+)
+def test_baselines_by_hand(baseline, expected):
+    check(outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=None, lengths_S=LENGTHS), *expected)
+
+
+def test_leave_one_out_is_what_its_name_says():
+    got = outcome_advantages(REWARDS, GROUPS, baseline="leave_one_out", scale=None)
+    for i in range(5):
+        others = [REWARDS[j].item() for j in range(5) if j != i and GROUPS[j] == GROUPS[i]]
+        assert got[i].item() == pytest.approx(REWARDS[i].item() - sum(others) / len(others), rel=1e-13)
+
+
+def test_equal_lengths_weigh_equally():
+    equal = outcome_advantages(REWARDS, GROUPS, baseline="length_weighted", scale=None, lengths_S=longs(7, 7, 7, 7, 7))
+    check(equal, *outcome_advantages(REWARDS, GROUPS, scale=None).tolist())
+
+
+def test_a_group_of_empty_completions_has_its_plain_mean():
+    got = outcome_advantages(REWARDS, GROUPS, baseline="length_weighted", scale=None, lengths_S=longs(0, 3, 0, 1, 0))
+    check(got, -2, -1, -1, 3, 3)
+
+
+def test_length_weighting_needs_lengths():
+    with pytest.raises(ValueError, match="lengths_S"):
+        outcome_advantages(REWARDS, GROUPS, baseline="length_weighted")
+
+
+def test_an_unknown_baseline():
+    with pytest.raises(ValueError, match="unknown baseline"):
+        outcome_advantages(REWARDS, GROUPS, baseline="median")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([3.0, 1.0, 3.0], [0, 0, 0]),  # two share the maximum: no lead
+        ([3.0, 1.0, 1.0], [6, 0, 0]),
+        ([0.0, NAN, 2.0], [0, 0, 4]),  # n is the number of scored ones
+        ([-1.0, -3.0, -2.0], [3, 0, 0]),
+        ([NAN, NAN, 2.0], [0, 0, 0]),
+        ([NAN, NAN, NAN], [0, 0, 0]),
+    ],
+)
+def test_second_best(rewards, expected):
+    group = longs(0, 0, 0)
+    check(outcome_advantages(doubles(*rewards), group, baseline="second_best", scale=None), *expected)
+    # The same beside another group, before and behind.
+    for gid in (-1, 1):
+        beside = torch.cat([doubles(*rewards), doubles(5.0, 9.0)])
+        got = outcome_advantages(beside, longs(0, 0, 0, gid, gid), baseline="second_best", scale=None)
+        check(got, *expected, 0.0, 8.0)
+
+
+def test_second_best_is_unbiased_for_the_best_of_the_group():
+    # Every pair of two answers right with probability p: the mean of sum A grad log pi is the gradient of 1 - (1-p)^2.
+    p = 0.3
+    total = 0.0
+    for first in (0, 1):
+        for second in (0, 1):
+            weight = (p if first else 1 - p) * (p if second else 1 - p)
+            a = outcome_advantages(doubles(first, second), longs(0, 0), baseline="second_best", scale=None) / 2
+            scores = doubles(*(1 / p if r else -1 / (1 - p) for r in (first, second)))
+            total += weight * (a * scores).sum().item()
+    assert total == pytest.approx(2 * (1 - p), rel=1e-12)
+
+
+# Scales -------------------------------------------------------------------------------------------------------------
+
+
+def sample_std(*values):
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+@pytest.mark.parametrize(
+    ("scale", "divisors"),
+    [
+        (EXACT, [sample_std(1, 2, 6), sample_std(4, 8)]),
+        (GroupMean(), [3.0, 6.0]),
+        (GroupMean(epsilon=0.5), [3.5, 6.5]),
+        (BatchStd(of="raw", epsilon=0.0), [sample_std(1, 4, 2, 8, 6)] * 2),
+        (BatchStd(of="centred", epsilon=0.0), [sample_std(-2, -2, -1, 2, 3)] * 2),
+        (BatchStd(of="raw", ddof=0, epsilon=0.25), [sample_std(1, 4, 2, 8, 6) * math.sqrt(4 / 5) + 0.25] * 2),
+    ],
+)
+def test_scales_by_hand(scale, divisors):
+    of_3, of_1 = divisors
+    expected = [-2 / of_3, -2 / of_1, -1 / of_3, 2 / of_1, 3 / of_3]
+    check(outcome_advantages(REWARDS, GROUPS, scale=scale), *expected)
+
+
+def test_the_batchs_spread_leaves_unscored_completions_out():
+    rewards = torch.cat([REWARDS, doubles(NAN)])
+    for scale in (BatchStd(of="raw"), BatchStd(of="centred")):
+        got = outcome_advantages(rewards, torch.cat([GROUPS, longs(1)]), scale=scale)
+        check(got, *outcome_advantages(REWARDS, GROUPS, scale=scale).tolist(), 0.0)
+
+
+def test_lite_ppo_is_grpo_where_every_group_has_the_batchs_spread():
+    rewards, group = doubles(1, 0, 1, 0), longs(0, 0, 1, 1)
+    batch = outcome_advantages(rewards, group, scale=BatchStd(of="raw", ddof=0, epsilon=0.0))
+    check(batch, *outcome_advantages(rewards, group, scale=GroupStd(ddof=0, epsilon=0.0)).tolist())
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "none"])
+def test_negative_rewards_have_no_group_mean_to_divide_by(baseline):
+    with pytest.raises(RewardError, match="not negative .*got -0.5"):
+        outcome_advantages(doubles(1.0, -0.5, NAN), longs(0, 0, 0), baseline=baseline, scale=GroupMean())
+
+
+def test_rewards_of_zero_have_a_group_mean_to_divide_by():
+    check(outcome_advantages(doubles(0.0, 0.0, 1.0, 3.0), longs(0, 0, 1, 1), scale=GroupMean()), 0, 0, -0.5, 0.5)
+
+
+# Nothing to compare -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.7, 1e6])
@@ -48,39 +230,197 @@ def test_epsilon_is_added_to_the_std():
 def test_equal_rewards_give_exactly_zero(value, epsilon):
     # In float32, eight times 0.1 has mean != 0.1 and a std of about 8e-9: epsilon alone would not save it.
     rewards = torch.full((8,), value, dtype=torch.float32)
-    assert group_advantages(rewards, ONE_GROUP, epsilon=epsilon).tolist() == [0.0] * 8
+    assert outcome_advantages(rewards, ONE_GROUP, scale=GroupStd(epsilon=epsilon)).tolist() == [0.0] * 8
 
 
-def test_unscored_completions_are_left_out_of_the_statistics():
-    rewards = torch.tensor([1.0, math.nan, 0.0, 1.0])
-    group = torch.zeros(4, dtype=torch.long)
-    advantages = group_advantages(rewards, group, epsilon=0.0)
-    without = group_advantages(torch.tensor([1.0, 0.0, 1.0]), group[:3], epsilon=0.0)
-    assert advantages[1].item() == 0.0
-    torch.testing.assert_close(advantages[[0, 2, 3]], without, rtol=0, atol=0)
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("baseline", [*GROUP_BASELINES, "batch_mean"])
+def test_equal_rewards_give_exactly_zero_with_every_baseline_that_compares(baseline, scale):
+    rewards, group = torch.full((8,), 0.1), longs(0, 1, 0, 1, 0, 1, 0, 1)
+    got = outcome_advantages(rewards, group, baseline=baseline, scale=scale, lengths_S=torch.arange(8) % 3)
+    assert got.tolist() == [0.0] * 8
 
 
-@pytest.mark.parametrize("rewards", [[math.nan] * 3, [1.0, math.nan, math.nan], [math.nan, 2.0, 2.0]])
-def test_a_group_with_nothing_to_compare_teaches_nothing(rewards):
-    assert group_advantages(torch.tensor(rewards), torch.zeros(3, dtype=torch.long)).tolist() == [0.0] * 3
+def test_equal_rewards_of_a_group_teach_where_the_baseline_is_not_the_groups():
+    rewards, group = doubles(1, 1, 0, 1), longs(0, 0, 1, 1)
+    check(outcome_advantages(rewards, group, baseline=0.5, scale=None), 0.5, 0.5, -0.5, 0.5)
+    check(outcome_advantages(rewards, group, baseline="batch_mean", scale=None), 0.25, 0.25, -0.75, 0.25)
 
 
-def test_groups_are_told_apart_by_id_whatever_their_order_and_size():
-    rewards = torch.tensor([1.0, 5.0, 0.0, 5.0, 1.0, 9.0, 0.0])
-    group = torch.tensor([7, 2, 7, 2, 7, 2, 7])
-    together = group_advantages(rewards, group, epsilon=0.0)
-    for gid in (2, 7):
-        members = group == gid
-        alone = group_advantages(rewards[members], group[members], epsilon=0.0)
+def test_a_groups_spread_of_zero_silences_it_whatever_the_baseline():
+    got = outcome_advantages(doubles(1, 1, 0, 1), longs(0, 0, 1, 1), baseline="none", scale=GroupStd())
+    assert got[:2].tolist() == [0.0, 0.0]
+    assert got[3] > 0
+
+
+def test_a_groups_mean_of_zero_silences_it_whatever_the_baseline():
+    rewards, group = doubles(0, 0, 1, 1, 0, 2), longs(0, 0, 1, 1, 2, 2)
+    # r / mean, MaxRL without a baseline: equal rewards above 0 teach.
+    check(outcome_advantages(rewards, group, baseline="none", scale=GroupMean()), 0, 0, 1, 1, 0, 2)
+    check(outcome_advantages(rewards, group, scale=GroupMean()), 0, 0, 0, 0, -1, 1)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_unscored_completions_are_left_out_of_every_statistic(baseline, scale):
+    group, lengths = torch.cat([GROUPS, longs(3, 1)]), torch.cat([LENGTHS, longs(50, 2)])
+    rewards = torch.cat([REWARDS, doubles(NAN, NAN)])
+    got = outcome_advantages(rewards, group, baseline=baseline, scale=scale, lengths_S=lengths)
+    without = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
+    check(got, *without.tolist(), 0.0, 0.0)
+    assert got[-2:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[NAN] * 3, [1.0, NAN, NAN], [NAN, 2.0, 2.0]])
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("baseline", GROUP_BASELINES)
+def test_a_group_with_nothing_to_compare_teaches_nothing(rewards, scale, baseline):
+    got = outcome_advantages(
+        torch.tensor(rewards), longs(0, 0, 0), baseline=baseline, scale=scale, lengths_S=longs(1, 2, 3)
+    )
+    assert got.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("baseline", GROUP_BASELINES)
+def test_a_group_of_one_teaches_nothing_and_disturbs_nothing(baseline, scale):
+    rewards, group = torch.cat([REWARDS, doubles(5.0)]), torch.cat([GROUPS, longs(2)])
+    got = outcome_advantages(rewards, group, baseline=baseline, scale=scale, lengths_S=torch.cat([LENGTHS, longs(2)]))
+    assert got[-1].item() == 0.0
+    assert torch.isfinite(got).all()
+    if not isinstance(scale, BatchStd):  # which is of all rewards, the lone one's too
+        check(
+            got[:-1], *outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS).tolist()
+        )
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_an_empty_batch(baseline):
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert outcome_advantages(nothing.double(), nothing, baseline=baseline, lengths_S=nothing).tolist() == []
+
+
+# Groups -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [None, GroupStd(), GroupMean()], ids=str)
+@pytest.mark.parametrize("baseline", GROUP_BASELINES)
+def test_groups_are_told_apart_by_id_whatever_their_order_and_size(baseline, scale):
+    together = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
+    for gid in (1, 3):
+        members = gid == GROUPS
+        alone = outcome_advantages(
+            REWARDS[members], GROUPS[members], baseline=baseline, scale=scale, lengths_S=LENGTHS[members]
+        )
         torch.testing.assert_close(together[members], alone, rtol=0, atol=1e-15)
 
 
 def test_statistics_of_two_groups():
-    statistics = group_statistics(torch.tensor([1.0, 3.0, 4.0, 4.0]), torch.tensor([0, 0, 1, 1]))
+    statistics = group_statistics(torch.tensor([1.0, 3.0, 4.0, 4.0]), longs(0, 0, 1, 1))
     assert statistics.mean_R.tolist() == [2.0, 4.0]
     assert statistics.std_R.tolist() == [pytest.approx(2**0.5), 0.0]
     assert statistics.degenerate_R.tolist() == [False, True]
+    assert statistics.count_R.tolist() == [2.0, 2.0]
 
+
+def test_statistics_of_equal_rewards_have_no_spread_from_rounding():
+    # E[x^2] - E[x]^2 would have one.
+    assert group_statistics(torch.full((8,), 1e6 + 0.1, dtype=torch.float64), ONE_GROUP).degenerate_R.all()
+    near = group_statistics(doubles(1e6, 1e6 + 1e-6), longs(0, 0))
+    assert near.std_R.item() == pytest.approx(1e-6 / 2**0.5, rel=1e-3)  # 1e-6 itself is rounded at 1e6
+    assert not near.degenerate_R.any()
+
+
+def test_a_single_scored_member_has_no_sample_std():
+    statistics = group_statistics(doubles(1.0, NAN), longs(0, 0))
+    assert torch.isnan(statistics.std_R).all()
+    assert statistics.degenerate_R.all()
+
+
+# Several rewards ----------------------------------------------------------------------------------------------------
+
+TWO = torch.stack([doubles(1, 0, 0, 1, 3, 5), doubles(10, 20, 60, 1, 1, 4)], dim=1)
+TWO_GROUPS = longs(0, 0, 0, 1, 1, 1)
+WEIGHTS = doubles(1.0, 0.5)
+
+
+def standardised(*values):
+    mean, std = sum(values) / len(values), sample_std(*values)
+    return [(v - mean) / std for v in values]
+
+
+def mo_grpo_by_hand():
+    first = standardised(1, 0, 0) + standardised(1, 3, 5)
+    second = standardised(10, 20, 60) + standardised(1, 1, 4)
+    return [a + 0.5 * b for a, b in zip(first, second, strict=True)]
+
+
+def test_mo_grpo_by_hand():
+    got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, scale=EXACT)
+    check(got, *mo_grpo_by_hand())
+
+
+def test_gdpo_by_hand():
+    got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, scale=EXACT)
+    torch.testing.assert_close(got, doubles(*standardised(*mo_grpo_by_hand())), rtol=1e-12, atol=1e-14)
+
+
+def test_gdpos_epsilon_is_added_to_the_batchs_spread_too():
+    scale = GroupStd(epsilon=0.5)
+    first = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, scale=scale)
+    got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, scale=scale)
+    torch.testing.assert_close(got, (first - first.mean()) / (first.std() + 0.5), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("over_batch", [False, True])
+def test_several_rewards_are_invariant_to_a_positive_affine_map_of_each(over_batch):
+    mapped = TWO * doubles(7.0, 0.01) + doubles(-3.0, 40.0)
+    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=over_batch, scale=EXACT)
+    got = combined_advantages(mapped, WEIGHTS, TWO_GROUPS, over_batch=over_batch, scale=EXACT)
+    torch.testing.assert_close(got, plain, rtol=1e-10, atol=1e-12)  # the map itself rounds
+
+
+def test_one_reward_is_grpo_for_mo_grpo_and_grpo_times_a_factor_of_the_batch_for_gdpo():
+    column, one = TWO[:, 1:], doubles(1.0)
+    grpo = outcome_advantages(column[:, 0], TWO_GROUPS, scale=EXACT)
+    check(combined_advantages(column, one, TWO_GROUPS, over_batch=False, scale=EXACT), *grpo.tolist())
+    gdpo = combined_advantages(column, one, TWO_GROUPS, over_batch=True, scale=EXACT)
+    torch.testing.assert_close(gdpo, grpo / grpo.std(), rtol=1e-12, atol=1e-14)
+    assert abs(grpo.std().item() - 1) > 0.05  # the factor is not 1
+
+
+def test_a_rewards_nan_leaves_only_its_own_term_out():
+    rewards = TWO.clone()
+    rewards[0, 1] = NAN
+    got = combined_advantages(rewards, WEIGHTS, TWO_GROUPS, over_batch=False, scale=EXACT)
+    first, second = standardised(1, 0, 0), [0.0, *standardised(20, 60)]
+    check(got[:3], *(a + 0.5 * b for a, b in zip(first, second, strict=True)))
+
+
+@pytest.mark.parametrize("over_batch", [False, True])
+def test_a_completion_without_any_reward_has_no_part(over_batch):
+    rewards = torch.cat([TWO, torch.full((1, 2), NAN, dtype=torch.float64)])
+    got = combined_advantages(rewards, WEIGHTS, torch.cat([TWO_GROUPS, longs(1)]), over_batch=over_batch)
+    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=over_batch)
+    check(got, *plain.tolist(), 0.0)
+
+
+@pytest.mark.parametrize("over_batch", [False, True])
+def test_a_group_whose_rewards_are_all_equal_has_exactly_zero(over_batch):
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(12, 2, generator=generator)
+    rewards[:3] = 0.5
+    got = combined_advantages(rewards, WEIGHTS, torch.arange(12) // 3, over_batch=over_batch)
+    assert got[:3].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("over_batch", [False, True])
+def test_only_equal_rewards(over_batch):
+    got = combined_advantages(torch.full((6, 2), 0.1), WEIGHTS, TWO_GROUPS, over_batch=over_batch)
+    assert got.tolist() == [0.0] * 6
+
+
+# Properties ---------------------------------------------------------------------------------------------------------
 
 rewards_lists = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=9)
 
@@ -92,8 +432,8 @@ def test_a_positive_affine_map_of_the_rewards_changes_nothing(rewards, a, b):
     spread = (rewards.max() - rewards.min()).item()
     if 0 < spread < 1e-3:
         return  # rounding of a * R + b is then as large as the differences themselves
-    plain = group_advantages(rewards, group, epsilon=0.0)
-    mapped = group_advantages(a * rewards + b, group, epsilon=0.0)
+    plain = outcome_advantages(rewards, group, scale=EXACT)
+    mapped = outcome_advantages(a * rewards + b, group, scale=EXACT)
     if spread == 0:
         assert mapped.tolist() == plain.tolist() == [0.0] * len(rewards)
     else:
@@ -103,14 +443,34 @@ def test_a_positive_affine_map_of_the_rewards_changes_nothing(rewards, a, b):
 @given(rewards_lists)
 def test_advantages_of_a_group_sum_to_zero_and_have_variance_one(rewards):
     rewards = torch.tensor(rewards, dtype=torch.float64)
-    advantages = group_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long), epsilon=0.0)
+    advantages = outcome_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long), scale=EXACT)
     if rewards.max() - rewards.min() > 1e-3:
         assert abs(advantages.sum().item()) < 1e-7
         assert advantages.var().item() == pytest.approx(1.0, rel=1e-7)
 
 
+@pytest.mark.parametrize("scale", [None, GroupStd(), BatchStd(), BatchStd(of="centred")], ids=str)
+@pytest.mark.parametrize("baseline", [*GROUP_BASELINES, "batch_mean"])
+def test_a_shift_of_all_rewards_changes_nothing_with_any_baseline_that_compares(baseline, scale):
+    plain = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
+    got = outcome_advantages(REWARDS + 37.5, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
+    torch.testing.assert_close(got, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", ["none", 0.5])
+def test_a_shift_is_felt_without_one(baseline):
+    plain = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=None)
+    check(outcome_advantages(REWARDS + 37.5, GROUPS, baseline=baseline, scale=None), *(plain + 37.5).tolist())
+
+
+def test_the_group_mean_as_scale_is_invariant_to_a_factor_only():
+    plain = outcome_advantages(REWARDS, GROUPS, scale=GroupMean())
+    check(outcome_advantages(3 * REWARDS, GROUPS, scale=GroupMean()), *plain.tolist())
+    assert (outcome_advantages(REWARDS + 1, GROUPS, scale=GroupMean()) - plain).abs().max() > 0.05
+
+
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match="one length"):
-        group_advantages(torch.zeros(3), torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match="scale"):
-        group_advantages(torch.zeros(3), torch.zeros(3, dtype=torch.long), scale="batch")
+        outcome_advantages(torch.zeros(3), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(ValueError, match="one length"):
+        group_statistics(torch.zeros(3, 1), torch.zeros(3, 1, dtype=torch.long))

@@ -1,9 +1,18 @@
-"""The coefficient form against autograd of the paper's loss, written out independently here."""
+"""The coefficients' own contract: types, what is refused, causes, and the objective's value on a first update."""
 
 import pytest
 import torch
 
-from cohort.objective import PRESETS, coefficients, group_advantages, token_sums, token_weights
+from cohort.objective import (
+    PRESETS,
+    Cause,
+    UpdateTokens,
+    coefficients,
+    outcome_advantages,
+    token_statistics,
+    token_weights,
+)
+from cohort.presets.parts import GroupStd
 
 LENGTHS = [3, 1, 5, 2]
 SEQUENCE = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
@@ -35,6 +44,25 @@ def paper_objective(logps, old, ref, advantages, *, epsilon, beta):
     return total / len(LENGTHS)
 
 
+def statistics_of(objective, logps, advantages, weights, **others):
+    """The log's sums for a batch."""
+    got = coefficients(objective, logps, advantages, weights, **others)
+    tokens = UpdateTokens(
+        logps_N=logps,
+        entropy_N=torch.zeros_like(logps),
+        collision_N=torch.zeros_like(logps),
+        advantages_N=advantages,
+        weights_N=weights,
+        base_weights_N=weights,
+        sequence_N=SEQUENCE[: len(logps)],
+        coefficients=got,
+        sampler_logps_N=logps,
+        old_logps_N=others.get("old_logps_N"),
+        ref_logps_N=others.get("ref_logps_N"),
+    )
+    return token_statistics(objective, tokens).sums
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_coefficients_are_the_gradient_of_the_papers_objective(seed):
     logps, old, ref, advantages = random_logps(seed)
@@ -49,16 +77,8 @@ def test_coefficients_are_the_gradient_of_the_papers_objective(seed):
 def test_logged_values_are_the_papers_objective(seed):
     logps, old, ref, advantages = random_logps(seed)
     exact = paper_objective(logps, old, ref, advantages, epsilon=0.2, beta=0.04)
-    sums = token_sums(
-        PAPER,
-        logps,
-        advantages[SEQUENCE],
-        token_weights(SEQUENCE, 4),
-        torch.zeros_like(logps),
-        logps,
-        old_logps_N=old,
-        ref_logps_N=ref,
-    )
+    weights = token_weights(SEQUENCE, 4)
+    sums = statistics_of(PAPER, logps, advantages[SEQUENCE], weights, old_logps_N=old, ref_logps_N=ref)
     assert sums["policy_value"] - 0.04 * sums["kl_value"] == pytest.approx(exact.item(), rel=1e-12)
 
 
@@ -75,12 +95,12 @@ def test_without_an_old_policy_the_ratio_is_one():
 
 def test_first_update_value_is_zero_and_gradient_is_not():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    advantages = group_advantages(rewards, torch.zeros(4, dtype=torch.long))
+    advantages = outcome_advantages(rewards, torch.zeros(4, dtype=torch.long), scale=GroupStd())
     logps, _, _, _ = random_logps(0)
     weights = token_weights(SEQUENCE, 4)
     plain = PAPER.replace(beta=0.0)
     c = coefficients(plain, logps, advantages[SEQUENCE], weights).total_N
-    sums = token_sums(plain, logps, advantages[SEQUENCE], weights, torch.zeros_like(logps), logps)
+    sums = statistics_of(plain, logps, advantages[SEQUENCE], weights)
     assert sums["policy_value"] == pytest.approx(0.0, abs=1e-15)
     assert c.abs().min() > 0.04  # (1/2) / sqrt(1/3) / (4 * 5) for the longest completion
 
@@ -94,13 +114,22 @@ def test_zero_advantage_means_zero_policy_coefficient():
     assert got.kl_N.abs().max() > 0
 
 
-def test_coefficients_are_float32_or_better():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_coefficients_are_float32_or_better(dtype):
     logps, old, ref, advantages = random_logps(2)
-    half = coefficients(
-        PAPER, logps.bfloat16(), advantages[SEQUENCE], token_weights(SEQUENCE, 4), old_logps_N=old, ref_logps_N=ref
-    )
-    assert half.total_N.dtype == torch.float32
-    assert not half.total_N.requires_grad
+    weights = token_weights(SEQUENCE, 4)
+    got = coefficients(PAPER, logps.to(dtype), advantages[SEQUENCE], weights, old_logps_N=old, ref_logps_N=ref)
+    assert got.total_N.dtype == got.value_N.dtype == got.log_ratio_N.dtype == torch.float32
+    exact = coefficients(PAPER, logps, advantages[SEQUENCE], weights, old_logps_N=old, ref_logps_N=ref)
+    assert exact.total_N.dtype == torch.float64
+
+
+def test_coefficients_carry_no_graph():
+    logps, old, ref, advantages = random_logps(2)
+    leaf = logps.requires_grad_()
+    got = coefficients(PAPER, leaf, advantages[SEQUENCE], token_weights(SEQUENCE, 4), old_logps_N=old, ref_logps_N=ref)
+    assert not got.total_N.requires_grad
+    assert not got.value_N.requires_grad
 
 
 def test_reference_log_probs_must_match_beta():
@@ -112,20 +141,53 @@ def test_reference_log_probs_must_match_beta():
         coefficients(PAPER.replace(beta=0.0), logps, advantages[SEQUENCE], weights, ref_logps_N=ref)
 
 
-def test_token_weights_sum_to_one_and_an_empty_completion_counts():
-    assert token_weights(SEQUENCE, 4).sum().item() == pytest.approx(1.0, rel=1e-15)
-    assert token_weights(SEQUENCE, 5).sum().item() == pytest.approx(0.8, rel=1e-15)
-    with pytest.raises(ValueError, match="aggregation"):
-        token_weights(SEQUENCE, 4, aggregation="token_mean")
+@pytest.mark.parametrize(
+    "objective",
+    [
+        PRESETS["vespo"],
+        PRESETS["grpo_v32"].replace(ratio_anchor="old", beta=0.0),
+        PRESETS["default"].replace(mismatch={"rule": "weight"}),
+        PRESETS["default"].replace(kl={"beta": 0.1, "anchor": "sampler"}),
+    ],
+    ids=["anchor", "off-policy mask", "mismatch", "kl"],
+)
+def test_a_comparison_with_the_sampler_needs_its_log_probs(objective):
+    logps, old, ref, advantages = random_logps(3)
+    with pytest.raises(ValueError, match="sampler_logps_N"):
+        coefficients(
+            objective,
+            logps,
+            advantages[SEQUENCE],
+            token_weights(SEQUENCE, 4),
+            sequence_N=SEQUENCE,
+            old_logps_N=old,
+            ref_logps_N=ref if objective.beta else None,
+        )
 
 
-def test_clip_shares_are_counted_by_side():
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ratio_level": "sequence_mean"},
+        {"trust_region": "gmpo", "ratio_level": "sequence_mean"},
+        {"trust_region": "fipo"},
+        {"mismatch": {"rule": "veto"}},
+    ],
+    ids=["level", "gmpo", "fipo", "mismatch"],
+)
+def test_rules_that_know_sequences_need_the_sequences(settings):
+    logps, old, _, advantages = random_logps(3)
+    objective, weights = PRESETS["default"].replace(**settings), token_weights(SEQUENCE, 4)
+    with pytest.raises(ValueError, match="sequence_N"):
+        coefficients(objective, logps, advantages[SEQUENCE], weights, old_logps_N=old, sampler_logps_N=old)
+
+
+def test_clipped_tokens_are_told_apart_by_side():
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     old = torch.zeros(4, dtype=torch.float64)
     logps = torch.log(torch.tensor([1.5, 0.5, 1.1, 1.5], dtype=torch.float64))
-    weights = torch.full((4,), 0.25)
-    sums = token_sums(PAPER.replace(beta=0.0), logps, advantages, weights, old, old, old_logps_N=old)
-    assert (sums["clip_high"], sums["clip_low"], sums["tokens"]) == (1, 1, 4)
+    got = coefficients(PAPER.replace(beta=0.0), logps, advantages, torch.full((4,), 0.25), old_logps_N=old)
+    assert got.cause_N.tolist() == [Cause.CLIPPED_HIGH, Cause.CLIPPED_LOW, Cause.ACTIVE, Cause.ACTIVE]
 
 
 def test_description_states_the_numbers():

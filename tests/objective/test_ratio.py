@@ -1,59 +1,48 @@
-"""The clip: its region table, its equality cases, and autograd as the judge of the multiplier."""
+"""Importance ratios: the levels by hand, the hold on huge log-ratios."""
 
 import math
 
 import pytest
 import torch
 
-from cohort.objective import importance_ratio, ppo_clip_multiplier, ppo_clip_sides, ppo_clip_value
+from cohort.objective import importance_ratio, leveled_log_ratio
+from cohort.objective.ratio import exp_held
 
-LOW, HIGH = 0.8, 1.28
-
-
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "phi"),
-    [
-        (1.0, 0.5, 0.5),
-        (1.0, 1.0, 1.0),
-        (1.0, 1.5, 0.0),
-        (-1.0, 0.5, 0.0),
-        (-1.0, 1.0, 1.0),
-        (-1.0, 1.5, 1.5),
-        (-1.0, 40.0, 40.0),
-        (0.0, 0.5, 0.5),
-        (0.0, 1.5, 1.5),
-    ],
-)
-def test_region_table(advantage, ratio, phi):
-    got = ppo_clip_multiplier(torch.tensor([ratio]), torch.tensor([advantage]), LOW, HIGH)
-    assert got.item() == pytest.approx(phi)
+GAPS = torch.tensor([0.2, 1.0, 0.4, -0.3, 0.6], dtype=torch.float64)
+SEQUENCE = torch.tensor([0, 1, 0, 1, 0])
+LEVELS = {
+    "token": [0.2, 1.0, 0.4, -0.3, 0.6],
+    "sequence_mean": [0.4, 0.35, 0.4, 0.35, 0.4],
+    "sequence_mean_token": [0.4, 0.35, 0.4, 0.35, 0.4],
+    "sequence_product": [1.2, 0.7, 1.2, 0.7, 1.2],
+    "prefix_product": [0.2, 1.0, 0.6, 0.7, 1.2],
+}
 
 
-def test_a_token_on_the_bound_keeps_its_full_gradient():
-    ratio, advantages = torch.tensor([0.8, 1.28]), torch.tensor([-1.0, 1.0])
-    assert ppo_clip_multiplier(ratio, advantages, LOW, HIGH).tolist() == ratio.tolist()
-    low, high = ppo_clip_sides(ratio, advantages, LOW, HIGH)
-    assert not low.any()
-    assert not high.any()
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_by_hand(level):
+    got = leveled_log_ratio(GAPS, level, SEQUENCE)
+    torch.testing.assert_close(got, torch.tensor(LEVELS[level], dtype=torch.float64), rtol=1e-14, atol=1e-15)
 
 
-def test_multiplier_is_the_gradient_of_the_value():
-    # d/dlogp of min(r A, clip(r) A) with r = exp(logp - old) equals phi * A, away from the kinks.
-    generator = torch.Generator().manual_seed(0)
-    old = torch.randn(1000, dtype=torch.float64, generator=generator)
-    logps = (old + 0.5 * torch.randn(1000, dtype=torch.float64, generator=generator)).requires_grad_()
-    advantages = torch.randn(1000, dtype=torch.float64, generator=generator)
-    ppo_clip_value(importance_ratio(logps, old), advantages, LOW, HIGH).sum().backward()
-    phi = ppo_clip_multiplier(importance_ratio(logps.detach(), old), advantages, LOW, HIGH)
-    torch.testing.assert_close(logps.grad, phi * advantages, rtol=1e-12, atol=1e-14)
-    assert 0.1 < (phi == 0).double().mean() < 0.9  # both regions were met
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "token"])
+def test_a_level_above_the_token_needs_the_sequences(level):
+    with pytest.raises(ValueError, match="sequence_N"):
+        leveled_log_ratio(GAPS, level)
+
+
+def test_an_unknown_level():
+    with pytest.raises(ValueError, match="unknown ratio level"):
+        leveled_log_ratio(GAPS, "sentence", SEQUENCE)
 
 
 def test_the_ratio_of_equal_policies_is_exactly_one():
-    logps = torch.randn(100)
+    logps = torch.randn(100, generator=torch.Generator().manual_seed(0))
     assert importance_ratio(logps, logps).tolist() == [1.0] * 100
 
 
 def test_a_huge_log_ratio_is_held_and_stays_finite():
     ratio = importance_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-5)
+    infinite = exp_held(torch.tensor([math.inf, -math.inf], dtype=torch.float64))
+    assert infinite.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-12)

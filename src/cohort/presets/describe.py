@@ -259,12 +259,12 @@ def entropy_text(objective: Objective) -> str:
     bonus = objective.entropy
     if bonus is None or (bonus.coefficient == 0 and bonus.target is None):
         return ""
-    moving = (
-        f"; the weight moves by {bonus.step:g} an update, up while the entropy is at most {bonus.target:g}, else down, "
-        "and counts only then"
-    )
-    return f"+ {bonus.coefficient:g} * mean full-vocabulary entropy over the loss tokens" + (
-        moving if bonus.target else ""
+    text = f"+ {bonus.coefficient:g} * mean full-vocabulary entropy over the loss tokens"
+    if bonus.target is None:
+        return text
+    return (
+        f"{text}; the weight moves by {bonus.step:g} an update, up while the entropy is at most {bonus.target:g}, "
+        "else down, and counts only then"
     )
 
 
