@@ -146,26 +146,27 @@ class GRPOTrainer:
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
+        whole_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, first_step):
             self.summary["eval_before"] = before
         try:
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
                 self._sum_up(metrics)
+                whole_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
         except RewardError as error:
-            kept = self._keep_last_whole_step(folder, parts)
+            # A reward that failed in an evaluation comes after the updates of a step that is not whole yet.
+            as_it_was = whole_step == (self.policy.version, parts.adaptive.state_dict())
+            kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
             hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
             raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 
-    def _keep_last_whole_step(self, folder: RunFolder, parts: Parts) -> int | None:
-        """Write a checkpoint where the policy stands as the last whole step left it; the newest one's step, if any.
-
-        A reward that failed in an evaluation comes after the updates of a step that is not whole yet.
-        """
+    def _keep_last_whole_step(self, folder: RunFolder, parts: Parts, *, can_write: bool) -> int | None:
+        """Write a checkpoint if everything stands as the last whole step left it; the newest one's step, if any."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
-        if self.policy.version == self.summary["updates"] and step > kept:
+        if can_write and step > kept:
             folder.save_checkpoint(parts.state(step))
             kept = step
         return kept or None

@@ -141,7 +141,10 @@ def outcome_advantages(
             silent_S = silent_S | (statistics.mean_R[index_S] == 0)  # all of the group are 0
             centred_S = centred_S / (statistics.mean_R[index_S] + epsilon)
         case BatchStd(of=of, ddof=ddof, epsilon=epsilon):
-            spread = batch_std((rewards_S if of == "raw" else centred_S)[scored_S], ddof)
+            # A group of one has nothing to be centred by, where that takes others: no part in the centred spread.
+            spread = batch_std(
+                rewards_S[scored_S] if of == "raw" else centred_S[scored_S & torch.isfinite(centred_S)], ddof
+            )
             centred_S = torch.zeros_like(centred_S) if spread is None else centred_S / (spread + epsilon)
     if baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None:
         return torch.zeros_like(rewards_S)
@@ -227,7 +230,11 @@ def combined_advantages(
     if spread is None:
         return torch.zeros_like(advantages_S)
     normalised_S = (advantages_S - advantages_S[scored_S].mean()) / (spread + epsilon)
-    return torch.where(scored_S, normalised_S, 0.0)
+    silent_S = ~scored_S
+    if baseline in ("group_mean", "leave_one_out"):
+        # Every group's advantages sum to 0, so the batch's mean is 0 but for rounding, which must not teach.
+        silent_S = silent_S | (torch.stack(columns) == 0).all(dim=0)
+    return torch.where(silent_S, 0.0, normalised_S)
 
 
 def _lead_over_the_second(rewards_S: Tensor, index_S: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
         advantages_N = torch.where(outcomes.truncated_S[sequence_N], less_N, advantages_N)
     if objective.beta and kl.place == "advantage":
         advantages_N = advantages_N - objective.beta * _kl_to_take_off(objective, outcomes)
-    return advantages_N
+    return torch.where(outcomes.rewards_S.isnan()[sequence_N], 0.0, advantages_N)
 
 
 def completion_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
@@ -165,7 +165,9 @@ def returns_to_go(objective: Objective, outcomes: Outcomes) -> Tensor:
     if objective.beta and objective.kl.place == "reward":
         rewards_N = rewards_N - objective.beta * _needed(outcomes.kl_N, "kl_N", "kl.place 'reward'").double()
     returns_N = suffix_sums(rewards_N, sequence_N, objective.discount)
-    scored_N = ~torch.isnan(outcomes.rewards_S)[sequence_N]
+    scored_N = (~outcomes.rewards_S.isnan() & _chosen(objective, outcomes, shaped_rewards(objective, outcomes)))[
+        sequence_N
+    ]
     if isinstance(scale, BatchStd) and whiten:
         spread = batch_std(returns_N[scored_N], scale.ddof)
         if spread is None:

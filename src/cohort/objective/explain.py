@@ -49,5 +49,11 @@ def explain(objective: Objective) -> str:
     if isinstance(objective.trust_region, TVMask | KLMask):
         note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
     lines = zip(("ratio", "A = +1", "A = -1"), zip(*coefficient_table(objective), strict=True), strict=True)
-    rows = [f"    {name:<7}" + "".join(f"{number + 0.0:>8.5g}" for number in numbers) for name, numbers in lines]
+    rows = [f"    {name:<7}" + "".join(f"{_short(number):>10}" for number in numbers) for name, numbers in lines]
     return "\n".join([objective.describe(), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])
+
+
+def _short(number: float) -> str:
+    """At most 9 characters; without the sign of a zero."""
+    digits = 5 if abs(number) >= 0.01 or number == 0 else 4 if abs(number) >= 1e-4 else 3
+    return f"{number + 0.0:.{digits}g}"

@@ -68,7 +68,7 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
     # Where neighbours are equally likely, the place of the first of them.
     place_in_tie_S = _place_in_group(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
     rank_S = torch.empty_like(place_S).scatter_(0, order_S, place_S - place_in_tie_S)
-    kept_S: Tensor = 1 - rule.strength * rank_S / count_R[index_S]
+    kept_S: Tensor = 1 - rule.strength * rank_S.double() / count_R[index_S]
     return rewards_S.double() * kept_S
 
 

@@ -62,7 +62,10 @@ def vocabulary_kl(
 def _with_tail(log_probs_NV: Tensor, chosen_NK: Tensor) -> Tensor:
     """The chosen tokens' log-probs and, last, that of all others together."""
     rest_NV = log_probs_NV.scatter(-1, chosen_NK, -torch.inf)
-    return torch.cat([log_probs_NV.gather(-1, chosen_NK), rest_NV.logsumexp(-1, keepdim=True)], dim=-1)
+    # Without any mass in the bucket its log is -inf, and the gradient of a logsumexp of nothing would be NaN.
+    no_mass_N1 = torch.isneginf(rest_NV).all(-1, keepdim=True)
+    tail_N1 = rest_NV.masked_fill(no_mass_N1, 0.0).logsumexp(-1, keepdim=True).masked_fill(no_mass_N1, -torch.inf)
+    return torch.cat([log_probs_NV.gather(-1, chosen_NK), tail_N1], dim=-1)
 
 
 def top_entropy_tokens(entropy_N: Tensor, share: float, counted_N: Tensor | None = None) -> Tensor:

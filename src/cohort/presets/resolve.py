@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -46,16 +47,12 @@ def setting_names() -> tuple[str, ...]:
 def replaced(objective: Objective, settings: Mapping[str, Any]) -> Objective:
     """``objective`` with some settings changed. See ``Objective.replace``."""
     hints = typing.get_type_hints(Objective)
+    settings = _with_epsilon(objective, _with_beta(settings))
     changes: dict[str, Any] = {}
-    for name, value in _with_beta(settings).items():
-        if name in SHORTHANDS:
-            continue
-        if name not in hints:
+    for name, value in settings.items():
+        if name not in hints or name in ABOUT:
             raise ConfigError(f"unknown objective setting {name!r}{_nearest(name, setting_names())}")
         changes[name] = _value(name, value, hints[name], getattr(objective, name))
-    if "epsilon" in settings or "epsilon_high" in settings:
-        rule = changes.get("trust_region", objective.trust_region)
-        changes["trust_region"] = _with_epsilon(rule, settings)
     return dataclasses.replace(objective, **changes)
 
 
@@ -68,15 +65,15 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, value in settings.items():
         part, _, key = name.partition(".")
-        if not key:
-            tables[part] = value
+        given = {key: value} if key else value
+        if part not in tables:
+            tables[part] = given
             continue
-        table = tables.setdefault(part, {})
-        if isinstance(table, str):  # --trust_region cap --trust_region.high 5
-            table = tables[part] = {"rule": table}
-        if not isinstance(table, dict):
-            raise ConfigError(f"{part} is given both as {table!r} and by its parts ({name})")
-        table[key] = value
+        both = [{"rule": item} if isinstance(item, str) else item for item in (tables[part], given)]
+        if not all(isinstance(item, Mapping) for item in both):
+            by = f"by its parts ({name})" if key else f"as {given!r}"
+            raise ConfigError(f"{part} is given both as {tables[part]!r} and {by}")
+        tables[part] = {**both[0], **both[1]}
     return tables
 
 
@@ -84,37 +81,45 @@ def _with_beta(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """``beta`` as part of the KL."""
     if "beta" not in settings:
         return settings
-    beta, kl = _value("beta", settings["beta"], float, None), settings.get("kl") or {}
+    rest = {name: value for name, value in settings.items() if name != "beta"}
+    beta, kl = _value("beta", settings["beta"], float, None), settings.get("kl")
     if isinstance(kl, KL):
-        return {**settings, "kl": dataclasses.replace(kl, beta=beta)}
-    if isinstance(kl, Mapping) and "beta" in kl:
+        return {**rest, "kl": dataclasses.replace(kl, beta=beta)}
+    table = {"rule": kl} if isinstance(kl, str) else (kl or {})
+    if "beta" in table:
         raise ConfigError("the KL's weight is given twice: as beta and as kl.beta")
-    return {**settings, "kl": {**kl, "beta": beta} if isinstance(kl, Mapping) else kl}
+    return {**rest, "kl": {**table, "beta": beta}}
 
 
-def _with_epsilon(rule: Any, settings: Mapping[str, Any]) -> Any:
-    if not isinstance(rule, PPOClip | FIPO):
-        what = "no trust region" if rule is None else f"trust_region {rule.rule!r}"
+def _with_epsilon(objective: Objective, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``epsilon`` and ``epsilon_high`` as bounds of the PPO clip."""
+    epsilon, epsilon_high = settings.get("epsilon"), settings.get("epsilon_high")
+    rest = {name: value for name, value in settings.items() if name not in ("epsilon", "epsilon_high")}
+    given = {"epsilon": epsilon, "epsilon_high": epsilon_high}
+    numbers = {name: _value(name, value, float, None) for name, value in given.items() if value is not None}
+    if not numbers:
+        return rest
+    if min(numbers.values()) <= 0:
+        raise ConfigError("epsilon and epsilon_high must be greater than 0")
+    part = rest.get("trust_region", objective.trust_region)
+    rule = part.get("rule", getattr(objective.trust_region, "rule", None)) if isinstance(part, Mapping) else part
+    rule = getattr(rule, "rule", rule)
+    if rule not in (PPOClip.rule, FIPO.rule):
+        what = "no trust region" if rule in (None, "none") else f"trust_region {rule!r}"
         raise ConfigError(
             f"epsilon and epsilon_high are the bounds of the PPO clip, and this objective has {what}: set its own "
             "numbers (trust_region = {...}), or trust_region = 'ppo_clip'"
         )
-    epsilon = settings.get("epsilon")
-    high = settings.get("epsilon_high", epsilon)
-    changes = {}
+    bounds = {"high": 1 + numbers.get("epsilon_high", numbers.get("epsilon", 0.0))}
     if epsilon is not None:
-        changes["low"] = 1 - _value("epsilon", epsilon, float, None)
-    if high is not None:
-        changes["high"] = 1 + _value("epsilon_high", high, float, None)
-    if min(_number(settings.get("epsilon")), _number(settings.get("epsilon_high"))) <= 0:
-        raise ConfigError("epsilon and epsilon_high must be greater than 0")
-    if changes.get("low", 0) < 0:
-        changes["low"] = 0.0  # an epsilon above 1 (DeepSeek-R1 has 10) is no lower bound
-    return dataclasses.replace(rule, **changes)
-
-
-def _number(value: Any) -> float:
-    return 1.0 if value is None else float(value)
+        bounds["low"] = max(0.0, 1 - numbers["epsilon"])  # an epsilon above 1 (DeepSeek-R1 has 10) is no lower bound
+    if isinstance(part, PPOClip | FIPO):
+        # As a table with all its numbers, so that they are checked together with the new bounds.
+        part = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    table = dict(part) if isinstance(part, Mapping) else {}
+    if twice := [name for name in bounds if name in table and isinstance(rest.get("trust_region"), Mapping)]:
+        raise ConfigError(f"the clip's bound is given twice: as trust_region.{twice[0]} and as an epsilon")
+    return {**rest, "trust_region": {**table, **bounds, "rule": rule}}
 
 
 def _value(name: str, value: Any, hint: Any, current: Any) -> Any:
@@ -184,7 +189,7 @@ def _plain(name: str, value: Any, hint: Any, options: Sequence[Any]) -> Any:
     words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
     if isinstance(value, str) and value in words and str in {type(word) for word in words}:
         return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     if float in options and is_number:
         return float(value)
     if int in options and isinstance(value, int) and not isinstance(value, bool):

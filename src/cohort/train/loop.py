@@ -142,8 +142,7 @@ def run(
         metrics = {"step": step + 1, "time": time.time()}
         metrics |= step_metrics(rollout, batch, results, objective, version_before) | moved
         metrics |= clock.metrics(batch.num_tokens)
-        parts.place.taken = place
-        yield finish_step(parts, config, folder, rollout, batch, metrics, last=step + 1 == schedule.steps)
+        yield finish_step(parts, config, folder, rollout, batch, metrics, place, last=step + 1 == schedule.steps)
 
 
 def missing(rollout: Rollout, schedule: Schedule, objective: Objective) -> bool:
@@ -163,6 +162,7 @@ def finish_step(
     rollout: Rollout,
     batch: TokenBatch,
     metrics: dict[str, Any],
+    place: int,
     *,
     last: bool,
 ) -> dict[str, Any]:
@@ -170,6 +170,7 @@ def finish_step(
     step = metrics["step"]
     if parts.evaluator and (last or due(step, config.run.eval_steps)):
         metrics |= parts.evaluator.evaluate(parts.engine).metrics()
+    parts.place.taken = place  # the step is whole
     folder.append_metrics(metrics)
     if config.report.log_completions:
         folder.write_rollout(step, rollout, batch)
