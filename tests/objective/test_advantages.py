@@ -365,6 +365,14 @@ def test_gdpo_by_hand():
     torch.testing.assert_close(got, doubles(*standardised(*mo_grpo_by_hand())), rtol=1e-12, atol=1e-14)
 
 
+def test_gdpo_centres_the_sums_over_the_batch():
+    # With a group baseline they are centred already; without one they are not.
+    first = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, baseline="none", scale=EXACT)
+    assert first.mean() > 1
+    got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, baseline="none", scale=EXACT)
+    torch.testing.assert_close(got, doubles(*standardised(*first.tolist())), rtol=1e-12, atol=1e-14)
+
+
 def test_gdpos_epsilon_is_added_to_the_batchs_spread_too():
     scale = GroupStd(epsilon=0.5)
     first = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, scale=scale)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cohort.objective.advantages import batch_std, combined_advantages, outcome_advantages
-from cohort.objective.segments import by_sign, segment_sum, suffix_sums
+from cohort.objective.segments import by_sign, segment_mean, segment_sum, suffix_sums
 from cohort.objective.shaping import soft_overlong, top_k_of_group, unlikeliness
 from cohort.presets.objective import Objective
 from cohort.presets.parts import BaselineRule, BatchStd, GroupStd, Scale, TopK  # noqa: F401 (GroupStd: doctest)
@@ -112,8 +112,9 @@ def shaped_rewards(objective: Objective, outcomes: Outcomes) -> Tensor:
     rewards_S = outcomes.rewards_S.double()
     if rare := objective.unlikeliness:
         logps_N = _needed(outcomes.sampler_logps_N, "sampler_logps_N", "unlikeliness").double()
-        sums_S = segment_sum(logps_N, outcomes.sequence_N, len(rewards_S))
-        rewards_S = unlikeliness(rare, rewards_S, sums_S / outcomes.lengths_S.clamp(min=1), outcomes.group_S)
+        known_N = ~logps_N.isnan()  # an engine may not know a token's: the mean is over the others
+        mean_S = segment_mean(logps_N[known_N], outcomes.sequence_N[known_N], len(rewards_S))
+        rewards_S = unlikeliness(rare, rewards_S, mean_S, outcomes.group_S)
     if overlong := objective.soft_overlong:
         rewards_S = rewards_S + soft_overlong(overlong, outcomes.lengths_S, outcomes.max_length)
     return rewards_S

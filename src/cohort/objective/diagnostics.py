@@ -173,13 +173,12 @@ def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]
     rho_N = exp_held(log_rho_N)
     count = int(tokens.sequence_N.max()) + 1 if tokens.sequence_N.numel() else 0
     unlikely_S = segment_sum((rho_N < VERY_UNLIKELY).to(rho_N), tokens.sequence_N, count) > 0
-    gap_N = (tokens.logps_N - tokens.sampler_logps_N).nan_to_num(nan=0.0)
     return {
         "rho": _sum(rho_N),
         "rho_squared": _sum(rho_N**2),
         "rho_k1": _sum(-log_rho_N),
         "rho_k3": _sum(torch.expm1(log_rho_N.clamp(-MAX_LOG_GAP, MAX_LOG_GAP)) - log_rho_N),
-        "sampler_gap": _sum(gap_N.abs()),
+        "sampler_gap": _sum(log_rho_N.abs()),
         "unlikely_sequences": _sum(unlikely_S),
         "sequences": _sum(torch.bincount(tokens.sequence_N, minlength=count) > 0),
     }

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import ConfigError
-from cohort.objective.ratio import exp_held
+from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
 from cohort.objective.segments import by_sign, segment_mean, suffix_sums
 from cohort.plugins import load_function
 from cohort.presets.parts import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TrustRegion, TVMask
@@ -191,7 +191,8 @@ def _sapo(rule: SAPO, ratio_N: Tensor, a_N: Tensor) -> Trusted:
 def _gamma(rule: Gamma, ratio_N: Tensor, a_N: Tensor, logps_N: Tensor) -> Trusted:
     k_N = by_sign(a_N >= 0, rule.k_positive, rule.k_negative, ratio_N)
     lambda_N = by_sign(a_N >= 0, rule.lambda_positive, rule.lambda_negative, ratio_N)
-    phi_N = torch.exp(k_N * ratio_N.log() + lambda_N * (1 - ratio_N))
+    log_phi_N = k_N * ratio_N.log() + lambda_N * (1 - ratio_N)
+    phi_N = torch.exp(log_phi_N.clamp(max=MAX_LOG_RATIO))  # far below 1 it may vanish; infinite it must not be
     return Trusted(phi_N, phi_N * a_N * logps_N, _sides(ratio_N))
 
 

@@ -142,7 +142,7 @@ class Objective:
 
     @property
     def group_relative(self) -> bool:
-        """A completion is judged against its group: groups of one teach nothing, and neither do equal rewards."""
+        """Baseline or scale are made of the other completions of the group: it takes at least two."""
         return self.baseline in GROUP_BASELINES or isinstance(self.scale, GroupStd | GroupMean)
 
     def replace(self, **settings: Any) -> Objective:

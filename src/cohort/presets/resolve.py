@@ -83,10 +83,10 @@ def _with_beta(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return settings
     rest = {name: value for name, value in settings.items() if name != "beta"}
     beta, kl = _value("beta", settings["beta"], float, None), settings.get("kl")
-    if isinstance(kl, KL):
+    if isinstance(kl, KL) and kl.beta == 0:
         return {**rest, "kl": dataclasses.replace(kl, beta=beta)}
     table = {"rule": kl} if isinstance(kl, str) else (kl or {})
-    if "beta" in table:
+    if isinstance(table, KL) or "beta" in table:
         raise ConfigError("the KL's weight is given twice: as beta and as kl.beta")
     return {**rest, "kl": {**table, "beta": beta}}
 

@@ -148,6 +148,10 @@ class FIPO:
     def __post_init__(self) -> None:
         PPOClip(low=self.low, high=self.high, dual=self.dual)
         check_bounds("fipo weight", self.weight_low, self.weight_high)
+        require(
+            self.weight_low <= 1 <= self.weight_high,
+            f"fipo: weights in [{self.weight_low:g}, {self.weight_high:g}] must hold 1, what an on-policy token has",
+        )
         require(self.half_life > 0, "fipo: half_life must be positive")
         require(self.safety > 0, "fipo: safety is a ratio and must be positive")
 

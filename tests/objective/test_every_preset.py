@@ -1,0 +1,422 @@
+"""Every preset's coefficients against autograd and finite differences of its paper's objective, and what all share."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cohort.objective import PRESETS, Cause, coefficients
+from tests.objective.batches import Batch, coefficients_of, random_batch, weights_of
+from tests.objective.surrogates import (
+    POLICY,
+    STOPPED,
+    cispo,
+    dppo,
+    fixed,
+    geometric,
+    gradient_of,
+    kl_k3,
+    kl_of,
+    kl_sequence,
+    kl_token,
+    min_clip,
+    ppo,
+    product,
+    seq_mean,
+    token_mean,
+    two_sided,
+)
+
+SEEDS = range(4)
+BETA = 0.3
+ROUNDING = {"rtol": 0, "atol": 1e-12}
+"""float64 sums of some 15 terms of order 1, reached by two roads; ratios up to e^8 in products bring it near 1e-12."""
+
+
+def with_beta(name):
+    """The preset with a KL term that can be seen."""
+    return PRESETS[name].replace(beta=BETA)
+
+
+def plain(name):
+    return PRESETS[name].replace(beta=0.0)
+
+
+def test_every_preset_has_a_surrogate():
+    assert set(POLICY) == set(PRESETS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", POLICY)
+def test_the_policy_term_is_the_gradient_of_the_papers_objective(name, seed):
+    batch = random_batch(seed)
+    expected, value = gradient_of(POLICY[name], batch)
+    got = coefficients_of(plain(name), batch)
+    torch.testing.assert_close(got.policy_N, expected, **ROUNDING)
+    assert got.kl_N.abs().max() == 0
+    assert (weights_of(PRESETS[name], batch) * got.value_N).sum().item() == pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", POLICY)
+def test_the_kl_term_is_the_gradient_of_the_papers_objective(name, seed):
+    batch, surrogate = random_batch(seed), kl_of(name)
+    got = coefficients_of(with_beta(name), batch)
+    expected = torch.zeros_like(batch.logps) if surrogate is None else -BETA * gradient_of(surrogate, batch)[0]
+    torch.testing.assert_close(got.kl_N, expected, **ROUNDING)
+    torch.testing.assert_close(got.total_N, got.policy_N + got.kl_N, rtol=0, atol=0)
+    assert torch.equal(got.policy_N, coefficients_of(plain(name), batch).policy_N)
+
+
+def central_differences(function, batch, h=1e-6):
+    """d function / d l_n for every token. h^2 f''' is below 1e-10 here, rounding about 1e-16 / h = 1e-10."""
+    slopes = []
+    for n in range(len(batch.logps)):
+        ends = []
+        for step in (h, -h):
+            moved = batch.logps.clone()
+            moved[n] += step
+            ends.append(function(dataclasses.replace(batch, logps=moved)))
+        slopes.append((ends[0] - ends[1]) / (2 * h))
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+def policy_value(objective, batch):
+    return (weights_of(objective, batch) * coefficients_of(objective, batch).value_N).sum().item()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", [name for name in POLICY if name not in STOPPED])
+def test_the_coefficients_are_finite_differences_of_the_value(name, seed):
+    batch = random_batch(seed)
+    slopes = central_differences(lambda moved: policy_value(plain(name), moved), batch)
+    torch.testing.assert_close(coefficients_of(plain(name), batch).policy_N, slopes, rtol=0, atol=1e-7)
+    by_loops = central_differences(lambda moved: POLICY[name](moved, moved.logps).item(), batch)
+    torch.testing.assert_close(by_loops, slopes, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", [name for name in POLICY if name.startswith(("grpo", "default", "rloo", "dapo"))])
+def test_the_batches_are_away_from_every_bound(name, seed):
+    # Else the comparison above would be of subgradients.
+    batch = random_batch(seed)
+    bounds = torch.tensor([0.8, 1.2, 1.28, math.exp(-0.4), math.exp(0.4), 4.0, 5.0], dtype=torch.float64).log()
+    for anchor in (batch.old, batch.sampler):
+        assert ((batch.logps - anchor)[:, None] - bounds).abs().min() > 0.01
+    narrow = torch.tensor([1 - 3e-4, 1 + 4e-4, 1 - 2e-3, 1 + 2.5e-3], dtype=torch.float64)
+    means = torch.stack([geometric(batch, batch.logps, i) for i, tokens in enumerate(batch.tokens) if tokens])
+    assert (means[:, None] - narrow).abs().min() > 1e-5
+    products = torch.stack([product(batch.logps, batch.old, tokens) for tokens in batch.tokens if tokens])
+    assert (products[:, None] - torch.tensor([0.8, 1.2])).abs().min() > 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in POLICY if name not in ("cispo", "scalerl", "sapo", "vespo", "grpo_r1")]
+)
+def test_the_batches_meet_the_bounds_of_every_rule_that_silences(name):
+    batches = [random_batch(seed) for seed in SEEDS]
+    causes = torch.cat([coefficients_of(plain(name), batch).cause_N for batch in batches])
+    for cause in (Cause.ACTIVE, Cause.CLIPPED_LOW, Cause.CLIPPED_HIGH):
+        assert (causes == cause).any(), cause
+
+
+# Rules and levels that no preset uses -------------------------------------------------------------------------------
+
+
+def masked(signed):
+    def term(r, a):
+        low, high = r < 0.5, r > 1.4
+        if signed:
+            low, high = low and a < 0, high and a > 0
+        return 0.0 * r if low or high else r * a
+
+    return lambda b, lp: seq_mean(b, lambda i, n: term(torch.exp(lp[n] - b.old[n]), b.advantages_S[i]))
+
+
+def fipo(b, lp):
+    """PPO's clip times clip(exp(sum of 2^(-(k - t) / 2) log r_k), 0.9, 1.3), at most 1 where A < 0 and r > 1.4."""
+
+    def term(i, n):
+        later = b.tokens[i][b.tokens[i].index(n) :]
+        future = sum(2 ** (-j / 2) * (lp[k] - b.old[k]) for j, k in enumerate(later))
+        weight = torch.clamp(torch.exp(fixed(future)), 0.9, 1.3)
+        r, a = torch.exp(lp[n] - b.old[n]), b.advantages_S[i]
+        if a < 0 and r > 1.4:
+            weight = torch.clamp(weight, max=1.0)
+        return weight * min_clip(r, a, 0.8, 1.2)
+
+    return seq_mean(b, term)
+
+
+def prefix(b, lp):
+    """The product of the ratios up to a token; those before it carry no gradient."""
+
+    def term(i, n):
+        earlier = b.tokens[i][: b.tokens[i].index(n)]
+        return fixed(product(lp, b.old, earlier)) * torch.exp(lp[n] - b.old[n]) * b.advantages_S[i]
+
+    return seq_mean(b, term)
+
+
+def capped_product(b, lp):
+    def weight(i):
+        return fixed(torch.clamp(product(lp, b.old, b.tokens[i]), 0.5, 2.0))
+
+    return seq_mean(b, lambda i, n: weight(i) * b.advantages_S[i] * lp[n])
+
+
+def weighed(b, lp):
+    """PPO's clip times min(rho, 1.5), where the sequence's geometric mean of rho is in [0.6, 1.7]."""
+
+    def weight(i, n):
+        rho = torch.exp(b.old - b.sampler)
+        mean = torch.exp(sum(b.old[k] - b.sampler[k] for k in b.tokens[i]) / len(b.tokens[i]))
+        return torch.clamp(rho[n], max=1.5) * (1.0 if 0.6 <= mean <= 1.7 else 0.0)
+
+    return seq_mean(b, lambda i, n: weight(i, n) * min_clip(torch.exp(lp[n] - b.old[n]), b.advantages_S[i], 0.8, 1.2))
+
+
+def unclipped_product(b, lp):
+    """(1/B) sum_i (1/|o_i|) W_i A_i"""
+    terms = [
+        product(lp, b.old, tokens) * a / len(tokens)
+        for tokens, a in zip(b.tokens, b.advantages_S, strict=True)
+        if tokens
+    ]
+    return sum(terms) / len(b.tokens)
+
+
+def log_policy(b, lp):
+    return seq_mean(b, lambda i, n: b.advantages_S[i] * lp[n])
+
+
+OTHERS = {
+    "mask": ({"trust_region": {"rule": "mask", "low": 0.5, "high": 1.4}}, masked(False)),
+    "signed mask": ({"trust_region": {"rule": "mask", "low": 0.5, "high": 1.4, "signed": True}}, masked(True)),
+    "fipo": (
+        {"trust_region": {"rule": "fipo", "half_life": 2.0, "weight_low": 0.9, "weight_high": 1.3, "safety": 1.4}},
+        fipo,
+    ),
+    "prefix product": ({"trust_region": "none", "ratio_level": "prefix_product"}, prefix),
+    "sequence product": ({"trust_region": "none", "ratio_level": "sequence_product"}, unclipped_product),
+    "capped product": (
+        {"trust_region": {"rule": "cap", "low": 0.5, "high": 2.0}, "ratio_level": "sequence_product"},
+        capped_product,
+    ),
+    "no trust region": ({"trust_region": "none"}, ppo(seq_mean, 0, math.inf)),
+    "self": ({"trust_region": "none", "ratio_anchor": "self"}, log_policy),
+    "clip against the sampler": ({"ratio_anchor": "sampler"}, ppo(seq_mean, 0.8, 1.2, anchor="sampler")),
+    "dual clip": ({"trust_region": {"dual": 1.4}}, two_sided(seq_mean, 0.8, 1.2, 1.4)),
+    "cap below": ({"trust_region": {"rule": "cap", "low": 0.9, "high": 1.4}}, cispo(seq_mean, 0.9, 1.4)),
+    "tv mask with a low cap": (
+        {
+            "ratio_anchor": "sampler",
+            "trust_region": {"rule": "tv_mask", "low": 0.05, "high": 0.3, "cap": 1.4},
+            "aggregation": "token_mean",
+        },
+        dppo(lambda p, mu, a: not (a > 0 and p - mu > 0.3) and not (a < 0 and mu - p > 0.05), cap=1.4),
+    ),
+    "mismatch weights": (
+        {
+            "mismatch": [
+                {"rule": "weight", "high": 1.5},
+                {"rule": "weight", "level": "geometric", "mode": "reject", "low": 0.6, "high": 1.7},
+            ]
+        },
+        weighed,
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_rules_that_no_preset_uses(name, seed):
+    settings, surrogate = OTHERS[name]
+    batch, objective = random_batch(seed), PRESETS["default"].replace(**settings)
+    expected, value = gradient_of(surrogate, batch)
+    got = coefficients_of(objective, batch)
+    torch.testing.assert_close(got.policy_N, expected, **ROUNDING)
+    assert policy_value(objective, batch) == pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+# KL forms -----------------------------------------------------------------------------------------------------------
+
+
+def one(b, lp, i, n):
+    return torch.ones((), dtype=torch.float64)
+
+
+def ratio_to(anchor):
+    return lambda b, lp, i, n: torch.exp(lp[n] - getattr(b, anchor)[n])
+
+
+def prefix_to(anchor):
+    return lambda b, lp, i, n: product(lp, getattr(b, anchor), b.tokens[i][: b.tokens[i].index(n) + 1])
+
+
+KL_FORMS = [
+    *(({"direction": d, "correction": "none"}, kl_token(d, one)) for d in ("reverse", "forward")),
+    *(
+        ({"direction": d, "correction": "token_ratio", "anchor": anchor}, kl_token(d, ratio_to(anchor)))
+        for d in ("reverse", "forward")
+        for anchor in ("old", "sampler")
+    ),
+    *(
+        ({"direction": d, "correction": "prefix_product", "anchor": anchor}, kl_token(d, prefix_to(anchor)))
+        for d in ("reverse", "forward")
+        for anchor in ("old", "sampler")
+    ),
+    *(
+        ({"direction": d, "scope": "sequence", "correction": "none"}, kl_sequence(d, None))
+        for d in ("reverse", "forward")
+    ),
+    *(
+        (
+            {"direction": d, "scope": "sequence", "correction": "sequence_weight", "anchor": anchor},
+            kl_sequence(d, anchor),
+        )
+        for d in ("reverse", "forward")
+        for anchor in ("old", "sampler")
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", range(len(KL_FORMS)), ids=lambda i: "-".join(KL_FORMS[i][0].values()))
+def test_every_form_of_the_kl_in_the_loss(case, seed):
+    settings, surrogate = KL_FORMS[case]
+    batch, objective = random_batch(seed), PRESETS["default"].replace(kl={"beta": BETA, **settings})
+    expected = -BETA * gradient_of(surrogate, batch)[0]
+    torch.testing.assert_close(coefficients_of(objective, batch).kl_N, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", ["reward", "advantage"])
+def test_a_kl_outside_of_the_loss_adds_no_coefficient(place):
+    kl = {"beta": BETA, "scope": "sequence", "place": place, "correction": "none"}
+    objective = PRESETS["default"].replace(scale="none", kl=kl)
+    batch = random_batch(0)
+    assert coefficients_of(objective, batch).kl_N.abs().max() == 0
+    assert torch.equal(coefficients_of(objective, batch).policy_N, coefficients_of(plain("default"), batch).policy_N)
+
+
+def test_a_kl_over_the_vocabulary_adds_no_coefficient():
+    objective = PRESETS["default"].replace(kl={"beta": BETA, "estimator": "full", "correction": "none"})
+    assert coefficients_of(objective, random_batch(0)).kl_N.abs().max() == 0
+
+
+# What all share -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", POLICY)
+def test_on_policy_every_preset_is_reinforce_with_its_mean(name, seed):
+    batch = random_batch(seed).on_policy()
+    got = coefficients_of(plain(name), batch)
+    torch.testing.assert_close(got.policy_N, batch.advantages_N * weights_of(PRESETS[name], batch), rtol=1e-15, atol=0)
+    assert got.cause_N.tolist() == [Cause.ACTIVE] * len(batch.logps)
+    assert got.log_ratio_N.abs().max() == 0
+
+
+ALL_RULES = {
+    **{name: plain(name) for name in POLICY},
+    **{n: PRESETS["default"].replace(**s) for n, (s, _) in OTHERS.items()},
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_an_advantage_of_zero_is_no_gradient_whatever_the_ratio(name, scale):
+    batch = random_batch(0)
+    far = dataclasses.replace(
+        batch,
+        old=batch.logps + scale * (batch.old - batch.logps),
+        sampler=batch.logps + scale * (batch.sampler - batch.logps),
+        advantages_S=torch.zeros_like(batch.advantages_S),
+    )
+    got = coefficients_of(ALL_RULES[name], far)
+    assert got.policy_N.tolist() == [0.0] * len(batch.logps)
+    assert set(got.cause_N.tolist()) == {Cause.NO_ADVANTAGE}
+
+
+def with_junk(batch: Batch, junk: float):
+    """The batch with a token of junk before and after every token, and which places are the real ones."""
+    places = torch.arange(3 * len(batch.logps)) % 3 == 1
+
+    def spread(values, filling):
+        out = torch.full((len(places),), filling, dtype=values.dtype)
+        out[places] = values
+        return out
+
+    logps = {name: spread(getattr(batch, name), junk) for name in ("logps", "old", "sampler", "ref")}
+    sequence_N = torch.arange(len(places)) % len(batch.advantages_S)
+    sequence_N[places] = batch.sequence_N
+    return dataclasses.replace(batch, **logps, sequence_N=sequence_N), places
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_masked_tokens_may_hold_anything_and_change_nothing(name, junk):
+    batch, objective = random_batch(1), ALL_RULES[name].replace(beta=BETA)
+    dirty, places = with_junk(batch, junk)
+    weights_N = torch.zeros(len(places), dtype=torch.float64)
+    weights_N[places] = weights_of(objective, batch)
+    got, clean = coefficients_of(objective, dirty, weights_N), coefficients_of(objective, batch)
+    for field in dataclasses.fields(clean):
+        value = getattr(got, field.name)
+        torch.testing.assert_close(value[places], getattr(clean, field.name), rtol=1e-14, atol=1e-15)
+        masked_value = Cause.MASKED if field.name == "cause_N" else 0
+        assert value[~places].tolist() == [masked_value] * int((~places).sum())
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_low_entropy_tokens_have_no_policy_term_but_a_kl_term(name):
+    batch, objective = random_batch(2), with_beta(name)
+    base_N = weights_of(objective, batch)
+    chosen_N = torch.arange(len(batch.logps)) % 2 == 0
+    got = coefficients(
+        objective,
+        batch.logps,
+        batch.advantages_N,
+        base_N * chosen_N,
+        sequence_N=batch.sequence_N,
+        old_logps_N=batch.old,
+        sampler_logps_N=batch.sampler,
+        ref_logps_N=batch.ref,
+        base_weights_N=base_N,
+    )
+    all_tokens = coefficients_of(objective, batch)
+    assert torch.equal(got.policy_N, all_tokens.policy_N * chosen_N)
+    assert torch.equal(got.kl_N, all_tokens.kl_N)
+    assert set(got.cause_N[~chosen_N].tolist()) == {Cause.LOW_ENTROPY}
+    assert torch.equal(got.cause_N[chosen_N], all_tokens.cause_N[chosen_N])
+
+
+@pytest.mark.parametrize("name", ["default", "gspo", "rloo", "dapo"])
+def test_without_an_old_policy_the_ratio_is_one(name):
+    batch, objective = random_batch(0), plain(name)
+    weights_N = weights_of(objective, batch)
+    got = coefficients(objective, batch.logps, batch.advantages_N, weights_N, sequence_N=batch.sequence_N)
+    torch.testing.assert_close(got.total_N, batch.advantages_N * weights_N, rtol=0, atol=0)
+
+
+def test_an_unknown_sampler_log_prob_is_a_ratio_of_one():
+    batch = random_batch(0)
+    unknown = dataclasses.replace(batch, sampler=torch.full_like(batch.logps, math.nan))
+    for name in ("vespo", "dppo_tv", "dppo_kl", "grpo_v32"):
+        expected = batch.advantages_N * weights_of(PRESETS[name], batch)
+        torch.testing.assert_close(coefficients_of(plain(name), unknown).policy_N, expected, rtol=1e-15, atol=0)
+
+
+def test_the_k3_surrogate_of_grpo_is_the_forward_direction():
+    batch = random_batch(3)
+    by_default = PRESETS["default"].replace(kl={"beta": BETA, "direction": "forward", "correction": "none"})
+    expected = -BETA * gradient_of(kl_k3(seq_mean), batch)[0]
+    torch.testing.assert_close(coefficients_of(by_default, batch).kl_N, expected, **ROUNDING)
+    assert (coefficients_of(PRESETS["default"].replace(beta=BETA), batch).kl_N - expected).abs().max() > 1e-3
+
+
+def test_means_of_the_surrogates_differ():
+    # Else a preset with another denominator would pass with the wrong one.
+    batch = random_batch(0)
+    assert abs(seq_mean(batch, lambda i, n: batch.logps[n]) - token_mean(batch, lambda i, n: batch.logps[n])) > 1e-3

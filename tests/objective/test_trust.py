@@ -1,0 +1,497 @@
+"""Trust regions: the region tables, equality at the bounds, and what the rules become at the ends of their numbers."""
+
+import math
+
+import pytest
+import torch
+
+from cohort.errors import ConfigError
+from cohort.objective import (
+    PRESETS,
+    Cause,
+    bernoulli_kl,
+    coefficients,
+    custom_rule,
+    importance_ratio,
+    ppo_clip_multiplier,
+    ppo_clip_sides,
+    ppo_clip_value,
+    trust_region,
+)
+from cohort.presets.parts import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TVMask
+from tests.objective.batches import coefficients_of, random_batch
+
+LOW, HIGH, DUAL = 0.8, 1.28, 3.0
+
+
+def doubles(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def apply(rule, ratios, advantages, logps=None, sequence=None):
+    """The rule on token ratios."""
+    ratios, advantages = doubles(*ratios), doubles(*advantages)
+    logps = torch.full_like(ratios, -1.0) if logps is None else logps
+    sequence_N = torch.arange(len(ratios)) if sequence is None else torch.tensor(sequence)
+    return trust_region(rule, ratios.log(), advantages, logps, sequence_N=sequence_N)
+
+
+# The clip -----------------------------------------------------------------------------------------------------------
+
+REGIONS = [
+    # advantage, ratio, phi, phi with dual, side, side with dual
+    (1.0, 0.5, 0.5, 0.5, 0, 0),
+    (1.0, 1.0, 1.0, 1.0, 0, 0),
+    (1.0, 1.5, 0.0, 0.0, 1, 1),
+    (1.0, 3.5, 0.0, 0.0, 1, 1),
+    (-1.0, 0.5, 0.0, 0.0, -1, -1),
+    (-1.0, 1.0, 1.0, 1.0, 0, 0),
+    (-1.0, 1.5, 1.5, 1.5, 0, 0),
+    (-1.0, 3.5, 3.5, 0.0, 0, 1),
+    (-1.0, 40.0, 40.0, 0.0, 0, 1),
+    (0.0, 0.5, 0.5, 0.5, 0, 0),
+    (0.0, 1.0, 1.0, 1.0, 0, 0),
+    (0.0, 1.5, 1.5, 1.5, 0, 0),
+    (0.0, 3.5, 3.5, 3.5, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "phi", "phi_dual", "side", "side_dual"), REGIONS)
+def test_region_table_of_the_clip(advantage, ratio, phi, phi_dual, side, side_dual):
+    for dual, expected, expected_side in ((None, phi, side), (DUAL, phi_dual, side_dual)):
+        got = apply(PPOClip(low=LOW, high=HIGH, dual=dual), [ratio], [advantage])
+        assert got.phi_N.item() == pytest.approx(expected, rel=1e-14)
+        assert got.side_N.item() == expected_side
+        direct = ppo_clip_multiplier(doubles(ratio), doubles(advantage), LOW, HIGH, dual)
+        assert direct.item() == expected
+
+
+def test_a_token_on_the_bound_keeps_its_full_gradient():
+    ratio, advantages = doubles(LOW, HIGH, DUAL), doubles(-1.0, 1.0, -1.0)
+    assert ppo_clip_multiplier(ratio, advantages, LOW, HIGH, DUAL).tolist() == ratio.tolist()
+    low, high = ppo_clip_sides(ratio, advantages, LOW, HIGH, DUAL)
+    assert not low.any()
+    assert not high.any()
+
+
+def test_a_token_just_past_the_bound_has_none():
+    past = doubles(LOW - 1e-12, HIGH + 1e-12, DUAL + 1e-12)
+    assert ppo_clip_multiplier(past, doubles(-1.0, 1.0, -1.0), LOW, HIGH, DUAL).tolist() == [0.0] * 3
+
+
+def test_multiplier_is_the_gradient_of_the_value():
+    # d/dlogp of min(r A, clip(r) A) with r = exp(logp - old) equals phi * A, away from the kinks.
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(1000, dtype=torch.float64, generator=generator)
+    logps = (old + 0.5 * torch.randn(1000, dtype=torch.float64, generator=generator)).requires_grad_()
+    advantages = torch.randn(1000, dtype=torch.float64, generator=generator)
+    ppo_clip_value(importance_ratio(logps, old), advantages, LOW, HIGH).sum().backward()
+    phi = ppo_clip_multiplier(importance_ratio(logps.detach(), old), advantages, LOW, HIGH)
+    torch.testing.assert_close(logps.grad, phi * advantages, rtol=1e-12, atol=1e-14)
+    assert 0.1 < (phi == 0).double().mean() < 0.9  # both regions were met
+
+
+def dual_and_two_sided(ratio, advantage, delta):
+    """Value and slope in log r of the dual clip as implemented, and of the two-sided clip as INTELLECT-2 prints it."""
+    got = apply(PPOClip(low=0.8, high=1.2, dual=delta), ratio.tolist(), advantage.tolist())
+    log_ratio = ratio.log().requires_grad_()
+    r = log_ratio.exp()
+    two_sided = torch.minimum(r.clamp(max=delta) * advantage, r.clamp(0.8, 1.2) * advantage)
+    two_sided.sum().backward()
+    return got, two_sided.detach(), log_ratio.grad
+
+
+@pytest.mark.parametrize("delta", [1.3, 3.0, 4.0])
+def test_the_dual_clip_is_the_two_sided_clip(delta):
+    # 1501 ratios that do not fall on 0.8, 1.2 or delta, where autograd's min shares a tie.
+    ratio, advantage = torch.meshgrid(
+        torch.linspace(0.0011, 8.0, 1501).double(), doubles(-2, -1, 0, 1, 2), indexing="ij"
+    )
+    ratio, advantage = ratio.flatten(), advantage.flatten()
+    got, value, slope = dual_and_two_sided(ratio, advantage, delta)
+    torch.testing.assert_close(got.value_N, value, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(got.phi_N * advantage, slope, rtol=1e-12, atol=1e-14)
+
+
+def test_the_dual_bound_leaves_positive_advantages_alone():
+    ratios = [0.1, 0.9, 1.1, 2.0, 9.0]
+    with_dual = apply(PPOClip(dual=1.5), ratios, [1.0] * 5)
+    without = apply(PPOClip(), ratios, [1.0] * 5)
+    assert torch.equal(with_dual.phi_N, without.phi_N)
+    assert torch.equal(with_dual.value_N, without.value_N)
+
+
+# The other rules ----------------------------------------------------------------------------------------------------
+
+
+def test_no_trust_region_is_the_ratio():
+    got = apply(None, [0.1, 1.0, 7.0], [1.0, -1.0, 2.0])
+    torch.testing.assert_close(got.phi_N, doubles(0.1, 1.0, 7.0))
+    torch.testing.assert_close(got.value_N, doubles(0.1, -1.0, 14.0))
+    assert got.side_N.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("signed", "phi", "side"),
+    [
+        (False, [0.0, 0.0, 0.5, 2.0, 0.0, 0.0, 1.0], [-1, -1, 0, 0, 1, 1, 0]),
+        (True, [0.4, 0.0, 0.5, 2.0, 0.0, 2.5, 1.0], [0, -1, 0, 0, 1, 0, 0]),
+    ],
+)
+def test_the_mask_by_sign(signed, phi, side):
+    rule = Mask(low=0.5, high=2.0, signed=signed)
+    ratios, advantages = doubles(0.4, 0.4, 0.5, 2.0, 2.5, 2.5, 1.0), doubles(1, -1, -1, 1, 1, -1, 0)
+    # Bounds are met exactly only if the ratio is: log and exp of 0.5 and 2 come back exact.
+    got = trust_region(rule, ratios.log(), advantages, torch.full_like(ratios, -1.0))
+    torch.testing.assert_close(got.phi_N, doubles(*phi), rtol=1e-15, atol=0)
+    torch.testing.assert_close(got.value_N, doubles(*phi) * advantages, rtol=1e-15, atol=0)
+    assert got.side_N.tolist() == side
+
+
+def test_cispo_keeps_its_gradient_where_ppo_has_none():
+    ratios, advantages = [6.0, 0.2, 2.0], [1.0, -1.0, 1.0]
+    assert apply(PPOClip(), ratios, advantages).phi_N.tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(apply(Cap(), ratios, advantages).phi_N, doubles(5.0, 0.2, 2.0))
+    assert apply(Cap(low=0.5), ratios, advantages).side_N.tolist() == [1, -1, 0]
+
+
+def test_a_cap_without_bounds_is_the_ratio():
+    ratios = [1e-6, 0.3, 1.0, 8.0, 1e6]
+    torch.testing.assert_close(
+        apply(Cap(low=0.0, high=math.inf), ratios, [1.0] * 5).phi_N, doubles(*ratios), rtol=1e-14, atol=0
+    )
+
+
+def test_the_value_of_a_capped_weight_is_a_weighted_log_prob():
+    got = apply(Cap(high=2.0), [3.0, 0.5], [2.0, -1.0], logps=doubles(-0.7, -1.3))
+    torch.testing.assert_close(got.value_N, doubles(2.0 * 2.0 * -0.7, 0.5 * -1.0 * -1.3))
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.5, 1.0, 1.7, 6.0])
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 0.7), (-2.0, 1.3)])
+def test_sapo_is_the_ratio_times_a_squared_hyperbolic_secant(ratio, advantage, tau):
+    got = apply(SAPO(tau_positive=0.7, tau_negative=1.3), [ratio], [advantage])
+    # rel: one rounding of float64 in each of about ten operations.
+    assert got.phi_N.item() == pytest.approx(ratio / math.cosh(tau * (ratio - 1) / 2) ** 2, rel=1e-14)
+    value = 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+    assert got.value_N.item() == pytest.approx(value, rel=1e-14)
+
+
+def test_sapo_with_a_small_temperature_is_the_ratio():
+    ratios = [0.01, 0.5, 1.0, 3.0, 9.0]
+    got = apply(SAPO(tau_positive=1e-5, tau_negative=1e-5), ratios, [1.0, -1.0, 1.0, -1.0, 1.0])
+    # sech^2(x) = 1 - x^2 + ...: off by (tau (r - 1) / 2)^2 = 1.6e-9 at r = 9.
+    torch.testing.assert_close(got.phi_N, doubles(*ratios), rtol=2e-9, atol=0)
+
+
+def test_sapos_value_at_ratio_one_is_two():
+    assert apply(SAPO(), [1.0], [1.0]).value_N.item() == 2.0
+
+
+VESPO = {
+    1.0: {0.25: 0.593, 0.5: 1.120, 1.0: 1.0, 1.5: 0.502, 2.0: 0.199, 4.0: 0.002},
+    -1.0: {0.25: 0.070, 0.5: 0.340, 1.0: 1.0, 1.5: 1.242, 2.0: 1.083, 4.0: 0.159},
+}
+
+
+@pytest.mark.parametrize("advantage", VESPO)
+def test_vespos_table(advantage):
+    for ratio, phi in VESPO[advantage].items():
+        assert apply(Gamma(), [ratio], [advantage]).phi_N.item() == pytest.approx(phi, abs=5e-4)  # three printed digits
+
+
+@pytest.mark.parametrize(("advantage", "peak", "height"), [(1.0, 2 / 3, 1.208), (-1.0, 1.5, 1.242)])
+def test_vespos_weight_is_highest_at_k_over_lambda(advantage, peak, height):
+    ratios = [peak * (1 + step) for step in (-0.01, 0.0, 0.01)]
+    left, top, right = apply(Gamma(), ratios, [advantage] * 3).phi_N.tolist()
+    assert top > left
+    assert top > right
+    assert top == pytest.approx(height, abs=5e-4)
+
+
+def test_gamma_with_fractions():
+    rule = Gamma(k_positive=0.1, lambda_positive=0.3, k_negative=0.7, lambda_negative=0.9)
+    got = apply(rule, [2.0, 2.0], [1.0, -1.0])
+    expected = doubles(2**0.1 * math.exp(-0.3), 2**0.7 * math.exp(-0.9))
+    torch.testing.assert_close(got.phi_N, expected, rtol=1e-14, atol=0)
+
+
+def test_gamma_with_an_advantage_of_zero_counts_as_positive():
+    assert apply(Gamma(), [2.0], [0.0]).phi_N.item() == pytest.approx(4 * math.exp(-3), rel=1e-14)
+
+
+def probabilities(rule, p, anchor, advantage):
+    """The rule on one token of probability ``p``, drawn with probability ``anchor``."""
+    logps, log_ratio = doubles(p).log(), (doubles(p) / anchor).log()
+    return trust_region(rule, log_ratio, doubles(advantage), logps)
+
+
+def test_dppo_looks_at_probabilities_and_ppo_at_ratios():
+    # Ratio 1.195: PPO keeps it, though the probability moved by 0.16. Ratio 2: PPO drops it, and it moved by 1e-4.
+    assert probabilities(TVMask(), 0.98, 0.82, 1.0).phi_N.item() == 0.0
+    assert probabilities(PPOClip(), 0.98, 0.82, 1.0).phi_N.item() == pytest.approx(0.98 / 0.82)
+    assert probabilities(TVMask(), 2e-4, 1e-4, 1.0).phi_N.item() == pytest.approx(2.0)
+    assert probabilities(PPOClip(), 2e-4, 1e-4, 1.0).phi_N.item() == 0.0
+    assert probabilities(KLMask(), 0.98, 0.82, 1.0).phi_N.item() == 0.0
+    assert probabilities(KLMask(), 2e-4, 1e-4, 1.0).phi_N.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("p", "anchor", "advantage", "kept", "side"),
+    [
+        (0.6, 0.4, 1.0, False, 1),
+        (0.6, 0.4, -1.0, True, 0),
+        (0.4, 0.6, -1.0, False, -1),
+        (0.4, 0.6, 1.0, True, 0),
+        (0.5, 0.375, 1.0, True, 0),  # by 0.125 and not more: on the bound
+        (0.375, 0.5, -1.0, True, 0),
+        (0.6, 0.4, 0.0, True, 0),
+    ],
+)
+def test_the_tv_mask_silences_what_moved_too_far_the_way_it_is_pushed(p, anchor, advantage, kept, side):
+    got = probabilities(TVMask(low=0.1251, high=0.1251), p, anchor, advantage)
+    assert got.phi_N.item() == pytest.approx(p / anchor if kept else 0.0)
+    assert got.side_N.item() == side
+
+
+def test_the_tv_masks_bounds_are_apart():
+    rule = TVMask(low=0.3, high=0.1)
+    assert probabilities(rule, 0.6, 0.4, 1.0).phi_N.item() == 0.0
+    assert probabilities(rule, 0.4, 0.6, -1.0).phi_N.item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("p", "anchor", "advantage", "kept", "side"),
+    [
+        (0.9, 0.5, 1.0, False, 1),
+        (0.9, 0.5, -1.0, True, 0),
+        (0.1, 0.5, -1.0, False, -1),
+        (0.1, 0.5, 1.0, True, 0),
+        (0.55, 0.5, 1.0, True, 0),
+    ],
+)
+def test_the_kl_mask_silences_what_moves_away(p, anchor, advantage, kept, side):
+    got = probabilities(KLMask(threshold=0.05), p, anchor, advantage)
+    assert got.phi_N.item() == pytest.approx(p / anchor if kept else 0.0)
+    assert got.side_N.item() == side
+
+
+def test_the_kl_masks_direction_is_from_the_anchor():
+    # KL(0.5 || 0.9) = 0.5 log(0.25 / 0.09) = 0.5108; KL(0.9 || 0.5) = 0.3681: a threshold between tells them apart.
+    assert probabilities(KLMask(threshold=0.45), 0.9, 0.5, 1.0).phi_N.item() == 0.0
+    assert probabilities(KLMask(threshold=0.45), 0.5, 0.1, 1.0).phi_N.item() == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("rule", [TVMask(low=1.0, high=1.0), KLMask(threshold=math.inf)])
+def test_dppo_without_a_bound_is_the_capped_ratio(rule):
+    p, anchor = doubles(0.9, 0.01, 0.5), doubles(0.01, 0.9, 0.5)
+    got = trust_region(rule, (p / anchor).log(), doubles(1.0, -1.0, 1.0), p.log())
+    torch.testing.assert_close(got.phi_N, doubles(20.0, 0.01 / 0.9, 1.0))
+
+
+def test_dppo_with_bounds_of_one_is_plain_importance_sampling():
+    # |p - mu| is never above 1; ratios here stay under the cap of 20.
+    objective = PRESETS["dppo_tv"].replace(beta=0.0, trust_region={"low": 1.0, "high": 1.0})
+    for seed in range(4):
+        batch = random_batch(seed)
+        unclipped = coefficients_of(objective.replace(trust_region="none"), batch).policy_N
+        torch.testing.assert_close(coefficients_of(objective, batch).policy_N, unclipped, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_two_way_kl_is_at_most_the_kl_over_the_vocabulary(seed):
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (3 * torch.randn(2, 12, dtype=torch.float64, generator=generator)).log_softmax(-1)
+    full = (p.exp() * (p - q)).sum()
+    two_way = bernoulli_kl(p, q)
+    assert (two_way <= full + 1e-12).all()
+    assert (two_way >= 0).all()
+    # ... and the distance |p - q| of a token at most the total variation.
+    assert ((p.exp() - q.exp()).abs() <= 0.5 * (p.exp() - q.exp()).abs().sum() + 1e-12).all()
+
+
+def test_the_two_way_kl_by_hand_and_at_its_ends():
+    value = 0.3 * math.log(0.3 / 0.6) + 0.7 * math.log(0.7 / 0.4)
+    assert bernoulli_kl(doubles(0.3).log(), doubles(0.6).log()).item() == pytest.approx(value, rel=1e-14)
+    ends = bernoulli_kl(doubles(0.0, -math.inf, 0.0, -1e-12), doubles(0.0, -1.0, -5.0, -1e-13))
+    assert torch.isfinite(ends).all()
+    assert ends[0].item() == 0.0
+    assert ends[1].item() == pytest.approx(-math.log(1 - math.exp(-1)), rel=1e-12)  # an anchor that never draws it
+
+
+# Levels -------------------------------------------------------------------------------------------------------------
+
+
+def single_tokens(objective, seed=0):
+    """Coefficients of eight completions of one token each."""
+    generator = torch.Generator().manual_seed(seed)
+    logps = -torch.rand(8, dtype=torch.float64, generator=generator)
+    old = logps + 0.3 * torch.randn(8, dtype=torch.float64, generator=generator)
+    advantages = torch.randn(8, dtype=torch.float64, generator=generator)
+    weights = torch.full((8,), 1 / 8, dtype=torch.float64)
+    return coefficients(objective, logps, advantages, weights, sequence_N=torch.arange(8), old_logps_N=old)
+
+
+@pytest.mark.parametrize("level", ["sequence_mean", "sequence_mean_token", "sequence_product", "prefix_product"])
+def test_with_one_token_every_level_is_the_tokens(level):
+    clip = PPOClip(low=0.8, high=1.28)
+    grpo = PRESETS["default"].replace(trust_region=clip)
+    for seed in range(4):
+        expected, got = single_tokens(grpo, seed), single_tokens(grpo.replace(ratio_level=level), seed)
+        torch.testing.assert_close(got.policy_N, expected.policy_N, rtol=1e-14, atol=0)
+        torch.testing.assert_close(got.value_N, expected.value_N, rtol=1e-14, atol=0)
+        assert got.cause_N.tolist() == expected.cause_N.tolist()
+
+
+def test_gspo_and_gspo_token_agree_for_one_advantage_per_completion():
+    for seed in range(4):
+        whole, token = (coefficients_of(PRESETS[name], random_batch(seed)) for name in ("gspo", "gspo_token"))
+        assert torch.equal(whole.policy_N, token.policy_N)
+        assert torch.equal(whole.value_N, token.value_N)
+
+
+def test_gspo_is_all_or_nothing_within_a_sequence():
+    batch = random_batch(0)
+    policy_N = coefficients_of(PRESETS["gspo"], batch).policy_N
+    for tokens in batch.tokens:
+        assert len({round(value, 15) for value in policy_N[tokens].tolist()}) <= 1
+
+
+def test_gmpo_without_bounds_is_gspo_without_a_clip():
+    gmpo = PRESETS["gmpo"].replace(trust_region=GMPO(low=0.0, high=math.inf))
+    for seed in range(4):
+        batch = random_batch(seed)
+        got, expected = coefficients_of(gmpo, batch), coefficients_of(gmpo.replace(trust_region="none"), batch)
+        torch.testing.assert_close(got.policy_N, expected.policy_N, rtol=1e-14, atol=0)
+        torch.testing.assert_close(got.value_N, expected.value_N, rtol=1e-14, atol=0)
+
+
+def test_gmpo_by_hand():
+    # A > 0: log r = (0.6, -0.6) is clipped to (0.4, -0.6): G = e^-0.1. A < 0: to (0.6, -0.4): G = e^0.1.
+    ratios = [math.exp(0.6), math.exp(-0.6)] * 2
+    got = apply(GMPO(), ratios, [1.0, 1.0, -1.0, -1.0], sequence=[0, 0, 1, 1])
+    torch.testing.assert_close(got.phi_N, doubles(0.0, math.exp(-0.1), math.exp(0.1), 0.0))
+    torch.testing.assert_close(got.value_N, doubles(*[math.exp(-0.1)] * 2, *[-math.exp(0.1)] * 2))
+    assert got.side_N.tolist() == [1, 0, 0, -1]
+
+
+# FIPO ---------------------------------------------------------------------------------------------------------------
+
+
+def test_fipo_by_hand_on_three_tokens():
+    # half-life 1: gamma = 1/2. log r = (0.1, -0.2, 0.08).
+    # sums from each token on: 0.1 - 0.1 + 0.02 = 0.02;  -0.2 + 0.04 = -0.16;  0.08
+    logs = (0.1, -0.2, 0.08)
+    rule = FIPO(half_life=1.0, weight_low=0.9, weight_high=1.05)
+    got = apply(rule, [math.exp(x) for x in logs], [1.0] * 3, sequence=[0, 0, 0])
+    weights = (math.exp(0.02), 0.9, 1.05)  # e^-0.16 = 0.852 and e^0.08 = 1.083 are held
+    expected = doubles(*(w * math.exp(x) for w, x in zip(weights, logs, strict=True)))
+    torch.testing.assert_close(got.phi_N, expected)
+    torch.testing.assert_close(got.value_N, expected)
+
+
+def test_fipo_never_enlarges_a_push_away_from_an_already_likely_token():
+    rule = FIPO(half_life=1.0, safety=4.0)
+    # e^1.5 = 4.48 is above the safety bound, e^1.3 = 3.67 is not; both weights would be 1.2.
+    phi = apply(rule, [math.exp(1.5), math.exp(1.3)], [-1.0, -1.0], sequence=[0, 1]).phi_N
+    torch.testing.assert_close(phi, doubles(math.exp(1.5), 1.2 * math.exp(1.3)))
+    positive = apply(rule, [1.1], [1.0]).phi_N  # a weight above 1 where A > 0: e^(log 1.1) = 1.1
+    torch.testing.assert_close(positive, doubles(1.21))
+
+
+def test_fipo_with_weights_of_one_is_the_clip():
+    rule = FIPO(weight_low=1.0 - 1e-15, weight_high=1.0, low=0.7, high=1.4, dual=3.0)
+    ratios, advantages = [0.5, 0.5, 1.3, 1.5, 2.0, 3.5], [1.0, -1.0, 1.0, 1.0, -1.0, -1.0]
+    clip = apply(PPOClip(low=0.7, high=1.4, dual=3.0), ratios, advantages)
+    got = apply(rule, ratios, advantages)
+    torch.testing.assert_close(got.phi_N, clip.phi_N, rtol=1e-14, atol=0)
+    assert got.side_N.tolist() == clip.side_N.tolist()
+
+
+def test_fipo_clips_as_the_clip_does():
+    ratios, advantages = [0.5, 1.5, 3.5], [-1.0, 1.0, -1.0]
+    assert apply(FIPO(dual=3.0), ratios, advantages).phi_N.tolist() == [0.0, 0.0, 0.0]
+    assert apply(FIPO(dual=3.0), ratios, advantages).side_N.tolist() == [-1, 1, 1]
+
+
+# Custom rules -------------------------------------------------------------------------------------------------------
+
+RULES = """
+import torch
+def square(ratio_N, advantages_N):
+    return ratio_N ** 2
+def positive_only(ratio_N, advantages_N):
+    return torch.where(advantages_N > 0, ratio_N, 0.0)
+def wrong_shape(ratio_N, advantages_N):
+    return ratio_N[:1]
+def without_end(ratio_N, advantages_N):
+    return torch.full_like(ratio_N, float("inf"))
+def not_a_tensor(ratio_N, advantages_N):
+    return 1.0
+number = 3
+"""
+
+
+@pytest.fixture
+def rules(tmp_path):
+    custom_rule.cache_clear()
+    path = tmp_path / "rules_for_test.py"
+    path.write_text(RULES)
+    return path
+
+
+def test_a_rule_of_your_own_from_a_file(rules):
+    rule = Custom(function=f"{rules}:square")
+    got = apply(rule, [0.5, 3.0], [1.0, -2.0])
+    torch.testing.assert_close(got.phi_N, doubles(0.25, 9.0))
+    torch.testing.assert_close(got.value_N, doubles(0.25, -18.0))
+
+
+def test_a_rule_of_your_own_is_named_in_the_settings(rules):
+    objective = PRESETS["default"].replace(trust_region=f"{rules}:positive_only")
+    assert objective.trust_region == Custom(function=f"{rules}:positive_only")
+    got = coefficients(
+        objective, doubles(-1.0, -1.0), doubles(1.0, -1.0), doubles(0.5, 0.5), old_logps_N=doubles(-1.5, -1.5)
+    )
+    torch.testing.assert_close(got.policy_N, doubles(0.5 * math.exp(0.5), 0.0))
+    assert got.cause_N.tolist() == [Cause.ACTIVE, Cause.VANISHED]
+
+
+def test_an_advantage_of_zero_is_no_gradient_even_times_infinity(rules):
+    objective = PRESETS["default"].replace(trust_region=f"{rules}:without_end")
+    got = coefficients(
+        objective, doubles(-1.0, -1.0), doubles(0.0, 1.0), doubles(0.5, 0.5), old_logps_N=doubles(-1, -1)
+    )
+    assert got.policy_N.tolist() == [0.0, math.inf]
+    assert got.cause_N.tolist() == [Cause.NO_ADVANTAGE, Cause.ACTIVE]
+
+
+def test_a_rule_of_your_own_by_module():
+    got = apply(Custom(function="torch:minimum"), [0.5, 3.0], [1.0, 2.0])
+    torch.testing.assert_close(got.phi_N, doubles(0.5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("wrong_shape", r"must return a tensor of shape \(2,\), got \(1,\)"),
+        ("not_a_tensor", "got float"),
+        ("missing", "no function 'missing'"),
+        ("number", "no function 'number'"),
+    ],
+)
+def test_what_a_rule_of_your_own_may_not_do(rules, function, message):
+    with pytest.raises(ConfigError, match=message):
+        apply(Custom(function=f"{rules}:{function}"), [0.5, 3.0], [1.0, 1.0])
+
+
+def test_a_rule_that_cannot_be_loaded(tmp_path):
+    broken = tmp_path / "broken_for_test.py"
+    broken.write_text("raise RuntimeError('no')")
+    for function, message in (
+        (f"{tmp_path / 'nowhere.py'}:f", "no trust region file"),
+        ("no_such_module_here:f", "cannot import"),
+        (f"{broken}:f", "failed to load: RuntimeError: no"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            custom_rule(function)
