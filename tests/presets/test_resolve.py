@@ -554,3 +554,9 @@ def test_settings_leave_out_what_is_only_said_about_a_row():
     settings = PRESETS["dapo"].settings()
     assert not {"name", "version", "source", "summary"} & set(settings)
     assert Objective(**settings).settings() == settings
+
+
+def test_k3_legacy_is_the_papers_kl():
+    changed = PRESETS["grpo_v32"].replace(kl="k3_legacy", beta=0.04)
+    assert changed.kl == PRESETS["grpo"].kl
+    assert PRESETS["default"].replace(kl="k3_legacy").kl == KL(direction="forward")

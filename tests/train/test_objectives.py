@@ -257,7 +257,9 @@ def test_rewards_of_the_wrong_kind_are_named(demo_tokenizer, tmp_path):
             scale="none",
             rewards=lambda completion_ids, **_: [[0.0, 0.0]] * len(completion_ids),
         )
-    with pytest.raises(RewardError, match=r"returned a negative reward, which does not go with objective\.scale 'group_mean'"):
+    with pytest.raises(
+        RewardError, match=r"returned a negative reward, which does not go with objective\.scale 'group_mean'"
+    ):
         make_trainer(
             demo_tokenizer, tmp_path / "d", preset="maxrl", rewards=lambda completions, **_: [-1.0] * len(completions)
         )

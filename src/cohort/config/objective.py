@@ -79,7 +79,8 @@ class ObjectiveConfig(Section):
     top_entropy: Part = None
     """Share of the tokens, those of highest entropy, that the policy term uses. 1: all."""
     kl: Part = None
-    """The KL term: { direction = "reverse", scope = "token", place = "loss", correction = "token_ratio" }."""
+    """The KL term: { direction = "reverse", scope = "token", place = "loss", correction = "token_ratio" }; or
+    "k3_legacy", k3 as a loss as in DeepSeekMath."""
     entropy: Part = None
     """Entropy bonus: none, or { rule = "entropy", coefficient = 0.001 }."""
     aggregation: Part = None

@@ -17,6 +17,15 @@ from cohort.presets.table import PRESETS, TABLE
 
 SHORTHANDS = ("beta", "epsilon", "epsilon_high")
 """Settings that stand for numbers inside a part."""
+K3_LEGACY = {
+    "direction": "forward",
+    "scope": "token",
+    "place": "loss",
+    "correction": "none",
+    "anchor": "old",
+    "estimator": "sampled",
+}
+"""What ``kl = "k3_legacy"`` is short for: k3 as a loss without a ratio, DeepSeekMath's. Its weight is set by ``beta``."""
 ABOUT = ("name", "version", "source", "summary")
 
 
@@ -47,6 +56,8 @@ def setting_names() -> tuple[str, ...]:
 def replaced(objective: Objective, settings: Mapping[str, Any]) -> Objective:
     """``objective`` with some settings changed. See ``Objective.replace``."""
     hints = typing.get_type_hints(Objective)
+    if settings.get("kl") == "k3_legacy":
+        settings = {**settings, "kl": K3_LEGACY}
     settings = _with_epsilon(objective, _with_beta(settings))
     changes: dict[str, Any] = {}
     for name, value in settings.items():
