@@ -76,7 +76,7 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
     assert "evaluation before training: reward 0.000 (0.000 to " in said
     assert "evaluation after step 2: reward 0.000" in said
     assert "done: 0 updates on 12 completions" in said  # no completion of a random model is right: nothing to learn
-    assert "nothing was learned: in every group all rewards were equal" in said
+    assert "nothing was learned; no update had a gradient: in every group all rewards are equal" in said
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()
     assert len(rows) == 6
@@ -163,7 +163,7 @@ MISTAKES = {
     "model folder missing": (["--model.path", "./nope"], "no model folder ./nope"),
     "no model": (["--model.path", ""], "set model.path"),
     "too long for the model": (["--rollout.max_completion_length", "5000"], "more than the model's context of 2048"),
-    "nothing to resume": (["--resume"], "has no checkpoint to resume from"),
+    "nothing to resume": (["--resume"], "there is no run folder"),
 }
 
 
@@ -267,7 +267,7 @@ def test_objective_explains_one_with_changes(capsys):
     assert main(["objective", "dapo", "--set", "trust_region.high=1.4", "beta=0.01", "scale=none"]) == 0
     said = capsys.readouterr().out
     assert "objective dapo@1" in said
-    assert "changed      scale, trust_region, kl" in said
+    assert "changed      scale group_std -> none, trust_region.high 1.28 -> 1.4, kl.beta 0 -> 0.01" in said
     assert "min(r A, clip(r, 0.8, 1.4) A)" in said
     assert "beta = 0.01" in said
     ratios, up, down = (line[11:].split() for line in said.splitlines()[-3:])

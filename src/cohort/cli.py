@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
+    if overrides and options.command == "objective" and "=" in overrides[0]:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}; did you mean --set {' '.join(overrides)}?")
     if overrides and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -81,7 +83,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     objective_parser.add_argument("name", nargs="?", metavar="NAME", help="a preset, or name@version")
     objective_parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="PART=VALUE", help="change parts, as in [objective]"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PART=VALUE",
+        help="change parts of it, as in trust_region.high=1.4",
     )
     commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
     return parser
@@ -114,7 +121,9 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
         )
         if not summary["updates"]:
-            print("nothing was learned: in every group all rewards were equal (docs/metrics.md: groups/dead_share)")
+            from cohort.report.console import why_no_gradient
+
+            print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
 
 
 def objective(options: argparse.Namespace) -> None:

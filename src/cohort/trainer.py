@@ -13,7 +13,7 @@ import torch
 from cohort.config import GRPOConfig, ModelConfig, Schedule
 from cohort.data import Place, PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
-from cohort.objective import Objective, custom_rule
+from cohort.objective import Objective, try_own_functions
 from cohort.policy import (
     Policy,
     context_length,
@@ -25,7 +25,7 @@ from cohort.policy import (
     resolve_device,
     resolve_precision,
 )
-from cohort.presets.parts import Custom, GroupMean
+from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, resolve_reward
 from cohort.rollout import LocalEngine, Sampling
@@ -67,6 +67,8 @@ class GRPOTrainer:
         """When the run began, for its summary. The command line sets it to its own start."""
         self.summary: dict[str, Any] = {}
         """What the run has come to; also ``summary.json`` in its folder when it is done."""
+        self.last_metrics: dict[str, Any] = {}
+        """Those of the newest step."""
         self.folder: RunFolder | None = None
         """Where the run is written; chosen when it starts."""
         self.args = config = GRPOConfig() if args is None else args
@@ -76,8 +78,7 @@ class GRPOTrainer:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.objective = objective = config.resolved_objective
-        if isinstance(objective.trust_region, Custom):
-            custom_rule(objective.trust_region.function)  # a missing one is found now
+        try_own_functions(objective)
         self.rewards = RewardRunner(
             _reward_functions(functions),
             config.reward.weights,
@@ -172,6 +173,7 @@ class GRPOTrainer:
         return kept or None
 
     def _sum_up(self, metrics: dict[str, Any]) -> None:
+        self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version

@@ -3,14 +3,25 @@
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.config import GRPOConfig, RolloutConfig, Schedule, annotated_toml, apply_overrides, load_config, to_toml
+from cohort.config import (
+    GRPOConfig,
+    RolloutConfig,
+    Schedule,
+    annotated_toml,
+    apply_overrides,
+    load_config,
+    parse_settings,
+    to_toml,
+)
 from cohort.config.load import setting_names
 from cohort.errors import ConfigError, DataError
+from cohort.presets import PRESETS
 
 
 def load(tmp_path, text, *overrides):
@@ -193,3 +204,104 @@ def test_config_imports_no_torch():
 
 def test_overrides_need_no_file():
     assert apply_overrides({}, ["--run.seed", "4"]).run.seed == 4
+
+
+def test_a_part_given_as_an_object_is_taken_whole():
+    from cohort.presets.parts import KL, PPOClip
+
+    config = GRPOConfig(preset="intellect2", trust_region=PPOClip(low=0.8, high=1.2))
+    assert config.resolved_objective.trust_region == PPOClip(low=0.8, high=1.2)  # not the preset's dual = 4
+    assert GRPOConfig(beta=0.04, kl=KL(direction="forward")).resolved_objective.kl == KL(beta=0.04, direction="forward")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "intellect2", "trust_region": {"dual": None}},
+        {"beta": 0.1, "kl": {"target": None}},
+        {"mismatch": [{"rule": "veto"}, {"rule": "weight", "high": 3}]},
+        {"preset": "dapo", "group_filter": None, "scale": None, "baseline": 0.5, "soft_overlong": None},
+        {"trust_region": "rules.py:band"},
+        {"kl": "k3_legacy", "beta": 0.04},
+    ],
+)
+def test_what_is_written_is_what_ran(tmp_path, settings):
+    config = GRPOConfig(**settings)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    again = load_config(tmp_path / "config.toml")
+    assert again.resolved_objective == config.resolved_objective
+    assert again == config
+
+
+def test_none_said_by_name_is_a_parts_absence():
+    objective = GRPOConfig(preset="dapo", group_filter=None, scale=None, trust_region=None).resolved_objective
+    assert (objective.group_filter, objective.scale, objective.trust_region) == (None, None, None)
+    assert GRPOConfig(**GRPOConfig(preset="dapo").model_dump()).resolved_objective == PRESETS["dapo"]
+
+
+def test_overrides_may_mend_the_file(tmp_path):
+    (tmp_path / "a.toml").write_text('[rollout]\nnum_generations = 4\n[objective]\npreset = "gfpo"\n')
+    with pytest.raises(ConfigError, match=r"a.toml: objective.group_filter.k is 8"):
+        load_config(tmp_path / "a.toml")
+    assert load_config(tmp_path / "a.toml", ["--rollout.num_generations", "16"]).rollout.num_generations == 16
+    with pytest.raises(ConfigError, match=r"a.toml: objective.group_filter.k is 8"):  # still the file's mistake
+        load_config(tmp_path / "a.toml", ["--run.seed", "1"])
+
+
+def test_another_rule_on_the_command_line_begins_from_its_own_numbers(tmp_path):
+    (tmp_path / "a.toml").write_text('[objective]\ntrust_region = { rule = "cap", low = 0.5, high = 3 }\n')
+    config = load_config(tmp_path / "a.toml", ["--objective.trust_region.rule", "ppo_clip"])
+    assert config.resolved_objective.trust_region == PRESETS["default"].trust_region
+
+
+def test_numbers_as_people_write_them():
+    config = apply_overrides(
+        {}, ["--objective.beta", ".04", "--optim.learning_rate", "1.", "--objective.top_entropy", ".2"]
+    )
+    assert (config.objective.beta, config.optim.learning_rate, config.resolved_objective.top_entropy) == (
+        0.04,
+        1.0,
+        0.2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"preset": "gfpo"}, "leaves none of rollout.num_generations .8. out"),
+        ({"preset": "reinforce_pp", "num_generations": 1, "prompts_per_step": 1}, "no batch to be compared with"),
+        ({"preset": "maxrl", "reward": {"weights": [-1.0]}}, "reward.weights has a negative one"),
+        ({"unlikeliness": "unlikeliness", "reward": {"weights": [-1.0]}}, "reward.weights has a negative one"),
+    ],
+)
+def test_objectives_that_do_not_fit_the_rollout(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("delta=4", "set trust_region.dual"),
+        ("mask_truncated_completions=true", "set truncated to 'mask'"),
+        ("num_generations=4", "a setting of a run: rollout.num_generations"),
+    ],
+)
+def test_names_from_elsewhere_are_translated_for_parts(assignment, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_settings([assignment])
+
+
+def toml_blocks(page):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    return [block.split("```")[0] for block in text.split("```toml\n")[1:]]
+
+
+@pytest.mark.parametrize("block", toml_blocks("objective.md"))
+def test_the_guides_settings_are_settings(tmp_path, block):
+    (tmp_path / "a.toml").write_text(block)
+    assert load_config(tmp_path / "a.toml").resolved_objective
+
+
+def test_there_are_settings_in_the_guide():
+    assert len(toml_blocks("objective.md")) >= 7

@@ -60,7 +60,11 @@ def demo_steps(tmp_path, name, monkeypatch, seed=0, steps=2):
     short = {"max_steps": steps, "prompts_per_step": 4, "progress": False}
 
     def cut(seed, output_dir):
-        settings = {k: v for section in dict(real(seed, output_dir)).values() for k, v in section.model_dump().items()}
+        settings = {
+            k: v
+            for section in dict(real(seed, output_dir)).values()
+            for k, v in section.model_dump(exclude_unset=True).items()
+        }
         return demo.GRPOConfig(**settings | short)
 
     monkeypatch.setattr(demo, "demo_config", cut)

@@ -482,3 +482,39 @@ def test_shapes_must_agree():
         outcome_advantages(torch.zeros(3), torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match="one length"):
         group_statistics(torch.zeros(3, 1), torch.zeros(3, 1, dtype=torch.long))
+
+
+def test_a_batchs_spread_over_tokens_counts_a_completion_as_often_as_it_has_tokens():
+    rewards, group, lengths = torch.tensor([1.0, 0.0, 3.0]), torch.arange(3), torch.tensor([3, 1, 2])
+    scale = BatchStd(unit="token", epsilon=0.0)
+    by_token = torch.tensor([1.0, 1.0, 1.0, 0.0, 3.0, 3.0], dtype=torch.float64)
+    got = outcome_advantages(rewards, group, baseline="none", scale=scale, lengths_S=lengths)
+    torch.testing.assert_close(got, rewards.double() / by_token.std(), rtol=1e-12, atol=0)
+    whitened = outcome_advantages(rewards, group, baseline="batch_mean", scale=scale, lengths_S=lengths)
+    torch.testing.assert_close(whitened, (rewards.double() - by_token.mean()) / by_token.std(), rtol=1e-12, atol=0)
+    spread = torch.repeat_interleave(whitened, lengths)
+    assert spread.mean().item() == pytest.approx(0, abs=1e-15)
+    assert spread.std().item() == pytest.approx(1, rel=1e-12)
+    with pytest.raises(ValueError, match="need lengths_S"):
+        outcome_advantages(rewards, group, baseline="none", scale=scale)
+
+
+def test_a_lone_scored_completion_has_no_group_mean_to_be_divided_by():
+    rewards = torch.tensor([2.0, math.nan, 1.0, 3.0])
+    got = outcome_advantages(rewards, torch.tensor([0, 0, 1, 1]), baseline=0.5, scale=GroupMean())
+    assert got.tolist() == [0.0, 0.0, 0.25, 1.25]
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted", "second_best"])
+def test_a_group_that_is_dead_in_every_reward_stays_at_zero_over_the_batch(baseline):
+    rewards_SK = torch.tensor([[0.1, 0.3]] * 3 + [[1.0, 0.0], [0.0, 0.5], [0.7, 0.2]])
+    got = combined_advantages(
+        rewards_SK,
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        over_batch=True,
+        baseline=baseline,
+        lengths_S=torch.tensor([1, 2, 3, 4, 1, 2]),
+    )
+    assert got[:3].tolist() == [0.0] * 3
+    assert got[3:].abs().min() > 0

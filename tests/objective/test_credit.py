@@ -401,7 +401,8 @@ TRUNCATED = torch.tensor([False, True, False, True])
     ],
 )
 def test_truncated_completions_after_the_advantages_of_their_whole_group(treatment, expected):
-    objective = CENTRED.replace(truncated=treatment, truncated_penalty=0.7)
+    penalty = {"truncated_penalty": 0.7} if treatment == "penalize" else {}
+    objective = CENTRED.replace(truncated=treatment, **penalty)
     check(token_advantages(objective, outcomes(truncated_S=TRUNCATED)), *spread(expected))
 
 
@@ -462,3 +463,24 @@ def test_statistics_over_completions_do_not_look_at_lengths():
         got = token_advantages(PRESETS[name], outcomes())
         per_completion = outcome_advantages(REWARDS, GROUP, scale=PRESETS[name].scale)
         check(got, *spread(per_completion.tolist()))
+
+
+def test_equal_rewards_leave_only_the_kl_of_whitened_returns_and_do_not_divide_it():
+    """Divided by its own spread, a KL of rounding size would look like a signal of size 1."""
+    objective = PRESETS["reinforce_pp"]
+    kl = 1e-6 * torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+    out = Outcomes(torch.tensor([0.7, 0.7]), torch.tensor([0, 1]), torch.tensor([0, 0, 1, 1]), max_length=4, kl_N=kl)
+    returns = -objective.beta * torch.tensor([-1e-6, -2e-6, 3.5e-6, 0.5e-6], dtype=torch.float64)
+    torch.testing.assert_close(token_advantages(objective, out), returns - returns.mean(), rtol=1e-12, atol=1e-20)
+    without = objective.replace(beta=0.0)
+    assert token_advantages(without, out).tolist() == [0.0] * 4
+
+
+def test_returns_may_be_divided_by_the_spread_of_uncentred_ones():
+    rewards, group, sequence = torch.tensor([1.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 1, 1]), torch.arange(4)
+    out = Outcomes(rewards, group, sequence, max_length=4)
+    for of, values in (("raw", rewards), ("centred", torch.tensor([0.5, -0.5, -1.0, 1.0]))):
+        scale = BatchStd(of=of, unit="token", epsilon=0.0)
+        got = token_advantages(PRESETS["default"].replace(credit="return_to_go", scale=scale), out)
+        expected = torch.tensor([0.5, -0.5, -1.0, 1.0], dtype=torch.float64) / values.double().std()
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)

@@ -366,7 +366,7 @@ def test_masked_tokens_may_hold_anything_and_change_nothing(name, junk):
         value = getattr(got, field.name)
         torch.testing.assert_close(value[places], getattr(clean, field.name), rtol=1e-14, atol=1e-15)
         masked_value = Cause.MASKED if field.name == "cause_N" else 0
-        assert value[~places].tolist() == [masked_value] * int((~places).sum())
+        assert (value[~places] == masked_value).all()
 
 
 @pytest.mark.parametrize("name", POLICY)

@@ -98,7 +98,6 @@ def test_trap_5_no_mean_is_taken_over_a_microbatch(name):
         )
         parts[here] = got.policy_N
     torch.testing.assert_close(parts, whole, rtol=1e-13, atol=0)
-    assert PRESETS["default"].replace(top_entropy=0.2).needs_minibatch_pass
 
 
 def test_trap_5_the_entropy_threshold_is_the_minibatchs():

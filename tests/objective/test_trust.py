@@ -457,13 +457,10 @@ def test_a_rule_of_your_own_is_named_in_the_settings(rules):
     assert got.cause_N.tolist() == [Cause.ACTIVE, Cause.VANISHED]
 
 
-def test_an_advantage_of_zero_is_no_gradient_even_times_infinity(rules):
+def test_a_multiplier_that_is_not_finite_is_refused_by_name(rules):
     objective = PRESETS["default"].replace(trust_region=f"{rules}:without_end")
-    got = coefficients(
-        objective, doubles(-1.0, -1.0), doubles(0.0, 1.0), doubles(0.5, 0.5), old_logps_N=doubles(-1, -1)
-    )
-    assert got.policy_N.tolist() == [0.0, math.inf]
-    assert got.cause_N.tolist() == [Cause.NO_ADVANTAGE, Cause.ACTIVE]
+    with pytest.raises(ConfigError, match="without_end returned a multiplier that is not finite"):
+        coefficients(objective, doubles(-1.0, -1.0), doubles(0.0, 1.0), doubles(0.5, 0.5), old_logps_N=doubles(-1, -1))
 
 
 def test_a_rule_of_your_own_by_module():

@@ -186,8 +186,7 @@ def test_beta_is_the_kls_weight_and_changes_nothing_else():
         ({"epsilon": 0.1}, 0.9, 1.1),
         ({"epsilon": 0.1, "epsilon_high": 0.3}, 0.9, 1.3),
         ({"epsilon_high": 0.3}, 0.8, 1.3),
-        ({"epsilon": 10}, 0.0, 11.0),
-        ({"epsilon": 1.0}, 0.0, 2.0),
+        ({"epsilon": 0.99}, 0.01, 1.99),
     ],
 )
 def test_epsilons_are_the_clips_bounds(settings, low, high):
@@ -268,15 +267,15 @@ WRONG = [
     ({"trust_region": {"low": True}}, "trust_region.low: expected a number, got True"),
     ({"scale": {"ddof": 1.5}}, "scale.ddof: expected a whole number, got 1.5"),
     ({"scale": {"ddof": True}}, "scale.ddof: expected a whole number, got True"),
-    ({"soft_overlong": {"rule": "soft"}}, "soft_overlong: expected one of none, soft_overlong, got 'soft'"),
+    ({"soft_overlong": {"rule": "soft"}}, "soft_overlong: expected a table of its numbers .cache_share, max_length."),
     ({"group_filter": {"k": 4}}, "group_filter is a table without its rule: expected rule = one of none, drop_dead"),
     ({"mismatch": {"high": 3}}, r"mismatch\[0\] is a table without its rule"),
     ({"mismatch": ["veto", "vetoo"]}, r"mismatch\[1\]: expected one of weight, veto, .*did you mean veto"),
     ({"mismatch": 3}, "mismatch: expected a list of tables, got 3"),
-    ({"kl": "none"}, "kl: expected one of kl, got 'none'"),
+    ({"kl": "none"}, "kl: expected a table of its numbers .beta, direction"),
     ({"kl": {"scope": "tokens"}}, "kl.scope: expected 'token' or 'sequence', got 'tokens'; did you mean token?"),
     ({"aggregation": "token_men"}, "aggregation: expected .*got 'token_men'; did you mean token_mean?"),
-    ({"baseline": "mean"}, "baseline: expected 'none' or 'group_mean' .*or a number, got 'mean'"),
+    ({"baseline": "mean"}, "baseline: expected one of none, group_mean, .*a number, or a function as .*, got 'mean'"),
     ({"baseline": True}, "baseline: expected .*got True"),
     ({"top_entropy": "0.5"}, "top_entropy: expected a number, got '0.5'"),
     ({"count_empty": 1}, "count_empty: expected true or false, got 1"),
@@ -299,7 +298,7 @@ def test_a_setting_that_does_not_exist_or_has_the_wrong_kind(settings, message):
 # Numbers out of their range -----------------------------------------------------------------------------------------
 
 NUMBERS = [
-    ({"baseline": math.nan}, "baseline: expected .* or a number, got nan"),
+    ({"baseline": math.nan}, "baseline: expected .* or a number or text, got nan"),
     ({"baseline": math.inf}, "baseline must be finite"),
     ({"top_entropy": 0}, "top_entropy is the share of tokens kept"),
     ({"top_entropy": 1.01}, "top_entropy is the share of tokens kept"),
@@ -324,13 +323,16 @@ NUMBERS = [
     ({"trust_region": {"low": 1.2, "high": 1.2}}, r"ppo_clip: low \(1.2\) must be below high \(1.2\)"),
     ({"trust_region": {"low": -0.1}}, "is a bound on a ratio and cannot be negative"),
     ({"trust_region": {"low": 1.1}}, r"ppo_clip: \[1.1, 1.2\] must hold 1"),
-    ({"trust_region": {"high": 0.9}}, r"ppo_clip: \[0.8, 0.9\] must hold 1"),
+    ({"trust_region": {"high": 0.9}}, "ppo_clip: high .0.9. is a bound on the ratio itself"),
     ({"trust_region": {"dual": 1.2}}, r"ppo_clip: dual \(1.2\) must be above high \(1.2\)"),
     ({"trust_region": {"low": math.nan}}, "trust_region.low: expected a number, got nan"),
     ({"trust_region": {"rule": "mask", "low": 6}}, "mask: low"),
     ({"trust_region": {"rule": "mask", "low": 2}}, "mask: .* must hold 1"),
     ({"trust_region": {"rule": "cap", "low": 6}}, "cap: low"),
-    ({"trust_region": {"rule": "cap", "high": 0.2}}, "a cap of 0.2 would scale every on-policy gradient"),
+    (
+        {"trust_region": {"rule": "cap", "high": 0.2}},
+        "would scale every on-policy gradient.*an epsilon of 0.2 is high = 1.2",
+    ),
     ({"trust_region": {"rule": "cap", "low": 1.5}}, "cap: .* must hold 1"),
     ({"trust_region": {"rule": "sapo", "tau_positive": 0}}, "sapo: temperatures must be positive"),
     ({"trust_region": {"rule": "sapo", "tau_negative": 0}}, "sapo: temperatures must be positive"),
@@ -343,7 +345,7 @@ NUMBERS = [
     ({"trust_region": {"rule": "kl_mask", "cap": 0.5}}, "kl_mask: cap must be at least 1"),
     ({"ratio_level": "sequence_mean", "trust_region": {"rule": "gmpo", "low": 1.1}}, "gmpo: .* must hold 1"),
     ({"ratio_level": "sequence_mean", "trust_region": {"rule": "gmpo", "low": 2}}, "gmpo: low"),
-    ({"trust_region": {"rule": "fipo", "high": 0.9}}, "must hold 1"),
+    ({"trust_region": {"rule": "fipo", "high": 0.9}}, "is a bound on the ratio itself"),
     ({"trust_region": {"rule": "fipo", "weight_low": 1.3}}, "fipo weight: low"),
     ({"trust_region": {"rule": "fipo", "half_life": 0}}, "fipo: half_life must be positive"),
     ({"trust_region": {"rule": "fipo", "safety": 0}}, "fipo: safety is a ratio and must be positive"),
@@ -357,11 +359,11 @@ NUMBERS = [
     ({"beta": math.nan}, "beta: expected a number, got nan"),
     ({"kl": {"beta": 0.1, "target": 0}}, "kl.target must be positive"),
     ({"kl": {"target": 0.1}}, "kl.target moves beta"),
-    ({"kl": {"beta": 0.1, "horizon": 0}}, "kl.horizon must be positive"),
+    ({"kl": {"beta": 0.1, "target": 0.1, "horizon": 0}}, "kl.horizon must be positive"),
     ({"kl": {"beta": 0.1, "top_k": 0}}, "kl.top_k must be positive"),
     ({"entropy": {"coefficient": -1}}, "entropy.coefficient must not be negative"),
     ({"entropy": {"target": 0}}, "entropy.target must be positive"),
-    ({"entropy": {"step": 0}}, "entropy.step must be positive"),
+    ({"entropy": {"coefficient": 0.1, "step": 0}}, "entropy.step must be positive"),
 ]
 
 
@@ -419,7 +421,10 @@ COMBINATIONS = [
     ({**BY_REWARD, "scale": "batch_std"}, "normalises each reward in its group: set scale"),
     ({"reward_aggregation": "normalize_sum_normalize", "scale": "batch_std"}, "normalises each reward in its group"),
     # Credit.
-    ({"scale": TOKEN_WHITENING}, "scale.unit 'token' is the spread of returns over tokens"),
+    (
+        {"scale": TOKEN_WHITENING, "kl": {"beta": 0.1, "place": "reward"}},
+        "scale 'batch_std' would divide beta by the batch's spread",
+    ),
     ({"credit": "process", "baseline": "none"}, "credit 'process' normalises all step rewards of a group together"),
     ({"credit": "process", "scale": "batch_std"}, "credit 'process' normalises all step rewards of a group together"),
     ({"credit": "given"}, "credit 'given' takes the advantages as they come"),
@@ -462,9 +467,9 @@ COMBINATIONS = [
         {"kl": {"beta": 0.1, "estimator": "full", "scope": "sequence", "correction": "none"}},
         "is a sum over tokens: set kl.scope 'token'",
     ),
-    ({"kl": {"beta": 0.1, "estimator": "full"}}, "has no sampled token to correct for"),
+    ({"kl": {"beta": 0.1, "estimator": "full", "correction": "token_ratio"}}, "has no sampled token to correct for"),
     (
-        {"kl": {"beta": 0.1, "scope": "sequence"}},
+        {"kl": {"beta": 0.1, "scope": "sequence", "correction": "token_ratio"}},
         "kl.scope 'sequence' with kl.correction 'token_ratio' is the gradient",
     ),
     (
@@ -477,11 +482,11 @@ COMBINATIONS = [
         "kl.place 'advantage' gives the reverse KL's gradient only",
     ),
     (
-        {"kl": {"beta": 0.1, "place": "advantage"}},
+        {"kl": {"beta": 0.1, "place": "advantage", "correction": "token_ratio"}},
         "kl.place 'advantage' is weighted by the ratio of the policy term already",
     ),
     (
-        {"scale": "none", "kl": {"beta": 0.1, "place": "reward", "correction": "none"}},
+        {"scale": "none", "kl": {"beta": 0.1, "place": "reward", "scope": "token"}},
         "kl.place 'reward' is a reward of the whole completion",
     ),
 ]
@@ -535,8 +540,6 @@ def test_their_neighbours_are_allowed(settings):
         (DEFAULT.replace(baseline="none"), {"group_relative": True}),
         (DEFAULT.replace(baseline="none", scale="none"), {"group_relative": False}),
         (PRESETS["lite_ppo"].replace(baseline="batch_mean"), {"group_relative": False}),
-        (DEFAULT.replace(top_entropy=0.2), {"needs_minibatch_pass": True}),
-        (DEFAULT, {"needs_minibatch_pass": False}),
         (
             DEFAULT.replace(kl={"beta": 0.1, "place": "advantage", "correction": "none"}),
             {"token_advantages": True, "needs_old_logps": True},
@@ -560,3 +563,54 @@ def test_k3_legacy_is_the_papers_kl():
     changed = PRESETS["grpo_v32"].replace(kl="k3_legacy", beta=0.04)
     assert changed.kl == PRESETS["grpo"].kl
     assert PRESETS["default"].replace(kl="k3_legacy").kl == KL(direction="forward")
+
+
+def test_what_a_moved_kl_implies_need_not_be_said():
+    assert DEFAULT.replace(scale=None, kl={"beta": 0.1, "place": "reward"}).kl == KL(
+        beta=0.1, place="reward", scope="sequence"
+    )
+    assert PRESETS["vespo"].replace(kl={"beta": 0.1, "place": "advantage"}, ratio_level="token").kl == KL(
+        beta=0.1, place="advantage"
+    )
+    assert DEFAULT.replace(kl={"scope": "sequence"}).kl == KL(scope="sequence", correction="sequence_weight")
+    assert DEFAULT.replace(kl={"estimator": "full"}).kl == KL(estimator="full")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl": "k3"}, "k3 as a loss is kl = 'k3_legacy'"),
+        ({"trust_region": "rules.py"}, "is named 'module:function' or 'file.py:function'"),
+        ({"trust_region": min}, "is named 'module:function' or 'file.py:function'"),
+        ({"trust_region": {"rule": "sapo", "tau": 1.0}}, "sapo has tau_positive, tau_negative|did you mean"),
+        ({"trust_region": {"rule": "none", "high": 2.0}}, "trust_region is 'none' and has no high"),
+        ({"epsilon": 28}, "epsilon .28. is how far below 1 the ratio may fall"),
+        ({"truncated_penalty": 2.0}, "belongs to truncated 'penalize'"),
+        ({"denominator": "after_masks"}, "set top_entropy"),
+        ({"entropy": {"rule": "entropy"}}, "no effect with coefficient 0"),
+        ({"kl": {"beta": 0.1, "horizon": 5}}, "kl.horizon belongs to an adaptive KL"),
+        ({"beta": math.inf}, "must be finite"),
+        ({"trust_region": {"high": 0.28}}, "an epsilon of 0.28 is high = 1.28"),
+        ({"scale": {"rule": "batch_std"}, "kl": {"beta": 0.1, "place": "reward"}}, "divide beta by the batch's spread"),
+    ],
+)
+def test_mistakes_people_make(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        DEFAULT.replace(**settings)
+
+
+def test_one_epsilon_for_an_uneven_clip_is_refused():
+    with pytest.raises(ConfigError, match="beside epsilon set epsilon_high"):
+        PRESETS["dapo"].replace(epsilon=0.1)
+    assert PRESETS["dapo"].replace(epsilon_high=0.4).trust_region == PPOClip(low=0.8, high=1.4)
+
+
+@pytest.mark.parametrize("field", ["aggregation", "credit", "truncated", "ratio_anchor", "ratio_level", "baseline"])
+def test_a_word_that_does_not_exist_is_refused_when_made(field):
+    with pytest.raises(ConfigError, match=f"{field}: expected one of"):
+        Objective(**{field: "foo"})
+
+
+def test_a_capitalised_name_is_understood():
+    with pytest.raises(ConfigError, match="did you mean dapo"):
+        preset("DAPO")

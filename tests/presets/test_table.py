@@ -287,7 +287,7 @@ OTHER_TEXTS = [
     ({"baseline": "length_weighted"}, "sum(|o_j| R_j) / sum(|o_j|)"),
     ({"baseline": "none"}, "A_i = R_i"),
     ({"scale": {"rule": "group_mean", "epsilon": 0.1}}, "(mean(R_group) + 0.1)"),
-    ({"credit": "process"}, "sum of the later steps'"),
+    ({"credit": "process"}, "sum over the steps that end at t or later"),
     ({"credit": "given", "baseline": "none", "scale": "none"}, "as the reward function gives it"),
     ({"truncated": "zero"}, "cut completions have advantage 0"),
     ({"truncated": "penalize", "truncated_penalty": 0.7}, "have 0.7 taken off"),
@@ -306,7 +306,7 @@ def test_a_description_says_what_was_changed():
     assert "changed" not in PRESETS["dapo"].describe()
     assert "changed" not in PRESETS["dapo"].replace(epsilon=0.2, epsilon_high=0.28, beta=0).describe()
     line = PRESETS["dapo"].replace(beta=0.1, truncated="zero").describe().splitlines()[1]
-    assert line.split() == ["changed", "truncated,", "kl"]
+    assert line.split(maxsplit=1) == ["changed", "truncated mask -> zero, kl.beta 0 -> 0.1"]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_description_says_what_was_changed():
         (Unlikeliness(), (0.25,)),
         (DynamicSampling(), (4,)),
         (TopK(), (8, "shortest")),
-        (EntropyBonus(), (0.0, None, 0.005)),
+        (EntropyBonus(coefficient=0.1), (0.1, None, 0.005)),
     ],
     ids=lambda value: getattr(value, "rule", None),
 )

@@ -2,7 +2,9 @@
 
 import re
 
-from cohort.report.console import StepDisplay, step_line
+import pytest
+
+from cohort.report.console import StepDisplay, step_line, why_no_gradient
 from tests.train.harness import make_trainer
 
 METRICS = {
@@ -11,6 +13,8 @@ METRICS = {
     "rewards/accuracy": 0.25,
     "groups/dead_share": 0.125,
     "groups/rounds": 1,
+    "updates": 1,
+    "updates_skipped": 0,
     "entropy": 1.5,
     "kl/k3": 0.001,
     "tokens_per_second": 1234.5,
@@ -35,8 +39,24 @@ def test_without_a_terminal_a_twentieth_of_the_steps_is_printed(capsys):
 def test_a_step_that_teaches_nothing_is_said_once(capsys):
     with StepDisplay(2) as display:
         for step in (1, 2):
-            display.show(METRICS | {"step": step, "groups/dead_share": 1.0})
-    assert capsys.readouterr().out.count("the rewards teach nothing here") == 1
+            display.show(METRICS | {"step": step, "groups/dead_share": 1.0, "updates_skipped": 1})
+    assert capsys.readouterr().out.count("in every group all rewards are equal, so they teach nothing") == 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (
+            {"tokens/masked_share": 0.9, "tokens/no_advantage_share": 0.1},
+            "90% of the tokens belongs to completions cut",
+        ),
+        ({"tokens/vanished_share": 1.0}, "100% of the tokens has a multiplier of 0 in the trust region"),
+        ({"groups/left_out": 4, "groups/sampled": 4}, "objective.group_filter left out every group"),
+        ({"groups/dead_share": 1.0}, "in every group all rewards are equal"),
+    ],
+)
+def test_why_there_was_no_gradient(metrics, expected):
+    assert expected in why_no_gradient({"groups/dead_share": 0.0, "groups/left_out": 0, "groups/sampled": 4} | metrics)
 
 
 def test_switched_off_nothing_is_said(demo_tokenizer, tmp_path, capsys):

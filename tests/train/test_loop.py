@@ -252,7 +252,7 @@ def test_resuming_with_other_settings_is_refused(demo_tokenizer, tmp_path):
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
     with pytest.raises(RunFolderError, match=r"optim.learning_rate: the run has 0.01, now 0.5"):
         make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, learning_rate=0.5).train(resume=True)
-    with pytest.raises(RunFolderError, match="no checkpoint"):
+    with pytest.raises(RunFolderError, match="there is no run folder"):
         make_trainer(demo_tokenizer, tmp_path / "none", max_steps=2).train(resume=True)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cohort.errors import ConfigError, RewardError
+from cohort.errors import ConfigError, RewardError, RunFolderError
 from cohort.presets import PRESETS
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
 
@@ -301,3 +301,63 @@ def test_masked_truncated_completions_leave_the_loss_and_stay_in_the_baseline(de
     if metrics["length/cut_share"] == 1:
         assert metrics["updates_skipped"] == 1
         assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("def f(r): return r", "raised TypeError"),
+        ("def f(r, a): return undefined", "raised NameError"),
+        ("def f(r, a): return r / r.mean()", "must decide token by token"),
+        ("def f(r, a): return r / 0 * (r < 0)", "not finite"),
+    ],
+)
+def test_a_broken_rule_of_ones_own_is_found_before_the_model_loads(
+    demo_tokenizer, tmp_path, monkeypatch, rule, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_rule.py").write_text(rule + "\n")
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(demo_tokenizer, tmp_path / "run", trust_region="broken_rule.py:f")
+    (tmp_path / "broken_rule.py").write_text("def f(r, a): return r\n")  # mended: the new one is used
+    make_trainer(demo_tokenizer, tmp_path / "run", trust_region="broken_rule.py:f")
+
+
+def test_a_baseline_of_ones_own(demo_tokenizer, tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    monkeypatch.chdir(tmp_path)
+    source = "import torch\ndef lowest(rewards_S, group_S):\n    return torch.full_like(rewards_S, rewards_S.min())\n"
+    (tmp_path / "own_baseline.py").write_text(source.replace("rewards_S.min()", "rewards_S.nan_to_num(9.0).min()"))
+    settings = {"baseline": "own_baseline.py:lowest", "scale": "none"}
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, **settings).train()
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()
+    lowest = min(row["reward"] for row in rows)
+    assert [row["advantage"] for row in rows] == pytest.approx([row["reward"] - lowest for row in rows])
+
+
+def test_each_mismatch_rule_says_what_it_did(demo_tokenizer, tmp_path, monkeypatch):
+    import cohort.rollout.local as local
+
+    real = local.draw_tokens
+    # rho = e^0.05 everywhere, as if the sampler were a little off.
+    monkeypatch.setattr(local, "draw_tokens", lambda *a: (real(*a)[0], real(*a)[1] - 0.05))
+    rules = [{"rule": "weight", "high": 1.01}, {"rule": "weight", "high": 2.0}, {"rule": "veto", "high": 1.01}]
+    (metrics,) = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, mismatch=rules).steps()
+    shares = {key: value for key, value in metrics.items() if key.startswith("mismatch/")}
+    assert shares == {
+        "mismatch/weight/tokens_share": 1.0,
+        "mismatch/weight/sequences_share": 1.0,
+        "mismatch/weight_no_2/tokens_share": 0.0,
+        "mismatch/weight_no_2/sequences_share": 0.0,
+        "mismatch/veto/tokens_share": 1.0,
+        "mismatch/veto/sequences_share": 1.0,
+    }
+
+
+def test_an_objective_written_in_another_way_may_be_resumed(demo_tokenizer, tmp_path):
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
+    again = {"trust_region": {"rule": "ppo_clip", "low": 0.8, "high": 1.2}, "beta": 0.0}
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **again).train(resume=True)
+    with pytest.raises(RunFolderError, match="start a new run whose model.path is"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, epsilon=0.3).train(resume=True)

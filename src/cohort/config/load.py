@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from cohort.config.schema import GRPOConfig
 from cohort.errors import ConfigError
 from cohort.presets import nested
+from cohort.presets import setting_names as objective_parts
 
 
 def setting_names(schema: type[BaseModel] = GRPOConfig) -> dict[str, str]:
@@ -45,9 +46,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     _check_sections(table, source=str(path))
-    with explain_errors(source=str(path)):
-        GRPOConfig(**table)  # the file alone first: its errors name the file, not the command line
-    return apply_overrides(table, overrides)
+    if not overrides:
+        with explain_errors(source=str(path)):
+            return GRPOConfig(**table)
+    try:
+        return apply_overrides(table, overrides)
+    except ConfigError as error:
+        # A mistake that the file has by itself is the file's; one that the overrides mend is none.
+        try:
+            GRPOConfig(**table)
+        except ConfigError as of_file:
+            if str(error).replace("command line: ", "") == str(of_file):
+                raise ConfigError("\n".join(f"{path}: {line}" for line in str(of_file).splitlines())) from None
+        raise
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOConfig:
@@ -63,7 +74,11 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
         value = _parse(text, fields[key].annotation)
         values = merged.setdefault(section, {})
         if inner:  # --objective.trust_region.high: one number of a part
-            value = nested({key: values.get(key) or {}, f"{key}.{inner}": value})[key]
+            before = values.get(key) or {}
+            own_rule = before.get("rule") if isinstance(before, Mapping) else before
+            if inner == "rule" and own_rule != value:
+                before = {}  # another rule begins from its own numbers
+            value = nested({key: before, f"{key}.{inner}": value})[key]
         values[key] = value
     with explain_errors(source="command line" if overrides else ""):
         return GRPOConfig(**merged)
@@ -81,9 +96,15 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for assignment in assignments:
         name, given, text = assignment.partition("=")
-        if not given or not name:
+        if not given or not name.strip():
             raise ConfigError(f"expected PART=VALUE, as in trust_region.high=1.4, got {assignment!r}")
-        settings[name.removeprefix("objective.")] = _parse(text, Any)
+        name = name.strip().removeprefix("objective.")
+        part = name.partition(".")[0]
+        if part in _KNOWN_ELSEWHERE:
+            raise ConfigError(f"unknown part {part!r}: {_KNOWN_ELSEWHERE[part].replace('objective.', '')}")
+        if part in (names := setting_names()) and part not in objective_parts():
+            raise ConfigError(f"{part} is no part of an objective but a setting of a run: {names[part]}.{part}")
+        settings[name] = _parse(text.strip(), Any)
     return nested(settings)
 
 
@@ -100,7 +121,9 @@ def nest_settings(schema: type[BaseModel], settings: Mapping[str, Any]) -> dict[
         given = dict(section) if isinstance(section, Mapping) else section.model_dump(exclude_unset=True)
         if key in given:
             raise ConfigError(f"{key!r} is given twice: by its name and in section {names[key]!r}")
-        nested[names[key]] = {**given, key: value}
+        # None said by name means the part's absence, not that the setting is unset.
+        absent = value is None and names[key] == "objective" and key in ABSENT
+        nested[names[key]] = {**given, key: "none" if absent else value}
     return nested
 
 
@@ -133,7 +156,7 @@ def annotated_toml() -> str:
     lines = []
     for section in GRPOConfig.SECTIONS:
         section_type = _section_type(GRPOConfig.model_fields[section].annotation)
-        lines += [f"[{section}]  # {section_type.__doc__}"]
+        lines += [f"[{section}]  # {' '.join((section_type.__doc__ or '').split())}"]
         for key, field in section_type.model_fields.items():
             lines += [f"# {line.strip()}" for line in (field.description or "").splitlines()]
             unset = field.default is None
@@ -177,7 +200,7 @@ def _parse(text: str, annotation: Any) -> Any:
         try:
             return tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            return text
+            return _number_or_text(text)
     choices = typing.get_args(annotation) or (annotation,)
     if type(None) in choices and text.lower() == "none":
         return None
@@ -191,6 +214,23 @@ def _parse(text: str, annotation: Any) -> Any:
     try:
         return tomllib.loads(f"value = {text.lower() if bool in choices else text}")["value"]
     except tomllib.TOMLDecodeError:
+        return _number_or_text(text)
+
+
+ABSENT = frozenset(
+    {
+        *("soft_overlong", "unlikeliness", "group_filter", "baseline", "scale", "sign_weights"),
+        *("trust_region", "mismatch", "entropy"),
+    }
+)
+"""Parts of an objective that may be absent."""
+
+
+def _number_or_text(text: str) -> Any:
+    """Numbers as people write them, which TOML does not take: .04, 1."""
+    try:
+        return float(text)
+    except ValueError:
         return text
 
 
@@ -206,17 +246,45 @@ _KNOWN_ELSEWHERE = {
     **dict.fromkeys(("reward_weights",), "set reward.weights"),
     **dict.fromkeys(("reward_funcs",), "set reward.functions"),
     **dict.fromkeys(("logging_steps",), "every step is logged"),
-    **dict.fromkeys(("loss_type",), "set objective.preset; 'cohort objective' lists them"),
-    **dict.fromkeys(("importance_sampling_level",), "set objective.ratio_level"),
-    **dict.fromkeys(("delta",), "set objective.trust_region.dual"),
-    **dict.fromkeys(("scale_rewards", "std_ddof", "std_epsilon"), "set objective.scale"),
-    **dict.fromkeys(("kl_gradient",), "set objective.kl.direction"),
-    **dict.fromkeys(("use_bias_correction_kl",), "set objective.kl.correction"),
-    **dict.fromkeys(("top_entropy_quantile",), "set objective.top_entropy"),
-    **dict.fromkeys(("off_policy_mask_threshold",), "set objective.mismatch, rule off_policy_mask"),
-    **dict.fromkeys(("mask_truncated_completions",), "set objective.truncated to 'mask'"),
-    **dict.fromkeys(("multi_objective_aggregation",), "set objective.reward_aggregation"),
-    **dict.fromkeys(("entropy_coef",), "set objective.entropy.coefficient"),
+    "loss_type": "set objective.preset; 'cohort objective' lists them (docs/objective.md: how they differ from TRL's)",
+    "importance_sampling_level": "set objective.ratio_level: 'token', or 'sequence_mean' for TRL's 'sequence'",
+    "delta": "set objective.trust_region.dual to the same number",
+    "scale_rewards": "set objective.scale: 'group_std', 'batch_std' for TRL's 'batch', or 'none'",
+    **dict.fromkeys(("std_ddof", "std_epsilon"), "set objective.scale.ddof and objective.scale.epsilon"),
+    "kl_gradient": "set objective.kl.direction",
+    "use_bias_correction_kl": "set objective.kl.correction: 'token_ratio' for true; kl = 'k3_legacy' for false",
+    "top_entropy_quantile": "set objective.top_entropy to the same number",
+    "off_policy_mask_threshold": "set objective.mismatch = [{ rule = 'off_policy_mask', threshold = ... }]",
+    "mask_truncated_completions": "set objective.truncated to 'mask'",
+    "multi_objective_aggregation": "set objective.reward_aggregation; TRL's normalize_then_sum is "
+    "'normalize_sum_normalize' here",
+    **dict.fromkeys(("entropy_coef", "use_adaptive_entropy"), "set objective.entropy = { coefficient = ... }"),
+    **dict.fromkeys(
+        ("entropy_target", "entropy_coef_delta"), "set objective.entropy.target and objective.entropy.step"
+    ),
+    **dict.fromkeys(
+        ("sapo_temperature_pos", "sapo_temperature_neg"),
+        "set objective.trust_region.tau_positive and objective.trust_region.tau_negative",
+    ),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "set objective.trust_region.k_positive, lambda_positive, k_negative, lambda_negative",
+    ),
+    **dict.fromkeys(
+        (
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_cap",
+            "vllm_importance_sampling_min",
+            "vllm_importance_sampling_max",
+        ),
+        "set objective.mismatch = [{ rule = 'weight', level = 'token', mode = 'truncate', high = 2.0 }]; modes are "
+        "'truncate', 'mask' and 'reject'",
+    ),
+    "disable_dropout": "dropout is off; model.dropout = true keeps the model's own",
+    "warmup_ratio": "set optim.warmup_steps",
+    **dict.fromkeys(("report_to", "run_name"), "metrics are written to the run folder's metrics.jsonl"),
+    **dict.fromkeys(("use_liger_kernel", "use_liger_loss"), "the head is computed in chunks already"),
     **dict.fromkeys(("max_prompt_length",), "prompts are never cut; one that leaves no room is an error"),
     **dict.fromkeys(("use_vllm", "vllm_mode", "deepspeed", "fsdp"), "Cohort runs in one process with its own sampler"),
     **dict.fromkeys(("peft_config", "lora"), "adapters are not supported yet"),

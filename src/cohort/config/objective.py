@@ -17,7 +17,9 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         numbers = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         rule = {"rule": getattr(value, "rule", None)}
-        return {key: item for key, item in {**rule, **numbers}.items() if item is not None}
+        return _plain({key: item for key, item in rule.items() if item is not None} | numbers)
+    if isinstance(value, Mapping):  # what is absent is a word: a file has no None
+        return {key: "none" if item is None else item for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
@@ -28,7 +30,8 @@ Part = Annotated[Any, BeforeValidator(_plain)]
 
 
 class ObjectiveConfig(Section):
-    """The objective: a preset, and what differs from it. `cohort objective` explains both. Unset: as in the preset."""
+    """The objective: a preset, and what differs from it. `cohort objective` explains both. Unset (in Python, None): as
+    in the preset; a part's absence is the word "none"."""
 
     preset: Annotated[str, BeforeValidator(lambda name: preset(name).identity if isinstance(name, str) else name)] = (
         "default@1"
@@ -107,11 +110,14 @@ class ObjectiveConfig(Section):
         """How many optimizer steps use one rollout."""
         return self.num_iterations * self.minibatches
 
-    def changes(self) -> Mapping[str, Any]:
-        """What is set of the objective's parts, beside the preset."""
+    def parts(self) -> tuple[str, ...]:
+        """The settings that are parts of the objective."""
         own = ("preset", "num_iterations", "minibatches", "sync_ref_model", "ref_model_sync_steps")
-        parts = [name for name in type(self).model_fields if name not in (*own, "ref_model_mixup_alpha")]
-        return {name: value for name in parts if (value := getattr(self, name)) is not None}
+        return tuple(name for name in type(self).model_fields if name not in (*own, "ref_model_mixup_alpha"))
+
+    def changes(self) -> Mapping[str, Any]:
+        """What is set of them, beside the preset."""
+        return {name: value for name in self.parts() if (value := getattr(self, name)) is not None}
 
     def resolve(self) -> Objective:
         """The preset with its changes.

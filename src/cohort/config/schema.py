@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
 from cohort.presets import Objective
-from cohort.presets.parts import GroupMean, TopK
+from cohort.presets.parts import BatchStd, GroupMean, TopK
 
 
 class ModelConfig(Section):
@@ -213,9 +213,14 @@ class GRPOConfig(Section):
                 f"objective.group_filter.k is {objective.group_filter.k}, which leaves none of "
                 f"rollout.num_generations ({size}) out: raise num_generations, to 16 or 24, or lower k"
             )
-        if isinstance(objective.scale, GroupMean) and min(self.reward.weights or (0,)) < 0:
+        what = "scale 'group_mean'" if isinstance(objective.scale, GroupMean) else "unlikeliness"
+        if (isinstance(objective.scale, GroupMean) or objective.unlikeliness) and min(self.reward.weights or (0,)) < 0:
+            raise ValueError(f"objective.{what} needs rewards that are not negative: reward.weights has a negative one")
+        of_batch = objective.baseline == "batch_mean" or isinstance(objective.scale, BatchStd)
+        if of_batch and size * self.rollout.prompts_per_step == 1:
             raise ValueError(
-                "objective.scale 'group_mean' needs rewards that are not negative: reward.weights has a negative one"
+                "a rollout of one completion has no batch to be compared with: raise rollout.prompts_per_step or "
+                "rollout.num_generations"
             )
 
     @property

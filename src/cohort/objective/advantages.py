@@ -9,6 +9,7 @@
     "leave_one_out"     R_i - mean of the others of the group                               RLOO
     "length_weighted"   R_i - sum(|o_j| R_j) / sum(|o_j|) of the group                      OPO
     "batch_mean"        R_i - mean of the batch
+    "file.py:function"  R_i - function(R, group)_i, your own; R may hold NaN
     "second_best"       n (R_max - R_second) for the best of the group's n, 0 for the others   pass@k
 
     scale               divisor
@@ -31,13 +32,16 @@ tensor([ 0.7143, -0.4286], dtype=torch.float64)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from cohort.errors import RewardError
+from cohort.errors import CohortError, ConfigError, RewardError
 from cohort.objective.segments import segment_sum
+from cohort.plugins import load_function
 from cohort.presets.objective import GROUP_BASELINES
 from cohort.presets.parts import BaselineRule, BatchStd, GroupMean, GroupStd, Scale
 
@@ -94,7 +98,7 @@ def outcome_advantages(
     rewards_S: Tensor,
     group_S: Tensor,
     *,
-    baseline: BaselineRule | float = "group_mean",
+    baseline: BaselineRule | float | str = "group_mean",
     scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
     lengths_S: Tensor | None = None,
 ) -> Tensor:
@@ -105,7 +109,7 @@ def outcome_advantages(
         group_S: group id of each completion, shape ``[S]``; groups of any size, in any order.
         baseline: what is taken off.
         scale: what the rest is divided by.
-        lengths_S: loss tokens per completion, for "length_weighted".
+        lengths_S: loss tokens per completion, for "length_weighted" and for statistics over tokens.
 
     Returns:
         Advantages, float64, shape ``[S]``. Exactly 0 for every member of a degenerate group (all scored rewards equal,
@@ -138,21 +142,25 @@ def outcome_advantages(
                     f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), "
                     f"got {float(rewards_S[scored_S].min()):g}: set objective.scale to 'none' or 'group_std'"
                 )
-            silent_S = silent_S | (statistics.mean_R[index_S] == 0)  # all of the group are 0
+            too_few_S = statistics.count_R[index_S] < 2
+            silent_S = silent_S | too_few_S | (statistics.mean_R[index_S] == 0)  # 0: all of the group are 0
             centred_S = centred_S / (statistics.mean_R[index_S] + epsilon)
-        case BatchStd(of=of, ddof=ddof, epsilon=epsilon):
+        case BatchStd(of=of, unit=unit, ddof=ddof, epsilon=epsilon):
+            if unit == "token" and baseline == "batch_mean":
+                centred_S = rewards_S - rewards_S[_by_token(scored_S, lengths_S)].mean()
             # A group of one has nothing to be centred by, where that takes others: no part in the centred spread.
-            spread = batch_std(
-                rewards_S[scored_S] if of == "raw" else centred_S[scored_S & torch.isfinite(centred_S)], ddof
-            )
+            values_S, counted_S = (rewards_S, scored_S) if of == "raw" else (centred_S, scored_S & centred_S.isfinite())
+            spread = batch_std(values_S[_by_token(counted_S, lengths_S) if unit == "token" else counted_S], ddof)
             centred_S = torch.zeros_like(centred_S) if spread is None else centred_S / (spread + epsilon)
-    if baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None:
-        return torch.zeros_like(rewards_S)
-    return torch.where(silent_S, 0.0, centred_S)
+    equal_S = silent_S | (baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None)
+    return torch.where(equal_S, 0.0, centred_S)
 
 
 def centred_rewards(
-    baseline: BaselineRule | float, rewards_S: Tensor, statistics: GroupStatistics, lengths_S: Tensor | None = None
+    baseline: BaselineRule | float | str,
+    rewards_S: Tensor,
+    statistics: GroupStatistics,
+    lengths_S: Tensor | None = None,
 ) -> Tensor:
     """Rewards less their baseline, shape ``[S]``; NaN where there is no reward, or no other to compare it with."""
     index_S, mean_S = statistics.index_S, statistics.mean_R[statistics.index_S]
@@ -160,7 +168,7 @@ def centred_rewards(
     match baseline:
         case "none":
             return rewards_S
-        case float() | int():
+        case float():
             return rewards_S - baseline
         case "group_mean":
             return rewards_S - mean_S
@@ -180,7 +188,41 @@ def centred_rewards(
             return rewards_S - rewards_S.nanmean()
         case "second_best":
             return _lead_over_the_second(rewards_S, index_S) * count_S
-    raise ValueError(f"unknown baseline {baseline!r}")
+    return rewards_S - _own_baseline(baseline, rewards_S, index_S)
+
+
+@cache
+def custom_baseline(spec: str) -> Callable[..., Tensor]:
+    """The function of a baseline named "module:function" or "file.py:function", loaded once.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    return load_function(spec, what="baseline")
+
+
+def _own_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
+    if ":" not in spec:
+        raise ValueError(f"unknown baseline {spec!r}")
+    try:
+        baseline_S = custom_baseline(spec)(rewards_S.clone(), index_S.clone())
+    except CohortError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"baseline {spec} raised {type(error).__name__}: {error}") from error
+    if not isinstance(baseline_S, Tensor) or baseline_S.shape != rewards_S.shape:
+        got = tuple(baseline_S.shape) if isinstance(baseline_S, Tensor) else type(baseline_S).__name__
+        raise ConfigError(f"baseline {spec} must return a tensor of shape {tuple(rewards_S.shape)}, got {got}")
+    if not bool(baseline_S[~rewards_S.isnan()].isfinite().all()):
+        raise ConfigError(f"baseline {spec} returned a number that is not finite, for a scored completion")
+    return baseline_S.double()
+
+
+def _by_token(counted_S: Tensor, lengths_S: Tensor | None) -> Tensor:
+    """The places of the completions that count, each as often as it has tokens."""
+    if lengths_S is None:
+        raise ValueError("statistics over tokens (scale.unit 'token') need lengths_S")
+    return torch.arange(len(counted_S), device=counted_S.device).repeat_interleave(lengths_S * counted_S)
 
 
 def batch_std(values_M: Tensor, ddof: int) -> Tensor | None:
@@ -196,7 +238,7 @@ def combined_advantages(
     group_S: Tensor,
     *,
     over_batch: bool,
-    baseline: BaselineRule | float = "group_mean",
+    baseline: BaselineRule | float | str = "group_mean",
     scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
     lengths_S: Tensor | None = None,
 ) -> Tensor:
@@ -230,11 +272,12 @@ def combined_advantages(
     if spread is None:
         return torch.zeros_like(advantages_S)
     normalised_S = (advantages_S - advantages_S[scored_S].mean()) / (spread + epsilon)
-    silent_S = ~scored_S
-    if baseline in ("group_mean", "leave_one_out"):
-        # Every group's advantages sum to 0, so the batch's mean is 0 but for rounding, which must not teach.
-        silent_S = silent_S | (torch.stack(columns) == 0).all(dim=0)
-    return torch.where(silent_S, 0.0, normalised_S)
+    if baseline not in GROUP_BASELINES and not isinstance(scale, GroupStd):
+        return torch.where(scored_S, normalised_S, 0.0)
+    # Groups that are dead in every reward stay at exactly 0: the batch's mean, even if only a rounding, is no signal.
+    dead = [group_statistics(rewards_S, group_S).degenerate_R for rewards_S in rewards_SK.T]
+    _, index_S = torch.unique(group_S, return_inverse=True)
+    return torch.where(scored_S & ~torch.stack(dead).all(dim=0)[index_S], normalised_S, 0.0)
 
 
 def _lead_over_the_second(rewards_S: Tensor, index_S: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from cohort.presets.parts import Cap, Gamma
 
 
 class Cause(IntEnum):
-    """Why a token has no policy gradient, or that it has one. The first that applies, in this order."""
+    """Why a token has no policy gradient: the first that applies, in this order. ACTIVE: none does."""
 
     ACTIVE = 0
     MASKED = 1
@@ -56,7 +56,7 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The terms of c_N, apart, and what the log says of them. Shape ``[N]`` each."""
+    """The terms of c_N, apart, and what the log says of them. Shape ``[N]`` each, but for the last."""
 
     policy_N: Tensor
     kl_N: Tensor
@@ -67,6 +67,8 @@ class Coefficients:
     """The policy surrogate per token, mismatch weight included; times 1/Z and summed it is the policy term's value."""
     log_ratio_N: Tensor
     """Of the single tokens, current to the ratio's anchor."""
+    acted_NM: Tensor
+    """Where each of the objective's M mismatch rules acted; see ``mismatch.MismatchResult``."""
 
     @property
     def total_N(self) -> Tensor:
@@ -127,12 +129,15 @@ def coefficients(
         cause_N=_scattered(kept.cause_N, loss_N, Cause.MASKED),
         value_N=_scattered(kept.value_N, loss_N, 0),
         log_ratio_N=_scattered(kept.log_ratio_N, loss_N, 0),
+        acted_NM=_scattered(kept.acted_NM, loss_N, 0),
     )
 
 
-def _scattered(values_M: Tensor, where_N: Tensor, elsewhere: int) -> Tensor:
-    full_N = torch.full(where_N.shape, elsewhere, dtype=values_M.dtype, device=values_M.device)
-    return full_N.masked_scatter(where_N, values_M)
+def _scattered(values: Tensor, where_N: Tensor, elsewhere: int) -> Tensor:
+    """The values of the chosen tokens at their places among all."""
+    full = torch.full((len(where_N), *values.shape[1:]), elsewhere, dtype=values.dtype, device=values.device)
+    full[where_N] = values
+    return full
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,7 @@ def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:
     policy_N = tokens.weights_N * trusted.phi_N * a_N
     none_N = torch.zeros_like(a_N, dtype=torch.bool)
     dropped_N = off_policy_N = none_N
+    acted_NM = none_N.new_zeros(len(none_N), 0)
     if objective.mismatch:
         assert tokens.sampler_logps_N is not None
         if sequence_N is None:
@@ -200,7 +206,7 @@ def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:
         old_N = tokens.logps_N if tokens.old_logps_N is None else tokens.old_logps_N
         found = mismatch_weights(objective.mismatch, old_N, tokens.sampler_logps_N, tokens.logps_N, a_N, sequence_N)
         policy_N, value_N = policy_N * found.weight_N, value_N * found.weight_N
-        dropped_N, off_policy_N = found.dropped_N, found.off_policy_N
+        dropped_N, off_policy_N, acted_NM = found.dropped_N, found.off_policy_N, found.acted_NM
     # An advantage of 0 is no gradient, whatever the ratio.
     policy_N = policy_N.masked_fill(a_N == 0, 0)
     cause_N = torch.zeros_like(a_N, dtype=torch.int8)
@@ -215,13 +221,14 @@ def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:
         (Cause.NO_ADVANTAGE, a_N == 0),
     ):
         cause_N = cause_N.masked_fill(where_N, int(cause))
-    return Coefficients(policy_N, _kl_term(objective, tokens), cause_N, value_N, token_log_ratio_N)
+    return Coefficients(policy_N, _kl_term(objective, tokens), cause_N, value_N, token_log_ratio_N, acted_NM)
 
 
 def surrogate_value(
     objective: Objective, trusted: Trusted, logps_N: Tensor, advantages_N: Tensor, sequence_N: Tensor | None
 ) -> Tensor:
-    """The surrogate per token whose sum, weighted by 1/Z, has the coefficients as its gradient."""
+    """The surrogate per token: weighted by 1/Z and summed it has the coefficients as its gradient, where factors that
+    are weights (a capped ratio, earlier ratios of a prefix, phi of a rule of one's own) count as constants."""
     if objective.ratio_anchor == "self":
         return advantages_N * logps_N
     if objective.ratio_level == "sequence_product" and not isinstance(objective.trust_region, Cap | Gamma):

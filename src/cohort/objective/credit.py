@@ -54,7 +54,7 @@ class Outcomes:
 class _Comparison(TypedDict):
     """What a completion is compared with, as keyword arguments."""
 
-    baseline: BaselineRule | float
+    baseline: BaselineRule | float | str
     scale: Scale | None
     lengths_S: Tensor
 
@@ -149,33 +149,57 @@ def returns_to_go(objective: Objective, outcomes: Outcomes) -> Tensor:
     """``A_t = sum_{k >= t} discount^(k - t) r_k``, with the completion's advantage as the reward of its last token and,
     where the KL is in the reward, ``-beta log(old/ref)`` at every token. Shape ``[N]``.
 
-    With scale ``BatchStd(unit="token")`` the completion's reward goes in as it is, and the returns are centred
-    (baseline "batch_mean") and scaled over all tokens of the scored completions: REINFORCE++ (arXiv 2501.03262).
+    With scale ``BatchStd(unit="token")`` it is the returns that are centred and scaled: see ``whitened_returns``.
     """
-    sequence_N, scale = outcomes.sequence_N, objective.scale
-    whiten = isinstance(scale, BatchStd) and scale.unit == "token"
-    if whiten:
-        changes = {"scale": None, **({"baseline": "none"} if objective.baseline == "batch_mean" else {})}
-        rewards_S = completion_advantages(objective.replace(**changes), outcomes)
-    else:
-        rewards_S = completion_advantages(objective, outcomes)
+    scale = objective.scale
+    if isinstance(scale, BatchStd) and scale.unit == "token":
+        return whitened_returns(objective, scale, outcomes)
+    scored_N = _compared(objective, outcomes)[outcomes.sequence_N]
+    return torch.where(scored_N, _returns(objective, outcomes, completion_advantages(objective, outcomes)), 0.0)
+
+
+def whitened_returns(objective: Objective, scale: BatchStd, outcomes: Outcomes) -> Tensor:
+    """REINFORCE++: returns to go of the rewards as they are, less their mean over all tokens (baseline "batch_mean"),
+    divided by their standard deviation over all tokens. Shape ``[N]``.
+
+    Rewards that are all equal teach nothing: what is then left is the KL in the reward, centred but not divided, as its
+    spread would make noise of any size as large as a signal.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    compared_S = _compared(objective, outcomes)
+    compared_N = compared_S[outcomes.sequence_N]
+    if not bool(compared_N.any()):
+        return torch.zeros(compared_N.shape, dtype=torch.float64, device=compared_N.device)
+    whole = objective.baseline == "batch_mean"
+    undivided = objective.replace(scale=None, baseline="none" if whole else objective.baseline)
+    rewards_S = completion_advantages(undivided, outcomes)
+    equal = batch_std(shaped_rewards(objective, outcomes)[compared_S], 0) is None
+    returns_N = _returns(objective, outcomes, torch.zeros_like(rewards_S) if equal else rewards_S)
+    spread_of_N = returns_N
+    if scale.of == "raw" and not whole:
+        uncentred_S = completion_advantages(objective.replace(scale=None, baseline="none"), outcomes)
+        spread_of_N = _returns(objective, outcomes, uncentred_S)
+    spread = None if equal else batch_std(spread_of_N[compared_N], scale.ddof)
+    centred_N = returns_N - (returns_N[compared_N].mean() if whole else 0.0)
+    return torch.where(compared_N, centred_N if spread is None else centred_N / (spread + scale.epsilon), 0.0)
+
+
+def _returns(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Tensor:
+    """Discounted returns of a reward at each completion's last token and, if it is there, the KL at every token."""
+    sequence_N = outcomes.sequence_N
     rewards_N = torch.zeros(sequence_N.shape, dtype=torch.float64, device=sequence_N.device)
     places_N = torch.arange(len(sequence_N), device=sequence_N.device)
     last_S = torch.full_like(rewards_S, -1, dtype=torch.long).scatter_reduce(0, sequence_N, places_N, "amax")
     rewards_N[last_S[last_S >= 0]] = rewards_S[last_S >= 0]
     if objective.beta and objective.kl.place == "reward":
         rewards_N = rewards_N - objective.beta * _needed(outcomes.kl_N, "kl_N", "kl.place 'reward'").double()
-    returns_N = suffix_sums(rewards_N, sequence_N, objective.discount)
-    scored_N = (~outcomes.rewards_S.isnan() & _chosen(objective, outcomes, shaped_rewards(objective, outcomes)))[
-        sequence_N
-    ]
-    if isinstance(scale, BatchStd) and whiten:
-        spread = batch_std(returns_N[scored_N], scale.ddof)
-        if spread is None:
-            return torch.zeros_like(returns_N)
-        centre = returns_N[scored_N].mean() if objective.baseline == "batch_mean" else 0.0
-        returns_N = (returns_N - centre) / (spread + scale.epsilon)
-    return torch.where(scored_N, returns_N, 0.0)
+    return suffix_sums(rewards_N, sequence_N, objective.discount)
+
+
+def _compared(objective: Objective, outcomes: Outcomes) -> Tensor:
+    """Which completions have a score and, with ``TopK``, are among the chosen of their group."""
+    return ~outcomes.rewards_S.isnan() & _chosen(objective, outcomes, shaped_rewards(objective, outcomes))
 
 
 def _chosen(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Tensor:

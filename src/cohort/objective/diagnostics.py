@@ -91,6 +91,7 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
         **_gradient_sums(tokens),
         **_ratio_sums(objective, tokens),
         **_mismatch_sums(tokens, log_rho_N),
+        **_rule_sums(objective, tokens),
         **_entropy_sums(tokens),
     }
     maxima = {"sampler_gap": log_rho_N.abs().max() if log_rho_N.numel() else torch.tensor(0.0)}
@@ -116,7 +117,6 @@ def _value_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]
     return {
         "policy_value": _sum(tokens.weights_N * tokens.coefficients.value_N),
         "policy_value_at_ratio_1": value_at_ratio_one(objective, tokens),
-        "entropy_value": _sum(tokens.base_weights_N * tokens.entropy_N),
     }
 
 
@@ -184,6 +184,25 @@ def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]
     }
 
 
+def rule_names(objective: Objective) -> list[str]:
+    """A name for each mismatch rule: its own, numbered where two share one."""
+    names: list[str] = []
+    for rule in objective.mismatch:
+        earlier = sum(name.partition("_no_")[0] == rule.rule for name in names)
+        names.append(f"{rule.rule}_no_{earlier + 1}" if earlier else rule.rule)
+    return names
+
+
+def _rule_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:
+    """Tokens and sequences on which each mismatch rule acted."""
+    count = int(tokens.sequence_N.max()) + 1 if tokens.sequence_N.numel() else 0
+    sums = {}
+    for name, acted_N in zip(rule_names(objective), tokens.coefficients.acted_NM.T, strict=True):
+        sums[f"rule_tokens/{name}"] = _sum(acted_N)
+        sums[f"rule_sequences/{name}"] = _sum(segment_sum(acted_N.float(), tokens.sequence_N, count) > 0)
+    return sums
+
+
 def _entropy_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
     a_N = tokens.advantages_N
     return {
@@ -192,7 +211,6 @@ def _entropy_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
         "known_sampler": _sum(~tokens.sampler_logps_N.isnan()),
         "logp": _sum(tokens.logps_N),
         "advantage": _sum(a_N),
-        "advantage_abs": _sum(a_N.abs()),
         "logp_advantage": _sum(tokens.logps_N * a_N),
     }
 
@@ -208,6 +226,7 @@ def _kl_sums(tokens: UpdateTokens, ref_logps_N: Tensor) -> dict[str, Tensor]:
         "k3_squared": _sum(k3_N**2),
         "forward_coefficient": _sum(-torch.expm1((-k1_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))),
         "kl_value": _sum(tokens.base_weights_N * k3_N),
+        "kl_held": _sum(k1_N.abs() > MAX_LOG_GAP),
         "kl_top": _sum(part_N.topk(top).values),
     }
 

@@ -6,9 +6,12 @@ import math
 
 import torch
 
+from cohort.errors import ConfigError
+from cohort.objective.advantages import custom_baseline, outcome_advantages
 from cohort.objective.coefficients import coefficients
+from cohort.objective.trust import custom_rule, trust_region
 from cohort.presets.objective import Objective
-from cohort.presets.parts import KL, KLMask, TVMask
+from cohort.presets.parts import KL, Custom, KLMask, TVMask
 
 RATIOS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 PROBABILITY = 0.08
@@ -43,13 +46,41 @@ def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
     return list(zip(ratios, *columns, strict=True))
 
 
+def try_own_functions(objective: Objective) -> None:
+    """Load a trust region or baseline of one's own afresh, and call it once, so that a broken one is found before
+    anything expensive starts.
+
+    Raises:
+        ConfigError: it is missing, raises, or does not return what it should.
+    """
+    rule, baseline = objective.trust_region, objective.baseline
+    if isinstance(rule, Custom):
+        custom_rule.cache_clear()
+        ratio_N = torch.tensor([0.5, 1.0, 1.0, 1.5, 3.0, 0.9])
+        advantages_N = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, -0.5])
+        whole_N = trust_region(rule, ratio_N.log(), advantages_N, ratio_N.log()).phi_N
+        half_N = trust_region(rule, ratio_N[:3].log(), advantages_N[:3], ratio_N[:3].log()).phi_N
+        if not torch.equal(whole_N[:3], half_N):
+            raise ConfigError(
+                f"trust region {rule.function} gives a token another multiplier when other tokens are beside it: it "
+                "must decide token by token, or the gradient would depend on optim.microbatch_tokens"
+            )
+    if isinstance(baseline, str) and ":" in baseline:
+        custom_baseline.cache_clear()
+        rewards_S, group_S = torch.tensor([1.0, 0.0, torch.nan, 1.0]), torch.tensor([0, 0, 0, 1])
+        outcome_advantages(rewards_S, group_S, baseline=baseline, scale=None)
+
+
 def explain(objective: Objective) -> str:
     """The resolved formula, term by term, and the table."""
     note = ""
     if isinstance(objective.trust_region, TVMask | KLMask):
         note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
     lines = zip(("ratio", "A = +1", "A = -1"), zip(*coefficient_table(objective), strict=True), strict=True)
+    at_1 = next((up, down) for ratio, up, down in coefficient_table(objective) if ratio == 1)
     rows = [f"    {name:<7}" + "".join(f"{_short(number):>10}" for number in numbers) for name, numbers in lines]
+    if at_1 != (1.0, -1.0):
+        rows.append("    at ratio 1 it is not 1: on-policy gradients are scaled by it")
     return "\n".join([objective.describe(), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])
 
 

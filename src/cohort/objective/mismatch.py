@@ -29,13 +29,15 @@ from cohort.presets.parts import Mismatch, MismatchWeight, OffPolicyMask, Veto
 
 @dataclass(frozen=True, slots=True)
 class MismatchResult:
-    """Shape ``[N]`` each."""
+    """Shape ``[N]`` each, but for the last."""
 
     weight_N: Tensor
     dropped_N: Tensor
     """Silenced by a weight's bounds or a veto."""
     off_policy_N: Tensor
     """Silenced by the off-policy mask."""
+    acted_NM: Tensor
+    """Where each of the M rules acted, boolean, shape ``[N, M]``: dropped a token, or held its weight to a bound."""
 
 
 def mismatch_weights(
@@ -61,11 +63,13 @@ def mismatch_weights(
     off_policy_N = torch.zeros_like(dropped_N)
     count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
     log_rho_N = (old_logps_N - sampler_logps_N).nan_to_num(nan=0.0)
+    acted: list[Tensor] = []
     for rule in rules:
         match rule:
             case MismatchWeight(level=level, mode=mode, low=low, high=high):
                 rho_N = exp_held(_at_level(log_rho_N, level, sequence_N, count))
                 outside_N = (rho_N < low) | (rho_N > high)
+                acted.append(outside_N)
                 if mode == "truncate":
                     weight_N = weight_N * rho_N.clamp(low, high)
                 else:
@@ -74,12 +78,16 @@ def mismatch_weights(
             case Veto(low=low, high=high):
                 rho_N = exp_held(log_rho_N)
                 extreme_N = ((rho_N < low) | (rho_N > high)).to(log_rho_N)
-                dropped_N = dropped_N | (segment_sum(extreme_N, sequence_N, count) > 0)[sequence_N]
+                acted.append((segment_sum(extreme_N, sequence_N, count) > 0)[sequence_N])
+                dropped_N = dropped_N | acted[-1]
             case OffPolicyMask(threshold=threshold):
                 gap_N = (sampler_logps_N - logps_N).nan_to_num(nan=0.0)
                 far_N = (segment_mean(gap_N, sequence_N, count) > threshold)[sequence_N]
-                off_policy_N = off_policy_N | (far_N & (advantages_N < 0))
-    return MismatchResult(weight_N.masked_fill(dropped_N | off_policy_N, 0), dropped_N, off_policy_N)
+                acted.append(far_N & (advantages_N < 0))
+                off_policy_N = off_policy_N | acted[-1]
+    weight_N = weight_N.masked_fill(dropped_N | off_policy_N, 0)
+    acted_NM = torch.stack(acted, dim=1) if acted else dropped_N.new_zeros(len(dropped_N), 0)
+    return MismatchResult(weight_N, dropped_N, off_policy_N, acted_NM)
 
 
 def _at_level(log_rho_N: Tensor, level: str, sequence_N: Tensor, count: int) -> Tensor:

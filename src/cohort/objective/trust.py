@@ -30,7 +30,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cohort.errors import ConfigError
+from cohort.errors import CohortError, ConfigError
 from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
 from cohort.objective.segments import by_sign, segment_mean, suffix_sums
 from cohort.plugins import load_function
@@ -226,10 +226,17 @@ def custom_rule(spec: str) -> Callable[..., Tensor]:
 
 
 def _custom_phi(rule: Custom, ratio_N: Tensor, a_N: Tensor) -> Tensor:
-    phi_N = custom_rule(rule.function)(ratio_N, a_N)
+    try:
+        phi_N = custom_rule(rule.function)(ratio_N, a_N)
+    except CohortError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"trust region {rule.function} raised {type(error).__name__}: {error}") from error
     if not isinstance(phi_N, Tensor) or phi_N.shape != ratio_N.shape:
         got = tuple(phi_N.shape) if isinstance(phi_N, Tensor) else type(phi_N).__name__
         raise ConfigError(
             f"trust region {rule.function} must return a tensor of shape {tuple(ratio_N.shape)}, got {got}"
         )
+    if not bool(phi_N.isfinite().all()):
+        raise ConfigError(f"trust region {rule.function} returned a multiplier that is not finite")
     return phi_N.to(ratio_N)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from cohort.presets.objective import GROUP_BASELINES, Objective
 from cohort.presets.parts import (
     FIPO,
@@ -58,7 +61,29 @@ def changes_from_preset(objective: Objective) -> list[str]:
     if not rows:
         return []
     own, theirs = objective.settings(), rows[0].settings()
-    return [name for name, value in own.items() if value != theirs[name]]
+    changed = []
+    for name, value in own.items():
+        before = theirs[name]
+        follows = name == "aggregation_length" and before is None  # from the rollout's limit
+        if value == before or follows:
+            continue
+        if type(value) is type(before) and dataclasses.is_dataclass(value):
+            changed += [
+                f"{name}.{f.name} {_word(getattr(before, f.name))} -> {_word(getattr(value, f.name))}"
+                for f in dataclasses.fields(value)
+                if getattr(value, f.name) != getattr(before, f.name)
+            ]
+        else:
+            changed.append(f"{name} {_word(before)} -> {_word(value)}")
+    return changed
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_word(item) for item in value) or "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(getattr(value, "rule", value))
 
 
 def rewards_text(objective: Objective) -> str:
@@ -99,9 +124,9 @@ def advantage_text(objective: Objective) -> str:
     if objective.credit == "given":
         text = "A_t as the reward function gives it, per token"
     elif objective.credit == "process":
-        text = "A_t = sum of the later steps' (r - mean(r of the group's steps))" + (
-            f" / {_scale_text(objective)}" if objective.scale else ""
-        )
+        scale = _scale_text(objective).replace("R_group", "r of the group's steps")
+        text = "A_t = sum over the steps that end at t or later of (r - mean(r of the group's steps))"
+        text += f" / {scale}" if objective.scale else ""
     else:
         baseline = {
             "none": "R_i",
@@ -110,8 +135,10 @@ def advantage_text(objective: Objective) -> str:
             "length_weighted": "(R_i - sum(|o_j| R_j) / sum(|o_j|) of the group)",
             "batch_mean": "(R_i - mean(R of the batch))",
             "second_best": "G (R_max - R_second) for the best of the group, else 0",
-        }.get(str(objective.baseline), f"(R_i - {objective.baseline})")
+        }.get(str(objective.baseline), f"(R_i - {objective.baseline}{_of_function(objective.baseline)})")
         text = "A_i = " + baseline + (f" / {_scale_text(objective)}" if objective.scale else "")
+        if objective.beta and objective.kl.place == "reward":
+            text += "; R_i with its KL taken off, see below"
         if objective.credit == "return_to_go":
             text += f"; per token by returns to go, discount {objective.discount:g}"
     if rule := objective.sign_weights:
@@ -119,6 +146,10 @@ def advantage_text(objective: Objective) -> str:
     if objective.baseline in GROUP_BASELINES or isinstance(objective.scale, GroupStd):
         text += "; 0 where all rewards of the group are equal"
     return text
+
+
+def _of_function(baseline: object) -> str:
+    return "(R, group)" if isinstance(baseline, str) else ""
 
 
 def _scale_text(objective: Objective) -> str:
@@ -153,7 +184,7 @@ def ratio_text(objective: Objective) -> str:
         "sequence_mean": "per sequence, the geometric mean of its tokens' ratios",
         "sequence_mean_token": "the geometric mean over the sequence, with a gradient per token",
         "sequence_product": "per sequence, the product of its tokens' ratios",
-        "prefix_product": "per token, the product of the ratios up to it",
+        "prefix_product": "per token, the product of the ratios up to it, those before it constant",
     }[objective.ratio_level]
     return f"r = policy / {objective.ratio_anchor}, {level}"
 
@@ -192,8 +223,8 @@ def trust_region_text(rule: TrustRegion | None, anchor: str = "old") -> str:
         case FIPO():
             clip = trust_region_text(PPOClip(low=rule.low, high=rule.high, dual=rule.dual))
             return (
-                f"{clip}; times clip(exp(sum of later log r, half-life {rule.half_life:g}), {rule.weight_low:g}, "
-                f"{rule.weight_high:g}), at most 1 where A < 0 and r > {rule.safety:g}"
+                f"{clip}; times clip(exp(sum of log r from the token on, half-life {rule.half_life:g}), "
+                f"{rule.weight_low:g}, {rule.weight_high:g}), at most 1 where A < 0 and r > {rule.safety:g}"
             )
         case Custom(function=function):
             return f"phi A, phi = {function}(r, A)"

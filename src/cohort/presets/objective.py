@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.errors import ConfigError
+from cohort.presets.bounds import check_words
 from cohort.presets.parts import (
     FIPO,
     GMPO,
@@ -71,8 +72,9 @@ class Objective:
     """How several rewards become one: sum and normalise; or normalise each in its group and sum; or that, and normalise
     the sums over the batch."""
     group_filter: GroupFilter | None = None
-    baseline: BaselineRule | float = "group_mean"
-    """What is taken off a reward; a number is a constant."""
+    baseline: BaselineRule | float | str = "group_mean"
+    """What is taken off a reward; a number is a constant; "module:function" or "file.py:function" is your own, of
+    rewards and groups."""
     scale: Scale | None = dataclasses.field(default_factory=GroupStd)
     """What the centred reward is divided by."""
     sign_weights: SignWeights | None = None
@@ -108,6 +110,7 @@ class Objective:
     """Whether completions without a loss token count in B."""
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_numbers(self)
         check_advantage_parts(self)
         check_credit(self)
@@ -127,11 +130,6 @@ class Objective:
     def needs_old_logps(self) -> bool:
         """Old log-probs are needed even when one update uses a rollout: a KL outside of the loss is made of them."""
         return self.beta != 0 and self.kl.place != "loss"
-
-    @property
-    def needs_minibatch_pass(self) -> bool:
-        """Something about all tokens of a minibatch must be known before its first microbatch."""
-        return self.top_entropy < 1
 
     @property
     def token_advantages(self) -> bool:
@@ -188,6 +186,10 @@ def check_numbers(objective: Objective) -> None:
         raise ConfigError(f"aggregation_length must be at least 1, got {objective.aggregation_length!r}")
     if objective.aggregation_length is not None and objective.aggregation != "constant":
         raise ConfigError(f"aggregation_length belongs to aggregation 'constant', not {objective.aggregation!r}")
+    if objective.truncated_penalty != 1 and objective.truncated != "penalize":
+        raise ConfigError("truncated_penalty belongs to truncated 'penalize'")
+    if objective.denominator == "after_masks" and objective.top_entropy == 1:
+        raise ConfigError("denominator 'after_masks' is about the tokens that top_entropy leaves out: set top_entropy")
     if objective.discount != 1 and objective.credit != "return_to_go":
         raise ConfigError("discount belongs to credit 'return_to_go'")
 
@@ -206,6 +208,13 @@ def check_advantage_parts(objective: Objective) -> None:
         raise ConfigError(
             "the KL in the reward with scale 'group_std' would divide beta by the group's spread, and make pure KL "
             "noise of groups whose rewards are equal: set kl.place 'advantage' (after scaling), or scale 'none'"
+        )
+    # REINFORCE++ is the exception, by its definition: returns with the KL in them, whitened over tokens.
+    whitened_returns = objective.credit == "return_to_go" and isinstance(scale, BatchStd) and scale.unit == "token"
+    if isinstance(scale, BatchStd) and not whitened_returns and kl.beta and kl.place == "reward":
+        raise ConfigError(
+            "the KL in the reward with scale 'batch_std' would divide beta by the batch's spread: set kl.place "
+            "'advantage' (after scaling), or scale 'none'"
         )
     if isinstance(objective.group_filter, DropDead | DynamicSampling) and baseline not in GROUP_BASELINES:
         raise ConfigError(
@@ -241,9 +250,6 @@ def check_advantage_parts(objective: Objective) -> None:
 def check_credit(objective: Objective) -> None:
     """Rewards that belong to tokens need parts that know tokens."""
     scale, baseline = objective.scale, objective.baseline
-    token_whitening = isinstance(scale, BatchStd) and scale.unit == "token"
-    if token_whitening and objective.credit != "return_to_go":
-        raise ConfigError("scale.unit 'token' is the spread of returns over tokens: set credit 'return_to_go'")
     if objective.credit == "process" and (baseline != "group_mean" or not isinstance(scale, GroupStd | None)):
         raise ConfigError(
             "credit 'process' normalises all step rewards of a group together: set baseline 'group_mean' and scale "

@@ -7,10 +7,11 @@ computes stands with the function that computes it, in ``cohort.objective``. Imp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from cohort.presets.bounds import check_bounds, require
+from cohort.presets.bounds import check_bounds, check_finite, check_words, require
 from cohort.presets.trust_regions import (
     FIPO,
     GMPO,
@@ -91,6 +92,7 @@ class GroupStd:
     def __post_init__(self) -> None:
         require(self.ddof in (0, 1), f"group_std: ddof must be 0 or 1, got {self.ddof!r}")
         require(self.epsilon >= 0, f"group_std: epsilon must not be negative, got {self.epsilon!r}")
+        check_finite("group_std", self.epsilon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +103,15 @@ class BatchStd:
     of: Literal["raw", "centred"] = "raw"
     """Of the rewards as they came, or after their baseline was taken off."""
     unit: Literal["sample", "token"] = "sample"
-    """Every completion counts once, or every token does."""
+    """Every completion counts once, or every token does (then baseline "batch_mean" is a mean over tokens too)."""
     ddof: int = 1
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         require(self.ddof in (0, 1), f"batch_std: ddof must be 0 or 1, got {self.ddof!r}")
         require(self.epsilon >= 0, f"batch_std: epsilon must not be negative, got {self.epsilon!r}")
+        check_finite("batch_std", self.epsilon)
+        check_words(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +123,7 @@ class GroupMean:
 
     def __post_init__(self) -> None:
         require(self.epsilon >= 0, f"group_mean: epsilon must not be negative, got {self.epsilon!r}")
+        check_finite("group_mean", self.epsilon)
 
 
 Scale = GroupStd | BatchStd | GroupMean
@@ -134,6 +139,7 @@ class SignWeights:
 
     def __post_init__(self) -> None:
         require(min(self.positive, self.negative) >= 0, "sign_weights: weights must not be negative")
+        check_finite("sign_weights", self.positive, self.negative)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +199,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         require(self.k >= 2, f"top_k: k must be at least 2, got {self.k!r}")
+        check_words(self)
 
 
 GroupFilter = DropDead | DynamicSampling | TopK
@@ -213,6 +220,7 @@ class MismatchWeight:
     high: float = 2.0
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_bounds("mismatch weight", self.low, self.high)
         require(self.low <= 1 <= self.high, f"mismatch weight: [{self.low:g}, {self.high:g}] must hold 1")
 
@@ -272,11 +280,18 @@ class KL:
     """With "full": the vocabulary's ``top_k`` most likely tokens and one bucket for the rest. Unset: all of them."""
     target: float | None = None
     """Adaptive: beta moves so that the mean KL per token (k3) approaches this. Unset: beta stays."""
+    horizon_default: ClassVar[int] = 10_000
     horizon: int = 10_000
     """Adaptive: completions over which beta may change by a factor of about 1.2."""
 
     def __post_init__(self) -> None:
+        check_words(self)
         require(self.beta >= 0, f"beta must not be negative, got {self.beta:g}")
+        require(math.isfinite(self.beta), "beta must be finite")
+        require(
+            self.target is not None or self.horizon == type(self).horizon_default,
+            "kl.horizon belongs to an adaptive KL: set kl.target",
+        )
         require(self.target is None or self.target > 0, "kl.target must be positive")
         require(self.target is None or self.beta > 0, "kl.target moves beta: set beta to the weight to begin with")
         require(self.horizon > 0, "kl.horizon must be positive")
@@ -340,5 +355,10 @@ class EntropyBonus:
 
     def __post_init__(self) -> None:
         require(self.coefficient >= 0, "entropy.coefficient must not be negative")
+        require(
+            self.coefficient > 0 or self.target is not None,
+            "entropy has no effect with coefficient 0 and no target: set entropy.coefficient, or entropy 'none'",
+        )
+        check_finite("entropy", self.coefficient)
         require(self.target is None or self.target > 0, "entropy.target must be positive")
         require(self.step > 0, "entropy.step must be positive")

@@ -25,7 +25,11 @@ K3_LEGACY = {
     "anchor": "old",
     "estimator": "sampled",
 }
-"""What ``kl = "k3_legacy"`` is short for: k3 as a loss without a ratio, DeepSeekMath's. Its weight is set by ``beta``."""
+"""What ``kl = "k3_legacy"`` is short for: k3 as a loss without a ratio, DeepSeekMath's."""
+KL_ESTIMATORS = (
+    ": a KL is named by the gradient it gives, direction and correction; k3 as a loss is kl = 'k3_legacy', k2 as a "
+    "loss is { direction = 'reverse', correction = 'none' }, k1 in the reward is { place = 'reward' }"
+)
 ABOUT = ("name", "version", "source", "summary")
 
 
@@ -37,7 +41,7 @@ def preset(name: str) -> Objective:
     """
     plain, _, version = name.partition("@")
     if plain not in PRESETS:
-        close = difflib.get_close_matches(plain, PRESETS, n=3, cutoff=0.5)
+        close = difflib.get_close_matches(plain.lower().replace("-", "_"), PRESETS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else "'cohort objective' lists all"
         raise ConfigError(f"unknown preset {plain!r}; {hint}")
     if not version:
@@ -56,8 +60,10 @@ def setting_names() -> tuple[str, ...]:
 def replaced(objective: Objective, settings: Mapping[str, Any]) -> Objective:
     """``objective`` with some settings changed. See ``Objective.replace``."""
     hints = typing.get_type_hints(Objective)
-    if settings.get("kl") == "k3_legacy":
-        settings = {**settings, "kl": K3_LEGACY}
+    kl = settings.get("kl")
+    if kl == "k3_legacy" or (isinstance(kl, Mapping) and kl.get("rule") == "k3_legacy"):
+        numbers = {key: value for key, value in kl.items() if key != "rule"} if isinstance(kl, Mapping) else {}
+        settings = {**settings, "kl": {**K3_LEGACY, **numbers}}
     settings = _with_epsilon(objective, _with_beta(settings))
     changes: dict[str, Any] = {}
     for name, value in settings.items():
@@ -97,7 +103,7 @@ def _with_beta(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(kl, KL) and kl.beta == 0:
         return {**rest, "kl": dataclasses.replace(kl, beta=beta)}
     table = {"rule": kl} if isinstance(kl, str) else (kl or {})
-    if isinstance(table, KL) or "beta" in table:
+    if isinstance(table, KL) or table.get("beta", 0) not in (0, beta):
         raise ConfigError("the KL's weight is given twice: as beta and as kl.beta")
     return {**rest, "kl": {**table, "beta": beta}}
 
@@ -112,6 +118,11 @@ def _with_epsilon(objective: Objective, settings: Mapping[str, Any]) -> Mapping[
         return rest
     if min(numbers.values()) <= 0:
         raise ConfigError("epsilon and epsilon_high must be greater than 0")
+    if numbers.get("epsilon", 0.0) >= 1:
+        raise ConfigError(
+            f"epsilon ({epsilon:g}) is how far below 1 the ratio may fall, as 0.2; for no lower bound set "
+            "trust_region.low to 0"
+        )
     part = rest.get("trust_region", objective.trust_region)
     rule = part.get("rule", getattr(objective.trust_region, "rule", None)) if isinstance(part, Mapping) else part
     rule = getattr(rule, "rule", rule)
@@ -121,15 +132,24 @@ def _with_epsilon(objective: Objective, settings: Mapping[str, Any]) -> Mapping[
             f"epsilon and epsilon_high are the bounds of the PPO clip, and this objective has {what}: set its own "
             "numbers (trust_region = {...}), or trust_region = 'ppo_clip'"
         )
+    current = objective.trust_region
+    if epsilon_high is None and isinstance(current, PPOClip | FIPO) and abs(current.low + current.high - 2) > 1e-12:
+        raise ConfigError(
+            f"this objective's clip is [{current.low:g}, {current.high:g}], not as far above 1 as below: beside "
+            "epsilon set epsilon_high, or set trust_region.low alone"
+        )
     bounds = {"high": 1 + numbers.get("epsilon_high", numbers.get("epsilon", 0.0))}
     if epsilon is not None:
-        bounds["low"] = max(0.0, 1 - numbers["epsilon"])  # an epsilon above 1 (DeepSeek-R1 has 10) is no lower bound
+        bounds["low"] = 1 - numbers["epsilon"]
     if isinstance(part, PPOClip | FIPO):
         # As a table with all its numbers, so that they are checked together with the new bounds.
         part = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     table = dict(part) if isinstance(part, Mapping) else {}
     if twice := [name for name in bounds if name in table and isinstance(rest.get("trust_region"), Mapping)]:
-        raise ConfigError(f"the clip's bound is given twice: as trust_region.{twice[0]} and as an epsilon")
+        raise ConfigError(
+            f"the clip's bound is given twice: as trust_region.{twice[0]} and as an epsilon (epsilon sets the upper "
+            "bound too, unless epsilon_high does)"
+        )
     return {**rest, "trust_region": {**table, **bounds, "rule": rule}}
 
 
@@ -170,7 +190,13 @@ def _part(name: str, value: Any, parts: Mapping[str, Any], current: Any, *, opti
         return value
     if isinstance(value, str) and ":" in value and "custom" in parts:
         value = {"rule": "custom", "function": value}
+    if "custom" in parts and (callable(value) or (isinstance(value, str) and value.endswith(".py"))):
+        raise ConfigError(f"{name}: a rule of your own is named 'module:function' or 'file.py:function', got {value!r}")
+    if isinstance(value, Mapping) and ":" in str(value.get("rule", "")) and "custom" in parts:
+        raise ConfigError(f"{name}: a rule of your own has no numbers here, got {dict(value)!r}")
     table = {"rule": value} if isinstance(value, str) else value
+    if isinstance(table, Mapping) and optional and table.get("rule") == "none":
+        return _absent(name, table)
     if not isinstance(table, Mapping):
         raise ConfigError(
             f"{name}: expected one of {_listed(parts, optional)}, or a table with its numbers, got {value!r}"
@@ -178,6 +204,10 @@ def _part(name: str, value: Any, parts: Mapping[str, Any], current: Any, *, opti
     rule = table.get("rule", current.rule if current is not None else (next(iter(parts)) if len(parts) == 1 else None))
     if rule is None:
         raise ConfigError(f"{name} is a table without its rule: expected rule = one of {_listed(parts, optional)}")
+    if rule not in parts and len(parts) == 1:
+        listed = ", ".join(field.name for field in dataclasses.fields(next(iter(parts.values()))))
+        hint = KL_ESTIMATORS if name == "kl" and str(rule).startswith(("k1", "k2", "k3", "low_var")) else ""
+        raise ConfigError(f"{name}: expected a table of its numbers ({listed}), got {value!r}{hint}")
     if rule not in parts:
         raise ConfigError(
             f"{name}: expected one of {_listed(parts, optional)}, got {rule!r}{_nearest(str(rule), parts)}"
@@ -185,14 +215,35 @@ def _part(name: str, value: Any, parts: Mapping[str, Any], current: Any, *, opti
     chosen = parts[rule]
     hints = typing.get_type_hints(chosen)
     fields = [field.name for field in dataclasses.fields(chosen)]
-    numbers = {key: item for key, item in table.items() if key != "rule"}
+    numbers: Mapping[str, Any] = {key: item for key, item in table.items() if key != "rule"}
+    if chosen is KL and isinstance(current, KL):
+        numbers = _with_what_follows(numbers, current)
     for key in numbers:
         if key not in fields:
-            raise ConfigError(f"unknown setting {name}.{key}{_nearest(key, fields)}")
-    numbers = {key: _value(f"{name}.{key}", item, hints[key], None) for key, item in numbers.items()}
+            has = f"; {rule} has {', '.join(fields) or 'no numbers'}"
+            raise ConfigError(f"unknown setting {name}.{key}{_nearest(key, fields) or has}")
+    checked = {key: _value(f"{name}.{key}", item, hints[key], None) for key, item in numbers.items()}
     if current is not None and current.rule == rule:
-        return dataclasses.replace(current, **numbers)
-    return chosen(**numbers)
+        return dataclasses.replace(current, **checked)
+    return chosen(**checked)
+
+
+def _absent(name: str, table: Mapping[str, Any]) -> None:
+    if numbers := [key for key in table if key != "rule"]:
+        raise ConfigError(f"{name} is 'none' and has no {numbers[0]}")
+
+
+def _with_what_follows(numbers: Mapping[str, Any], current: KL) -> Mapping[str, Any]:
+    """A KL that is moved or widened, with the settings that have only one meaning then, unless they are given."""
+    place = numbers.get("place", current.place)
+    if place != "loss" and "place" in numbers:
+        scope = {"scope": "sequence"} if place == "reward" else {}
+        return {**scope, "correction": "none", "anchor": "old", **numbers}
+    if numbers.get("scope") == "sequence" and current.correction in ("token_ratio", "prefix_product"):
+        return {"correction": "sequence_weight", **numbers}
+    if numbers.get("estimator") == "full" and current.correction in ("token_ratio", "sequence_weight"):
+        return {"correction": "none", "anchor": "old", **numbers}
+    return numbers
 
 
 def _plain(name: str, value: Any, hint: Any, options: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cohort.presets.bounds import check_bounds, require
+from cohort.presets.bounds import check_bounds, check_finite, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,10 @@ class PPOClip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
+        require(
+            self.high >= 1,
+            f"ppo_clip: high ({self.high:g}) is a bound on the ratio itself: an epsilon of 0.28 is high = 1.28",
+        )
         check_bounds("ppo_clip", self.low, self.high)
         require(
             self.low <= 1 <= self.high,
@@ -58,8 +62,8 @@ class Cap:
         check_bounds("cap", self.low, self.high)
         require(
             self.low <= 1 <= self.high,
-            f"cap: [{self.low:g}, {self.high:g}] must hold 1; a cap of {self.high:g} would scale every on-policy "
-            "gradient. The bounds are ratios, not epsilons: a ratio of at most 1 + 4 is high = 5",
+            f"cap: [{self.low:g}, {self.high:g}] must hold 1, or it would scale every on-policy gradient. The bounds "
+            f"are ratios, not epsilons: an epsilon of {self.high:g} is high = {1 + self.high:g}",
         )
 
 
@@ -73,6 +77,7 @@ class SAPO:
 
     def __post_init__(self) -> None:
         require(min(self.tau_positive, self.tau_negative) > 0, "sapo: temperatures must be positive")
+        check_finite("sapo", self.tau_positive, self.tau_negative)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class Gamma:
     def __post_init__(self) -> None:
         numbers = (self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative)
         require(min(numbers) >= 0, "gamma: k and lambda must not be negative")
+        check_finite("gamma", *numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +138,7 @@ class GMPO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FIPO:
-    """PPO's clip times a weight from the discounted log-ratios of the tokens that follow."""
+    """PPO's clip times a weight from the discounted log-ratios of a token and those that follow it."""
 
     rule: ClassVar[str] = "fipo"
     low: float = 0.8

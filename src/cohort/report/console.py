@@ -108,10 +108,9 @@ class StepDisplay:
             self._bar.update(self._task, completed=step)
         elif step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps:
             print(f"step {step}/{self._steps}  {line}", flush=True)
-        nothing_learned = metrics.get("tokens/no_advantage_share", 1) == 1
-        if metrics["groups/dead_share"] == 1 and nothing_learned and not self._warned:
+        if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
             self._warned = True
-            self._say(f"step {step}: in every group all rewards are equal, so the rewards teach nothing here")
+            self._say(f"step {step}: {why_no_gradient(metrics)}")
         if "eval/reward/mean" in metrics:
             self._say(evaluation_line(metrics, f"after step {step}"))
 
@@ -133,13 +132,39 @@ def evaluation_line(metrics: dict[str, Any], when: str) -> str:
     return f"evaluation {when}: " + ", ".join(parts)
 
 
+CAUSES = {
+    "masked": "belongs to completions cut by the length limit, which objective.truncated masks",
+    "no_advantage": "has an advantage of 0",
+    "low_entropy": "is not among the objective.top_entropy tokens",
+    "mismatch": "is dropped by objective.mismatch",
+    "off_policy": "is dropped by the off-policy mask",
+    "clipped_low": "is silenced by the trust region",
+    "clipped_high": "is silenced by the trust region",
+    "vanished": "has a multiplier of 0 in the trust region",
+}
+
+
+def why_no_gradient(metrics: dict[str, Any]) -> str:
+    """Why a step's updates had no gradient, from its metrics."""
+    if metrics.get("groups/dead_share") == 1:
+        return "no update had a gradient: in every group all rewards are equal, so they teach nothing"
+    if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
+        return "no update was made: objective.group_filter left out every group"
+    shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
+    if not any(shares.values()):
+        return "no update had a gradient (docs/metrics.md: tokens/..._share)"
+    cause = max(shares, key=lambda name: shares[name])
+    return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"
+
+
 def step_line(metrics: dict[str, Any]) -> str:
     """A step's headline. Reward and what is behind it; never a loss, whose value says nothing here."""
     parts = [f"reward {_number(metrics['reward/mean'])}"]
     for key, value in metrics.items():
         if key.startswith("rewards/") and key.count("/") == 1:
             parts.append(f"{key.removeprefix('rewards/')} {_number(value)}")
-    parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
+    if metrics.get("tokens/no_advantage_share", 1.0) > 0:  # where equal rewards teach, no group is dead
+        parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
     if metrics["groups/rounds"] > 1:
         parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")
     if "entropy" in metrics:

@@ -20,6 +20,7 @@ def assemble(groups: Sequence[Group], device: torch.device) -> TokenBatch:
     completions = [completion for group in groups for completion in group.completions]
     lengths_S = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long)
     owners = [index for index, group in enumerate(groups) for _ in group.completions]
+    sampler_logps = [logp for completion in completions for logp in completion.sampler_logps]
     truncated = [completion.finish_reason is FinishReason.LENGTH for completion in completions]
     num_tokens = int(lengths_S.sum())
     return TokenBatch(
@@ -27,7 +28,7 @@ def assemble(groups: Sequence[Group], device: torch.device) -> TokenBatch:
         completion_ids=tuple(completion.token_ids for completion in completions),
         group_S=torch.tensor(owners, dtype=torch.long).to(device),
         sequence_N=torch.repeat_interleave(torch.arange(len(completions)), lengths_S).to(device),
-        sampler_logps_N=torch.tensor([lp for c in completions for lp in c.sampler_logps]).to(device),
+        sampler_logps_N=torch.tensor(sampler_logps, dtype=torch.float64).to(device),
         truncated_S=torch.tensor(truncated, dtype=torch.bool).to(device),
         advantages_N=torch.zeros(num_tokens, dtype=torch.float64, device=device),
         loss_N=torch.ones(num_tokens, dtype=torch.bool, device=device),

@@ -118,17 +118,26 @@ class RunFolder:
             RunFolderError: there is no checkpoint, or a setting that changes results differs from the run's.
         """
         steps = self.checkpoint_steps()
+        if not self.path.exists():
+            raise RunFolderError(f"there is no run folder {self.path} to resume")
         if not steps:
             raise RunFolderError(f"{self.path} has no checkpoint to resume from: remove it to start over")
         theirs, ours = load_config(self.path / "config.toml"), config
+        # The same objective may be written in several ways.
+        same = theirs.resolved_objective == ours.resolved_objective
+        ignored = {f"objective.{part}" for part in ("preset", *theirs.objective.parts())} if same else set()
         changed = [
-            f"{section}.{key}: the run has {old!r}, now {new!r}"
+            f"{section}.{key}: the run has {_said(old)}, now {_said(new)}"
             for section in GRPOConfig.SECTIONS
             for key, old in getattr(theirs, section).model_dump().items()
-            if (new := getattr(getattr(ours, section), key)) != old and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME
+            if (new := getattr(getattr(ours, section), key)) != old
+            and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored
         ]
         if changed:
-            raise RunFolderError(f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed))
+            raise RunFolderError(
+                f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed) + "\nTo go on with them, "
+                f"start a new run whose model.path is {self.checkpoint(steps[-1])}"
+            )
         longer = (theirs.run.max_steps, theirs.run.num_epochs) != (ours.run.max_steps, ours.run.num_epochs)
         if longer and ours.optim.lr_scheduler_type in ENDING_SCHEDULES:
             raise RunFolderError(
@@ -288,6 +297,10 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
+
+
+def _said(value: Any) -> str:
+    return "it unset" if value is None else repr(value)
 
 
 def split_by_sequence(batch: TokenBatch) -> list[list[float]]:

@@ -138,10 +138,12 @@ def run(
                 reference.move_toward(policy, config.objective.ref_model_mixup_alpha)
 
         with clock("measure"):
-            moved = policy_movement(policy, batch, results, temperature, config.report.update_kl_completions)
+            moved = policy_movement(
+                policy, batch, results, temperature, token_budget, config.report.update_kl_completions
+            )
         metrics = {"step": step + 1, "time": time.time()}
         metrics |= step_metrics(rollout, batch, results, objective, version_before) | moved
-        metrics |= clock.metrics(batch.num_tokens)
+        metrics |= clock.metrics(rollout.num_tokens)
         yield finish_step(parts, config, folder, rollout, batch, metrics, place, last=step + 1 == schedule.steps)
 
 

@@ -140,13 +140,17 @@ def update_metrics(results: Sequence[UpdateResult], objective: Objective) -> dic
     metrics |= cause_metrics(whole)
     if not whole.sums["tokens"]:  # every completion is masked
         return metrics
-    metrics |= value_metrics(whole, len(results)) | entropy_metrics(whole) | ratio_metrics(whole)
-    metrics |= sampler_metrics(results[0].statistics)
+    metrics |= value_metrics(whole, len(results), objective) | entropy_metrics(whole) | ratio_metrics(whole)
+    metrics |= sampler_metrics(results[0].statistics) | rule_metrics(whole)
+    if objective.entropy:
+        metrics["entropy_value"] = results[-1].entropy_coefficient * metrics["entropy"]
     return metrics | (kl_metrics(whole, len(results), objective) if "k1" in whole.sums else {})
 
 
-def value_metrics(whole: TokenStatistics, updates: int) -> dict[str, Any]:
-    """The objective's terms: values, and how large each one's gradient is."""
+def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> dict[str, Any]:
+    """The objective's terms: values, and how large each one's gradient is (of coefficients: not that of a KL over the
+    vocabulary)."""
+    over_vocabulary = objective.beta != 0 and objective.kl.estimator == "full"
     sums = whole.sums
     energies = sums["policy_energy"], sums["kl_energy"]
     both = math.sqrt(energies[0] * energies[1])
@@ -154,9 +158,9 @@ def value_metrics(whole: TokenStatistics, updates: int) -> dict[str, Any]:
         "policy_value": sums["policy_value"] / updates,
         "policy_value_at_ratio_1": sums["policy_value_at_ratio_1"] / updates,
         "gradient/policy_l1": sums["policy_l1"] / updates,
-        "gradient/kl_l1": sums["kl_l1"] / updates,
+        "gradient/kl_l1": None if over_vocabulary else sums["kl_l1"] / updates,
         "gradient/policy_energy": energies[0] / updates,
-        "gradient/kl_energy": energies[1] / updates,
+        "gradient/kl_energy": None if over_vocabulary else energies[1] / updates,
         "gradient/cosine": sums["cross_energy"] / both if both else None,
     }
 
@@ -177,6 +181,18 @@ def entropy_metrics(whole: TokenStatistics) -> dict[str, Any]:
     }
     for name, q in (("q05", 0.05), ("q50", 0.5), ("q95", 0.95)):
         metrics[f"entropy/{name}"] = quantile(whole.values["entropy"], q)
+    return metrics
+
+
+def rule_metrics(whole: TokenStatistics) -> dict[str, Any]:
+    """On what share of the tokens and of the sequences each mismatch rule acted."""
+    sums, metrics = whole.sums, {}
+    for key, count in sums.items():
+        kind, _, name = key.partition("/")
+        if kind == "rule_tokens":
+            metrics[f"mismatch/{name}/tokens_share"] = count / sums["tokens"]
+        elif kind == "rule_sequences":
+            metrics[f"mismatch/{name}/sequences_share"] = count / sums["sequences"]
     return metrics
 
 
@@ -229,13 +245,19 @@ def kl_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> di
         "kl/k3": sums["k3"] / tokens,
         "kl/k3_se": standard_error(sums["k3"], sums["k3_squared"], tokens),
         "kl/max_gap": whole.maxima["kl_gap"],
+        "kl/held_share": sums["kl_held"] / tokens,
         "kl/forward_coefficient": sums["forward_coefficient"] / tokens,
         "kl/top_share": sums["kl_top"] / sums["kl_l1"] if sums["kl_l1"] else None,
     }
 
 
 def policy_movement(
-    policy: Policy, batch: TokenBatch, results: Sequence[UpdateResult], temperature: float, completions: int
+    policy: Policy,
+    batch: TokenBatch,
+    results: Sequence[UpdateResult],
+    temperature: float,
+    token_budget: int,
+    completions: int,
 ) -> dict[str, Any]:
     """KL(policy before the step || policy after it), per token, measured by k3 on some of the rollout's completions."""
     moved = any(result.grad_norm for result in results)
@@ -247,7 +269,7 @@ def policy_movement(
     every = max(1, batch.num_sequences // completions)
     chosen = range(0, batch.num_sequences, every)[:completions]
     places_N = token_indices(batch, chosen)
-    after_N = policy_logps(policy, select(batch, chosen), temperature, token_budget=1 << 14)
+    after_N = policy_logps(policy, select(batch, chosen), temperature, token_budget)
     gap_N = (after_N - before_N[places_N]).double().clamp(-20, 20)
     return {"update_kl": float((torch.expm1(gap_N) - gap_N).mean())}
 

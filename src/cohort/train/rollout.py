@@ -46,6 +46,11 @@ class Rollout:
         return Rollout(self.sampled + other.sampled, scores, self.used_R + other.used_R, self.rounds + other.rounds)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions that were sampled."""
+        return sum(len(completion.token_ids) for group in self.sampled for completion in group.completions)
+
+    @property
     def groups(self) -> list[Group]:
         """Those that the updates use."""
         return [group for group, used in zip(self.sampled, self.used_R, strict=True) if used]
