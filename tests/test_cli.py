@@ -267,7 +267,9 @@ def test_objective_explains_one_with_changes(capsys):
     assert main(["objective", "dapo", "--set", "trust_region.high=1.4", "beta=0.01", "scale=none"]) == 0
     said = capsys.readouterr().out
     assert "objective dapo@1" in said
-    assert "changed      scale group_std -> none, trust_region.high 1.28 -> 1.4, kl.beta 0 -> 0.01" in said
+    assert (
+        "changed      scale group_std (ddof 1, epsilon 1e-06) -> none, trust_region.high 1.28 -> 1.4, kl.beta 0" in said
+    )
     assert "min(r A, clip(r, 0.8, 1.4) A)" in said
     assert "beta = 0.01" in said
     ratios, up, down = (line[11:].split() for line in said.splitlines()[-3:])

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and options.command == "objective" and "=" in overrides[0]:
+    if overrides and options.command == "objective" and "=" in overrides[0] and not overrides[0].startswith("-"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}; did you mean --set {' '.join(overrides)}?")
     if overrides and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
@@ -141,8 +141,9 @@ def objective(options: argparse.Namespace) -> None:
         print('\ncohort objective NAME explains one; objective.preset = "NAME" trains with it')
         return
     resolved = preset(options.name).replace(**changes)
-    from cohort.objective import explain
+    from cohort.objective import explain, try_own_functions
 
+    try_own_functions(resolved)
     print(explain(resolved))
 
 

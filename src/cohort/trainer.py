@@ -78,7 +78,7 @@ class GRPOTrainer:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.objective = objective = config.resolved_objective
-        try_own_functions(objective)
+        try_own_functions(objective, config.rollout.num_generations)
         self.rewards = RewardRunner(
             _reward_functions(functions),
             config.reward.weights,
@@ -118,7 +118,9 @@ class GRPOTrainer:
         Raises:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
-        with StepDisplay(self.schedule.steps, enabled=self.args.report.progress) as display:
+        groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
+        progress = self.args.report.progress
+        with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
             for metrics in self.steps(resume=resume):
                 display.show(metrics)
         return self.summary

@@ -305,3 +305,65 @@ def test_the_guides_settings_are_settings(tmp_path, block):
 
 def test_there_are_settings_in_the_guide():
     assert len(toml_blocks("objective.md")) >= 7
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        ("kl = { beta = 0.1 }", ["--objective.kl.rule", "k3_legacy"], {"kl": "k3_legacy", "beta": 0.1}),
+        ("", ["--objective.kl.beta", ".1", "--objective.kl", "k3_legacy"], {"kl": "k3_legacy", "beta": 0.1}),
+        (
+            "trust_region = { high = 1.4 }",
+            ["--objective.trust_region.rule", "ppo_clip"],
+            {"trust_region": {"high": 1.4}},
+        ),
+        (
+            "trust_region = { high = 1.4 }",
+            ["--objective.trust_region", "cap"],
+            {"trust_region": "cap"},
+        ),
+        (
+            "",
+            ["--objective.trust_region.high", "3", "--objective.trust_region.rule", "cap"],
+            {"trust_region": {"rule": "cap", "high": 3}},
+        ),
+        (
+            "",
+            ["--objective.trust_region", "cap", "--objective.trust_region.high", "3"],
+            {"trust_region": {"rule": "cap", "high": 3}},
+        ),
+        (
+            "scale = 'none'",
+            ["--objective.scale.ddof", "0", "--objective.scale.rule", "group_std"],
+            {"scale": {"ddof": 0}},
+        ),
+        ("baseline = 0.5", ["--objective.baseline", "0.25"], {"baseline": 0.25}),
+    ],
+)
+def test_flags_over_a_files_parts(tmp_path, file, flags, expected):
+    (tmp_path / "a.toml").write_text(f"[objective]\n{file}\n")
+    assert load_config(tmp_path / "a.toml", flags).resolved_objective == PRESETS["default"].replace(**expected)
+
+
+def test_two_mistakes_are_named_where_they_are(tmp_path):
+    (tmp_path / "a.toml").write_text("[optim]\nlearnin_rate = 1\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "a.toml", ["--run.seed", "x"])
+    lines = str(error.value).splitlines()
+    assert any("a.toml: unknown setting optim.learnin_rate" in line for line in lines)
+    assert any(line.startswith("command line: run.seed") for line in lines)
+
+
+def test_lists_of_numbers_as_people_write_them():
+    assert apply_overrides({}, ["--reward.weights", ".5,.5"]).reward.weights == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("kl", [5, [1]])
+def test_a_kl_of_another_kind_is_refused_by_name(kl):
+    with pytest.raises(ConfigError, match="kl: expected"):
+        GRPOConfig(kl=kl, beta=0.1)
+
+
+def test_epsilon_is_about_the_trust_region_that_is_chosen():
+    assert GRPOConfig(preset="dapo", trust_region="fipo", epsilon=0.1).resolved_objective.trust_region.high == 1.1
+    assert GRPOConfig(preset="grpo", kl=None).resolved_objective.beta == 0

@@ -17,7 +17,8 @@ from cohort.objective import (
     top_k_of_group,
     unlikeliness,
 )
-from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
+from cohort.presets import Objective
+from cohort.presets.parts import KL, BatchStd, GroupStd, TopK, Unlikeliness
 
 NAN = math.nan
 DEFAULT = PRESETS["default"]
@@ -484,3 +485,32 @@ def test_returns_may_be_divided_by_the_spread_of_uncentred_ones():
         got = token_advantages(PRESETS["default"].replace(credit="return_to_go", scale=scale), out)
         expected = torch.tensor([0.5, -0.5, -1.0, 1.0], dtype=torch.float64) / values.double().std()
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+def test_dead_groups_leave_only_the_kl_too():
+    """Rewards differ between the groups, not inside one: less their group's mean they are all 0."""
+    objective = Objective(
+        scale=BatchStd(unit="token", of="centred", epsilon=0.0),
+        credit="return_to_go",
+        kl=KL(beta=0.01, scope="sequence", place="reward"),
+    )
+    kl = torch.tensor([0.01, -0.01, 0.02, 0.0])
+    out = Outcomes(
+        torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1]), torch.arange(4), max_length=1, kl_N=kl
+    )
+    torch.testing.assert_close(token_advantages(objective, out), -0.01 * kl.double(), rtol=1e-12, atol=0)
+
+
+def test_a_lone_completion_has_no_part_in_the_spread_of_returns_either():
+    rewards, group = torch.tensor([1.0, 0.0, 0.3, math.nan]), torch.tensor([0, 0, 1, 1])
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 1, 2, 1]))
+    out = Outcomes(rewards, group, sequence, max_length=3)
+    parts = {"baseline": "leave_one_out", "scale": BatchStd(of="centred", unit="token", epsilon=0.0)}
+    by_outcome = token_advantages(Objective(**parts), out)
+    by_returns = token_advantages(Objective(**parts, credit="return_to_go"), out)
+    torch.testing.assert_close(by_returns, by_outcome, rtol=1e-12, atol=0)
+
+
+def test_a_whole_number_is_a_baseline():
+    out = Outcomes(torch.tensor([1.0, 3.0]), torch.tensor([0, 1]), torch.arange(2), max_length=1)
+    assert token_advantages(Objective(baseline=1, scale=None), out).tolist() == [0.0, 2.0]

@@ -272,7 +272,7 @@ WRONG = [
     ({"mismatch": {"high": 3}}, r"mismatch\[0\] is a table without its rule"),
     ({"mismatch": ["veto", "vetoo"]}, r"mismatch\[1\]: expected one of weight, veto, .*did you mean veto"),
     ({"mismatch": 3}, "mismatch: expected a list of tables, got 3"),
-    ({"kl": "none"}, "kl: expected a table of its numbers .beta, direction"),
+    ({"kl": "reverse"}, "kl: expected a table of its numbers .beta, direction"),
     ({"kl": {"scope": "tokens"}}, "kl.scope: expected 'token' or 'sequence', got 'tokens'; did you mean token?"),
     ({"aggregation": "token_men"}, "aggregation: expected .*got 'token_men'; did you mean token_mean?"),
     ({"baseline": "mean"}, "baseline: expected one of none, group_mean, .*a number, or a function as .*, got 'mean'"),

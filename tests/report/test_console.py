@@ -39,7 +39,9 @@ def test_without_a_terminal_a_twentieth_of_the_steps_is_printed(capsys):
 def test_a_step_that_teaches_nothing_is_said_once(capsys):
     with StepDisplay(2) as display:
         for step in (1, 2):
-            display.show(METRICS | {"step": step, "groups/dead_share": 1.0, "updates_skipped": 1})
+            display.show(
+                METRICS | {"step": step, "groups/dead_share": 1.0, "tokens/no_advantage_share": 1, "updates_skipped": 1}
+            )
     assert capsys.readouterr().out.count("in every group all rewards are equal, so they teach nothing") == 1
 
 
@@ -48,11 +50,12 @@ def test_a_step_that_teaches_nothing_is_said_once(capsys):
     [
         (
             {"tokens/masked_share": 0.9, "tokens/no_advantage_share": 0.1},
-            "90% of the tokens belongs to completions cut",
+            "90% of the tokens belong to completions cut",
         ),
-        ({"tokens/vanished_share": 1.0}, "100% of the tokens has a multiplier of 0 in the trust region"),
-        ({"groups/left_out": 4, "groups/sampled": 4}, "objective.group_filter left out every group"),
-        ({"groups/dead_share": 1.0}, "in every group all rewards are equal"),
+        ({"tokens/vanished_share": 1.0}, "100% of the tokens have a multiplier of 0 in the trust region"),
+        ({"groups/left_out": 4, "groups/sampled": 4}, "objective.group_filter left them all out"),
+        ({"groups/dead_share": 1.0, "tokens/no_advantage_share": 1.0}, "in every group all rewards are equal"),
+        ({"groups/dead_share": 1.0, "tokens/masked_share": 1.0}, "100% of the tokens belong to completions cut"),
     ],
 )
 def test_why_there_was_no_gradient(metrics, expected):

@@ -361,3 +361,32 @@ def test_an_objective_written_in_another_way_may_be_resumed(demo_tokenizer, tmp_
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **again).train(resume=True)
     with pytest.raises(RunFolderError, match="start a new run whose model.path is"):
         make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, epsilon=0.3).train(resume=True)
+
+
+def test_whitened_returns_go_with_dropped_groups(demo_tokenizer, tmp_path):
+    trainer = make_trainer(
+        demo_tokenizer,
+        tmp_path / "run",
+        max_steps=1,
+        credit="return_to_go",
+        scale={"rule": "batch_std", "unit": "token"},
+        group_filter="drop_dead",
+    )
+    (metrics,) = trainer.steps()
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_baseline_that_leaves_one_out_may_be_ones_own(demo_tokenizer, tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_loo.py").write_text(
+        "def others(rewards_S, group_S):\n"
+        "    whole = rewards_S.view(-1, 4)\n"
+        "    return ((whole.sum(1, keepdim=True) - whole) / 3).flatten()\n"
+    )
+    rows = []
+    for name, baseline in (("own", "own_loo.py:others"), ("built_in", "leave_one_out")):
+        make_trainer(demo_tokenizer, tmp_path / name, max_steps=1, baseline=baseline, scale="none").train()
+        rows.append(pyarrow.parquet.read_table(tmp_path / name / "rollouts" / "step-1.parquet").to_pylist())
+    assert [r["advantage"] for r in rows[0]] == pytest.approx([r["advantage"] for r in rows[1]], abs=1e-12)

@@ -7,7 +7,7 @@ import json
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from cohort.config.schema import GRPOConfig
 from cohort.errors import ConfigError
-from cohort.presets import nested
+from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
 
 
@@ -55,15 +55,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
         # A mistake that the file has by itself is the file's; one that the overrides mend is none.
         try:
             GRPOConfig(**table)
-        except ConfigError as of_file:
-            if str(error).replace("command line: ", "") == str(of_file):
-                raise ConfigError("\n".join(f"{path}: {line}" for line in str(of_file).splitlines())) from None
-        raise
+            of_file: set[str] = set()
+        except ConfigError as alone:
+            of_file = set(str(alone).splitlines())
+        lines = [line.removeprefix("command line: ") for line in str(error).splitlines()]
+        if not of_file.intersection(lines):
+            raise
+        named = [f"{path if line in of_file else 'command line'}: {line}" for line in lines]
+        raise ConfigError("\n".join(named)) from None
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOConfig:
     """Settings from nested tables and ``--section.key value`` pairs."""
     merged = {section: dict(values) for section, values in table.items()}
+    flags: list[tuple[str, Any]] = []
     for name, text in _pairs(overrides):
         section, _, key = name.partition(".")
         key, _, inner = key.partition(".")
@@ -72,14 +77,17 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
         if key not in fields or (inner and fields[key].annotation is not Any):
             raise ConfigError(f"unknown setting --{name}{_nearest(name, prefix='--')}")
         value = _parse(text, fields[key].annotation)
-        values = merged.setdefault(section, {})
-        if inner:  # --objective.trust_region.high: one number of a part
-            before = values.get(key) or {}
-            own_rule = before.get("rule") if isinstance(before, Mapping) else before
-            if inner == "rule" and own_rule != value:
-                before = {}  # another rule begins from its own numbers
-            value = nested({key: before, f"{key}.{inner}": value})[key]
-        values[key] = value
+        if fields[key].annotation is Any:  # a part of the objective, or one number of it
+            flags.append((name.removeprefix("objective."), value))
+        else:
+            merged.setdefault(section, {})[key] = value
+    if parts := nested(flags):
+        objective = merged.setdefault("objective", {})
+        try:
+            named = preset(objective.get("preset", "default"))
+        except ConfigError:
+            named = preset("default")  # refused below, by name
+        objective |= {key: with_flags(key, objective.get(key), value, named) for key, value in parts.items()}
     with explain_errors(source="command line" if overrides else ""):
         return GRPOConfig(**merged)
 
@@ -93,7 +101,7 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     >>> parse_settings(["trust_region.high=1.4", "scale=none"])
     {'trust_region': {'high': 1.4}, 'scale': 'none'}
     """
-    settings: dict[str, Any] = {}
+    settings: list[tuple[str, Any]] = []
     for assignment in assignments:
         name, given, text = assignment.partition("=")
         if not given or not name.strip():
@@ -104,7 +112,7 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"unknown part {part!r}: {_KNOWN_ELSEWHERE[part].replace('objective.', '')}")
         if part in (names := setting_names()) and part not in objective_parts():
             raise ConfigError(f"{part} is no part of an objective but a setting of a run: {names[part]}.{part}")
-        settings[name] = _parse(text.strip(), Any)
+        settings.append((name, _parse(text.strip(), Any)))
     return nested(settings)
 
 
@@ -122,7 +130,7 @@ def nest_settings(schema: type[BaseModel], settings: Mapping[str, Any]) -> dict[
         if key in given:
             raise ConfigError(f"{key!r} is given twice: by its name and in section {names[key]!r}")
         # None said by name means the part's absence, not that the setting is unset.
-        absent = value is None and names[key] == "objective" and key in ABSENT
+        absent = value is None and names[key] == "objective" and key in optional_parts()
         nested[names[key]] = {**given, key: "none" if absent else value}
     return nested
 
@@ -200,37 +208,27 @@ def _parse(text: str, annotation: Any) -> Any:
         try:
             return tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            return _number_or_text(text)
+            with suppress(ValueError):
+                return float(text)
+            return text
     choices = typing.get_args(annotation) or (annotation,)
     if type(None) in choices and text.lower() == "none":
         return None
+    if float in choices:
+        with suppress(ValueError):
+            return float(text)  # as people write them, which TOML does not take: .04, 1.
     is_list = "tuple" in str(annotation)
     if is_list and not text.startswith("["):
         if "tuple[float" not in str(annotation):
             return text.split(",") if text else []  # as it stands: a stop string may be a line break
+        with suppress(ValueError):
+            return [float(number) for number in text.split(",")]
         text = f"[{text}]"
     elif not is_list and (str in choices or all(isinstance(choice, str) for choice in choices)):
         return text
     try:
         return tomllib.loads(f"value = {text.lower() if bool in choices else text}")["value"]
     except tomllib.TOMLDecodeError:
-        return _number_or_text(text)
-
-
-ABSENT = frozenset(
-    {
-        *("soft_overlong", "unlikeliness", "group_filter", "baseline", "scale", "sign_weights"),
-        *("trust_region", "mismatch", "entropy"),
-    }
-)
-"""Parts of an objective that may be absent."""
-
-
-def _number_or_text(text: str) -> Any:
-    """Numbers as people write them, which TOML does not take: .04, 1."""
-    try:
-        return float(text)
-    except ValueError:
         return text
 
 

@@ -30,8 +30,8 @@ Part = Annotated[Any, BeforeValidator(_plain)]
 
 
 class ObjectiveConfig(Section):
-    """The objective: a preset, and what differs from it. `cohort objective` explains both. Unset (in Python, None): as
-    in the preset; a part's absence is the word "none"."""
+    """The objective: a preset, and what differs from it. `cohort objective` explains both. Unset: as in
+    the preset; a part's absence is the word "none"."""
 
     preset: Annotated[str, BeforeValidator(lambda name: preset(name).identity if isinstance(name, str) else name)] = (
         "default@1"

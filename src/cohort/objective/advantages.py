@@ -9,7 +9,7 @@
     "leave_one_out"     R_i - mean of the others of the group                               RLOO
     "length_weighted"   R_i - sum(|o_j| R_j) / sum(|o_j|) of the group                      OPO
     "batch_mean"        R_i - mean of the batch
-    "file.py:function"  R_i - function(R, group)_i, your own; R may hold NaN
+    "file.py:function"  R_i - function(R, group)_i, your own; R may hold NaN; a NaN of its own means A = 0
     "second_best"       n (R_max - R_second) for the best of the group's n, 0 for the others   pass@k
 
     scale               divisor
@@ -113,8 +113,8 @@ def outcome_advantages(
 
     Returns:
         Advantages, float64, shape ``[S]``. Exactly 0 for every member of a degenerate group (all scored rewards equal,
-        or fewer than two of them) where the baseline or the standard deviation is the group's, and of a group whose
-        rewards are all 0 where its mean is the scale.
+        or fewer than two of them) where the baseline or the standard deviation is the group's; and where its mean is
+        the scale, of a group with fewer than two scored members or whose rewards are all 0.
 
     Raises:
         RewardError: scale ``GroupMean`` with a negative reward.
@@ -130,7 +130,7 @@ def outcome_advantages(
     rewards_S, index_S = rewards_S.double(), statistics.index_S
     scored_S = ~torch.isnan(rewards_S)
     centred_S = centred_rewards(baseline, rewards_S, statistics, lengths_S)
-    silent_S = ~scored_S
+    silent_S = ~scored_S | centred_S.isnan()  # no score, or nothing to be compared with
     if baseline in GROUP_BASELINES or isinstance(scale, GroupStd):
         silent_S = silent_S | statistics.degenerate_R[index_S]
     match scale:
@@ -163,13 +163,13 @@ def centred_rewards(
     lengths_S: Tensor | None = None,
 ) -> Tensor:
     """Rewards less their baseline, shape ``[S]``; NaN where there is no reward, or no other to compare it with."""
+    if isinstance(baseline, int | float):
+        return rewards_S - baseline
     index_S, mean_S = statistics.index_S, statistics.mean_R[statistics.index_S]
     count_S = statistics.count_R[index_S]
     match baseline:
         case "none":
             return rewards_S
-        case float():
-            return rewards_S - baseline
         case "group_mean":
             return rewards_S - mean_S
         case "leave_one_out":  # R - (n mean - R) / (n - 1) = n / (n - 1) (R - mean)
@@ -213,8 +213,8 @@ def _own_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
     if not isinstance(baseline_S, Tensor) or baseline_S.shape != rewards_S.shape:
         got = tuple(baseline_S.shape) if isinstance(baseline_S, Tensor) else type(baseline_S).__name__
         raise ConfigError(f"baseline {spec} must return a tensor of shape {tuple(rewards_S.shape)}, got {got}")
-    if not bool(baseline_S[~rewards_S.isnan()].isfinite().all()):
-        raise ConfigError(f"baseline {spec} returned a number that is not finite, for a scored completion")
+    if bool(baseline_S[~rewards_S.isnan()].isinf().any()):
+        raise ConfigError(f"baseline {spec} returned an infinite number for a scored completion")
     return baseline_S.double()
 
 

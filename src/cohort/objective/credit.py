@@ -15,7 +15,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from cohort.objective.advantages import batch_std, combined_advantages, outcome_advantages
+from cohort.objective.advantages import batch_std, combined_advantages, group_statistics, outcome_advantages
 from cohort.objective.segments import by_sign, segment_mean, segment_sum, suffix_sums
 from cohort.objective.shaping import soft_overlong, top_k_of_group, unlikeliness
 from cohort.presets.objective import Objective
@@ -89,10 +89,12 @@ def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
     return torch.where(outcomes.rewards_S.isnan()[sequence_N], 0.0, advantages_N)
 
 
-def completion_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
-    """One advantage per completion, float64, shape ``[S]``: steps 1 and 2 of the module's header."""
+def completion_advantages(objective: Objective, outcomes: Outcomes, compare: _Comparison | None = None) -> Tensor:
+    """One advantage per completion, float64, shape ``[S]``: steps 1 and 2 of the module's header. ``compare`` takes the
+    place of the objective's own baseline and scale."""
     group_S = outcomes.group_S
-    compare = _Comparison(baseline=objective.baseline, scale=objective.scale, lengths_S=outcomes.lengths_S)
+    if compare is None:
+        compare = _Comparison(baseline=objective.baseline, scale=objective.scale, lengths_S=outcomes.lengths_S)
     if objective.reward_aggregation != "sum_then_normalize":
         rewards_SK = _needed(outcomes.by_function_SK, "by_function_SK", objective.reward_aggregation)
         weights_K = torch.ones(rewards_SK.shape[1]) if outcomes.weights_K is None else outcomes.weights_K
@@ -162,8 +164,8 @@ def whitened_returns(objective: Objective, scale: BatchStd, outcomes: Outcomes) 
     """REINFORCE++: returns to go of the rewards as they are, less their mean over all tokens (baseline "batch_mean"),
     divided by their standard deviation over all tokens. Shape ``[N]``.
 
-    Rewards that are all equal teach nothing: what is then left is the KL in the reward, centred but not divided, as its
-    spread would make noise of any size as large as a signal.
+    Where the rewards, less a baseline of the group, are all equal, they teach nothing: what is left is the KL in the
+    reward, centred but not divided, as its spread would make noise of any size as large as a signal.
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
@@ -172,14 +174,14 @@ def whitened_returns(objective: Objective, scale: BatchStd, outcomes: Outcomes) 
     if not bool(compared_N.any()):
         return torch.zeros(compared_N.shape, dtype=torch.float64, device=compared_N.device)
     whole = objective.baseline == "batch_mean"
-    undivided = objective.replace(scale=None, baseline="none" if whole else objective.baseline)
-    rewards_S = completion_advantages(undivided, outcomes)
-    equal = batch_std(shaped_rewards(objective, outcomes)[compared_S], 0) is None
+    as_it_is = _Comparison(baseline="none", scale=None, lengths_S=outcomes.lengths_S)
+    undivided = as_it_is if whole else _Comparison(**{**as_it_is, "baseline": objective.baseline})
+    rewards_S = completion_advantages(objective, outcomes, undivided)
+    equal = batch_std(rewards_S[compared_S], 0) is None
     returns_N = _returns(objective, outcomes, torch.zeros_like(rewards_S) if equal else rewards_S)
     spread_of_N = returns_N
     if scale.of == "raw" and not whole:
-        uncentred_S = completion_advantages(objective.replace(scale=None, baseline="none"), outcomes)
-        spread_of_N = _returns(objective, outcomes, uncentred_S)
+        spread_of_N = _returns(objective, outcomes, completion_advantages(objective, outcomes, as_it_is))
     spread = None if equal else batch_std(spread_of_N[compared_N], scale.ddof)
     centred_N = returns_N - (returns_N[compared_N].mean() if whole else 0.0)
     return torch.where(compared_N, centred_N if spread is None else centred_N / (spread + scale.epsilon), 0.0)
@@ -198,8 +200,12 @@ def _returns(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Ten
 
 
 def _compared(objective: Objective, outcomes: Outcomes) -> Tensor:
-    """Which completions have a score and, with ``TopK``, are among the chosen of their group."""
-    return ~outcomes.rewards_S.isnan() & _chosen(objective, outcomes, shaped_rewards(objective, outcomes))
+    """Which completions have a score and something to be compared with, and are among the chosen of their group."""
+    compared_S = ~outcomes.rewards_S.isnan() & _chosen(objective, outcomes, shaped_rewards(objective, outcomes))
+    if objective.baseline == "leave_one_out":
+        statistics = group_statistics(outcomes.rewards_S.masked_fill(~compared_S, torch.nan), outcomes.group_S)
+        compared_S = compared_S & (statistics.count_R >= 2)[statistics.index_S]
+    return compared_S
 
 
 def _chosen(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Tensor:

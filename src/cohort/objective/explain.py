@@ -46,9 +46,13 @@ def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
     return list(zip(ratios, *columns, strict=True))
 
 
-def try_own_functions(objective: Objective) -> None:
+def try_own_functions(objective: Objective, num_generations: int = 8) -> None:
     """Load a trust region or baseline of one's own afresh, and call it once, so that a broken one is found before
     anything expensive starts.
+
+    Args:
+        objective: what may name them.
+        num_generations: the size of the groups that a baseline is tried on.
 
     Raises:
         ConfigError: it is missing, raises, or does not return what it should.
@@ -67,7 +71,8 @@ def try_own_functions(objective: Objective) -> None:
             )
     if isinstance(baseline, str) and ":" in baseline:
         custom_baseline.cache_clear()
-        rewards_S, group_S = torch.tensor([1.0, 0.0, torch.nan, 1.0]), torch.tensor([0, 0, 0, 1])
+        rewards_S = torch.arange(2 * num_generations).double() / 7
+        group_S = torch.arange(2 * num_generations) // num_generations
         outcome_advantages(rewards_S, group_S, baseline=baseline, scale=None)
 
 

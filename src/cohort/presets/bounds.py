@@ -29,14 +29,15 @@ def check_finite(rule: str, *numbers: float) -> None:
 
 
 def check_words(part: Any) -> None:
-    """Fields of fixed words hold one of them. Where a field also takes other types, any text but a function's name."""
+    """Fields of fixed words hold one of them. A baseline may also be a number, or the name of a function."""
     for name, words in fixed_words(type(part)).items():
         value = getattr(part, name)
-        if isinstance(value, str) and value not in words and ":" not in value:
-            close = difflib.get_close_matches(value, words, n=1)
+        other = name == "baseline" and (isinstance(value, int | float) or ":" in str(value))
+        if value not in words and not other:
+            close = difflib.get_close_matches(str(value), words, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            other = ", a number, or a function as file.py:function" if name == "baseline" else ""
-            raise ConfigError(f"{name}: expected one of {', '.join(words)}{other}, got {value!r}{hint}")
+            also = ", a number, or a function as file.py:function" if name == "baseline" else ""
+            raise ConfigError(f"{name}: expected one of {', '.join(words)}{also}, got {value!r}{hint}")
 
 
 def fixed_words(kind: type) -> dict[str, tuple[str, ...]]:

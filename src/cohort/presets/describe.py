@@ -83,7 +83,11 @@ def _word(value: Any) -> str:
         return ", ".join(_word(item) for item in value) or "none"
     if isinstance(value, float):
         return f"{value:g}"
-    return "none" if value is None else str(getattr(value, "rule", value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        numbers = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        said = ", ".join(f"{key} {_word(number)}" for key, number in numbers.items() if number is not None)
+        return str(getattr(value, "rule", "")) + (f" ({said})" if said else "")
+    return "none" if value is None else str(value)
 
 
 def rewards_text(objective: Objective) -> str:

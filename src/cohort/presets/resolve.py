@@ -57,10 +57,45 @@ def setting_names() -> tuple[str, ...]:
     return (*(f.name for f in dataclasses.fields(Objective) if f.name not in ABOUT), *SHORTHANDS)
 
 
+def optional_parts() -> frozenset[str]:
+    """Parts whose absence, "none", is one of their values."""
+    found = {"kl"}
+    for name, hint in typing.get_type_hints(Objective).items():
+        options = _options(hint)
+        words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+        holds_none = type(None) in options and any(hasattr(option, "rule") for option in options)
+        if holds_none or "none" in words or typing.get_origin(hint) is tuple:
+            found.add(name)
+    return frozenset(found)
+
+
+def with_flags(part: str, before: Any, given: Any, objective: Objective) -> Any:
+    """A part's setting from a file with command-line flags laid over it. What the file says of another rule is not
+    taken along.
+
+    Args:
+        part: its name.
+        before: what the file says; None: nothing.
+        given: what the flags say.
+        objective: the preset, whose rule a table without one is about.
+    """
+    if before is None or isinstance(given, list) or not isinstance(given, str | Mapping):
+        return given
+    if not isinstance(before, str | Mapping):
+        return given
+    new, old = ({"rule": item} if isinstance(item, str) else dict(item) for item in (given, before))
+    if new.get("rule") == "k3_legacy":  # fixes everything but the weight
+        return {**{key: value for key, value in old.items() if key in ("beta", "target", "horizon")}, **new}
+    own_rule = old.get("rule", getattr(getattr(objective, part, None), "rule", None))
+    return given if "rule" in new and new["rule"] != own_rule else {**old, **new}
+
+
 def replaced(objective: Objective, settings: Mapping[str, Any]) -> Objective:
     """``objective`` with some settings changed. See ``Objective.replace``."""
     hints = typing.get_type_hints(Objective)
     kl = settings.get("kl")
+    if kl == "none":
+        settings = {**settings, "kl": KL()}
     if kl == "k3_legacy" or (isinstance(kl, Mapping) and kl.get("rule") == "k3_legacy"):
         numbers = {key: value for key, value in kl.items() if key != "rule"} if isinstance(kl, Mapping) else {}
         settings = {**settings, "kl": {**K3_LEGACY, **numbers}}
@@ -73,24 +108,28 @@ def replaced(objective: Objective, settings: Mapping[str, Any]) -> Objective:
     return dataclasses.replace(objective, **changes)
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as tables: ``{"kl.beta": 0.1}`` is ``{"kl": {"beta": 0.1}}``.
+def nested(settings: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Dotted names as tables: ``{"kl.beta": 0.1}`` is ``{"kl": {"beta": 0.1}}``. Given as pairs, names may repeat: of
+    two values the later one counts, and tables and words of one part are put together.
 
     >>> nested({"kl.beta": 0.1, "kl.scope": "token", "scale": "none"})
     {'kl': {'beta': 0.1, 'scope': 'token'}, 'scale': 'none'}
     """
     tables: dict[str, Any] = {}
-    for name, value in settings.items():
+    for name, value in settings.items() if isinstance(settings, Mapping) else settings:
         part, _, key = name.partition(".")
         given = {key: value} if key else value
-        if part not in tables:
+        before = tables.get(part)
+        if not isinstance(given, Mapping | str) and not isinstance(before, Mapping):
             tables[part] = given
             continue
-        both = [{"rule": item} if isinstance(item, str) else item for item in (tables[part], given)]
+        both: list[Any] = [
+            {"rule": item} if isinstance(item, str) else item for item in (before, given) if part in tables
+        ]
         if not all(isinstance(item, Mapping) for item in both):
             by = f"by its parts ({name})" if key else f"as {given!r}"
-            raise ConfigError(f"{part} is given both as {tables[part]!r} and {by}")
-        tables[part] = {**both[0], **both[1]}
+            raise ConfigError(f"{part} is given both as {before!r} and {by}")
+        tables[part] = {**both[0], **both[1]} if both else given
     return tables
 
 
@@ -100,10 +139,12 @@ def _with_beta(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return settings
     rest = {name: value for name, value in settings.items() if name != "beta"}
     beta, kl = _value("beta", settings["beta"], float, None), settings.get("kl")
-    if isinstance(kl, KL) and kl.beta == 0:
-        return {**rest, "kl": dataclasses.replace(kl, beta=beta)}
+    if isinstance(kl, KL):
+        kl = {f.name: getattr(kl, f.name) for f in dataclasses.fields(kl)}
     table = {"rule": kl} if isinstance(kl, str) else (kl or {})
-    if isinstance(table, KL) or table.get("beta", 0) not in (0, beta):
+    if not isinstance(table, Mapping):
+        return rest  # refused where the KL is read
+    if table.get("beta", 0) not in (0, beta):
         raise ConfigError("the KL's weight is given twice: as beta and as kl.beta")
     return {**rest, "kl": {**table, "beta": beta}}
 
@@ -133,6 +174,8 @@ def _with_epsilon(objective: Objective, settings: Mapping[str, Any]) -> Mapping[
             "numbers (trust_region = {...}), or trust_region = 'ppo_clip'"
         )
     current = objective.trust_region
+    if getattr(current, "rule", None) != rule:
+        current = PPOClip() if rule == PPOClip.rule else FIPO()
     if epsilon_high is None and isinstance(current, PPOClip | FIPO) and abs(current.low + current.high - 2) > 1e-12:
         raise ConfigError(
             f"this objective's clip is [{current.low:g}, {current.high:g}], not as far above 1 as below: beside "
@@ -145,7 +188,7 @@ def _with_epsilon(objective: Objective, settings: Mapping[str, Any]) -> Mapping[
         # As a table with all its numbers, so that they are checked together with the new bounds.
         part = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     table = dict(part) if isinstance(part, Mapping) else {}
-    if twice := [name for name in bounds if name in table and isinstance(rest.get("trust_region"), Mapping)]:
+    if twice := [name for name in bounds if name in table and "trust_region" in rest]:
         raise ConfigError(
             f"the clip's bound is given twice: as trust_region.{twice[0]} and as an epsilon (epsilon sets the upper "
             "bound too, unless epsilon_high does)"

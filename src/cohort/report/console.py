@@ -77,10 +77,12 @@ class StepDisplay:
     Args:
         steps: of the whole run.
         enabled: False shows nothing.
+        groups_can_die: False where equal rewards teach: then a share of dead groups says nothing.
     """
 
-    def __init__(self, steps: int, *, enabled: bool = True) -> None:
+    def __init__(self, steps: int, *, enabled: bool = True, groups_can_die: bool = True) -> None:
         self._steps = steps
+        self._groups_can_die = groups_can_die
         self._enabled = enabled
         self._bar: _Bar | None = None
         self._warned = False
@@ -102,7 +104,7 @@ class StepDisplay:
         """Show a step, its evaluation if it had one, and, once, that a step had nothing to learn from."""
         if not self._enabled:
             return
-        step, line = metrics["step"], step_line(metrics)
+        step, line = metrics["step"], step_line(metrics, groups_can_die=self._groups_can_die)
         if self._bar:
             self._bar.line = line
             self._bar.update(self._task, completed=step)
@@ -133,37 +135,37 @@ def evaluation_line(metrics: dict[str, Any], when: str) -> str:
 
 
 CAUSES = {
-    "masked": "belongs to completions cut by the length limit, which objective.truncated masks",
-    "no_advantage": "has an advantage of 0",
-    "low_entropy": "is not among the objective.top_entropy tokens",
-    "mismatch": "is dropped by objective.mismatch",
-    "off_policy": "is dropped by the off-policy mask",
-    "clipped_low": "is silenced by the trust region",
-    "clipped_high": "is silenced by the trust region",
-    "vanished": "has a multiplier of 0 in the trust region",
+    "masked": "belong to completions cut by the length limit, which objective.truncated masks",
+    "no_advantage": "have an advantage of 0",
+    "low_entropy": "are not among the objective.top_entropy tokens",
+    "mismatch": "are dropped by objective.mismatch",
+    "off_policy": "are dropped by the off-policy mask",
+    "clipped_low": "are silenced by the trust region",
+    "clipped_high": "are silenced by the trust region",
+    "vanished": "have a multiplier of 0 in the trust region",
 }
 
 
 def why_no_gradient(metrics: dict[str, Any]) -> str:
     """Why a step's updates had no gradient, from its metrics."""
-    if metrics.get("groups/dead_share") == 1:
-        return "no update had a gradient: in every group all rewards are equal, so they teach nothing"
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
-        return "no update was made: objective.group_filter left out every group"
+        return "no update was made: in every group all rewards are equal, and objective.group_filter left them all out"
     shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
     if not any(shares.values()):
         return "no update had a gradient (docs/metrics.md: tokens/..._share)"
     cause = max(shares, key=lambda name: shares[name])
+    if cause == "no_advantage" and metrics.get("groups/dead_share") == 1:
+        return "no update had a gradient: in every group all rewards are equal, so they teach nothing"
     return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"
 
 
-def step_line(metrics: dict[str, Any]) -> str:
+def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
     """A step's headline. Reward and what is behind it; never a loss, whose value says nothing here."""
     parts = [f"reward {_number(metrics['reward/mean'])}"]
     for key, value in metrics.items():
         if key.startswith("rewards/") and key.count("/") == 1:
             parts.append(f"{key.removeprefix('rewards/')} {_number(value)}")
-    if metrics.get("tokens/no_advantage_share", 1.0) > 0:  # where equal rewards teach, no group is dead
+    if groups_can_die:
         parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
     if metrics["groups/rounds"] > 1:
         parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")

@@ -124,7 +124,7 @@ class RunFolder:
             raise RunFolderError(f"{self.path} has no checkpoint to resume from: remove it to start over")
         theirs, ours = load_config(self.path / "config.toml"), config
         # The same objective may be written in several ways.
-        same = theirs.resolved_objective == ours.resolved_objective
+        same = theirs.resolved_objective.settings() == ours.resolved_objective.settings()
         ignored = {f"objective.{part}" for part in ("preset", *theirs.objective.parts())} if same else set()
         changed = [
             f"{section}.{key}: the run has {_said(old)}, now {_said(new)}"
