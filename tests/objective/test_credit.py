@@ -17,8 +17,8 @@ from cohort.objective import (
     top_k_of_group,
     unlikeliness,
 )
-from cohort.presets import Objective
-from cohort.presets.parts import KL, BatchStd, GroupStd, TopK, Unlikeliness
+from cohort.presets import Objective, parts
+from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
 
 NAN = math.nan
 DEFAULT = PRESETS["default"]
@@ -492,7 +492,7 @@ def test_dead_groups_leave_only_the_kl_too():
     objective = Objective(
         scale=BatchStd(unit="token", of="centred", epsilon=0.0),
         credit="return_to_go",
-        kl=KL(beta=0.01, scope="sequence", place="reward"),
+        kl=parts.KL(beta=0.01, scope="sequence", place="reward"),
     )
     kl = torch.tensor([0.01, -0.01, 0.02, 0.0])
     out = Outcomes(
@@ -505,9 +505,9 @@ def test_a_lone_completion_has_no_part_in_the_spread_of_returns_either():
     rewards, group = torch.tensor([1.0, 0.0, 0.3, math.nan]), torch.tensor([0, 0, 1, 1])
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 1, 2, 1]))
     out = Outcomes(rewards, group, sequence, max_length=3)
-    parts = {"baseline": "leave_one_out", "scale": BatchStd(of="centred", unit="token", epsilon=0.0)}
-    by_outcome = token_advantages(Objective(**parts), out)
-    by_returns = token_advantages(Objective(**parts, credit="return_to_go"), out)
+    same = {"baseline": "leave_one_out", "scale": BatchStd(of="centred", unit="token", epsilon=0.0)}
+    by_outcome = token_advantages(Objective(**same), out)
+    by_returns = token_advantages(Objective(**same, credit="return_to_go"), out)
     torch.testing.assert_close(by_returns, by_outcome, rtol=1e-12, atol=0)
 
 
