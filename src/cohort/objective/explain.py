@@ -83,13 +83,15 @@ def explain(objective: Objective) -> str:
         note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
     lines = zip(("ratio", "A = +1", "A = -1"), zip(*coefficient_table(objective), strict=True), strict=True)
     at_1 = next((up, down) for ratio, up, down in coefficient_table(objective) if ratio == 1)
-    rows = [f"    {name:<7}" + "".join(f"{_short(number):>10}" for number in numbers) for name, numbers in lines]
+    rows = [f"    {name:<7}" + "".join(f"{_short(number):>8}" for number in numbers) for name, numbers in lines]
     if at_1 != (1.0, -1.0):
         rows.append("    at ratio 1 it is not 1: on-policy gradients are scaled by it")
     return "\n".join([objective.describe(), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])
 
 
 def _short(number: float) -> str:
-    """At most 9 characters; without the sign of a zero."""
-    digits = 5 if abs(number) >= 0.01 or number == 0 else 4 if abs(number) >= 1e-4 else 3
-    return f"{number + 0.0:.{digits}g}"
+    """At most 7 characters, so that the table is not wider than it must be; without the sign of a zero."""
+    size = abs(number)
+    if size == 0 or size >= 1:
+        return f"{number + 0.0:.5g}"
+    return f"{number:.4g}" if size >= 0.1 else f"{number:.2g}" if size >= 1e-3 else f"{number:.0e}"
