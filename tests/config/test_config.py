@@ -367,3 +367,10 @@ def test_a_kl_of_another_kind_is_refused_by_name(kl):
 def test_epsilon_is_about_the_trust_region_that_is_chosen():
     assert GRPOConfig(preset="dapo", trust_region="fipo", epsilon=0.1).resolved_objective.trust_region.high == 1.1
     assert GRPOConfig(preset="grpo", kl=None).resolved_objective.beta == 0
+
+
+def test_a_preset_that_is_no_name_is_refused(tmp_path):
+    (tmp_path / "a.toml").write_text("[objective]\npreset = 5\n")
+    for flags in ([], ["--objective.trust_region.high", "2"]):
+        with pytest.raises(ConfigError, match="preset: input should be a valid string, got 5"):
+            load_config(tmp_path / "a.toml", flags)

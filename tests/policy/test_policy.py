@@ -172,3 +172,11 @@ def test_a_saved_model_loads_with_the_same_log_probs(tmp_path, float32_policy):
     with torch.no_grad():
         pair = [p.logps(PROMPTS, COMPLETIONS, 1.0)[0].tolist() for p in (float32_policy, again)]
     assert pair[0] == pair[1]
+
+
+def test_the_collision_probability_is_the_sum_of_squares(float64_policy):
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        logits = float64_policy.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        exact = (logits / 0.7).softmax(-1).square().sum(-1)
+        got = float64_policy.logps([prompt], [completion], 0.7).collision_N
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=0, msg=f"row {row}")

@@ -81,15 +81,19 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
             flags.append((name.removeprefix("objective."), value))
         else:
             merged.setdefault(section, {})[key] = value
-    if parts := nested(flags):
-        objective = merged.setdefault("objective", {})
-        try:
-            named = preset(objective.get("preset", "default"))
-        except ConfigError:
-            named = preset("default")  # refused below, by name
-        objective |= {key: with_flags(key, objective.get(key), value, named) for key, value in parts.items()}
+    if flags:
+        merged["objective"] = _with_part_flags(merged.get("objective", {}), nested(flags))
     with explain_errors(source="command line" if overrides else ""):
         return GRPOConfig(**merged)
+
+
+def _with_part_flags(objective: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's objective with the parts that flags name laid over its own."""
+    try:
+        named = preset(str(objective.get("preset", "default")))
+    except ConfigError:
+        named = preset("default")  # refused later, by name
+    return {**objective, **{key: with_flags(key, objective.get(key), value, named) for key, value in flags.items()}}
 
 
 def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
