@@ -22,7 +22,7 @@ DEMO_MODEL = ROOT / "src" / "cohort" / "demo" / "model"
 OBJECTIVES: tuple[dict[str, Any], ...] = (
     {"preset": "default"},
     {"preset": "dapo", "beta": 0.1, "num_iterations": 2},
-    {"preset": "grpo_v32", "entropy": {"coefficient": 0.01}},
+    {"preset": "grpo_v32", "entropy": {"coefficient": 0.01}, "term_norms_steps": 1},
     {"preset": "gspo_token", "mismatch": ["weight", "veto"]},
 )
 

@@ -12,6 +12,7 @@ from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.train import Optimizer, assemble, assign_advantages, policy_logps, update
+from cohort.train.update import term_norms
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 from tests.conftest import tiny_llama
 
@@ -223,3 +224,25 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(float64_policy):
         update(float64_policy, optimizer, batch, PAPER, 1.0, 50)
     for old, new in zip(before, float64_policy.model.parameters(), strict=True):
         assert torch.equal(old, new)
+
+
+def test_the_norms_of_the_terms_are_those_of_the_update(float64_policy):
+    """Policy, KL and entropy apart; together they make the update's gradient, and measuring them changes nothing."""
+    objective = PAPER.replace(beta=0.3)
+    batch, more = batch_for(float64_policy, objective), {"entropy_coefficient": 0.05}
+    norms = term_norms(float64_policy, batch, objective, 1.0, 17, **more)
+    whole, result = gradient(float64_policy, batch, objective, 17, **more)
+    only = {
+        "policy": (objective.replace(beta=0.0), dataclasses.replace(batch, ref_logps_N=None), {}),
+        "kl": (objective, dataclasses.replace(batch, advantages_N=torch.zeros_like(batch.advantages_N)), {}),
+    }
+    vectors = {}
+    for name, (one, its_batch, its_more) in only.items():
+        parts, own = gradient(float64_policy, its_batch, one, 17, **its_more)
+        assert norms[f"gradient/{name}_norm"] == pytest.approx(own.grad_norm, rel=1e-9)
+        vectors[name] = torch.cat([part.flatten() for part in parts])
+    rest = torch.cat([part.flatten() for part in whole]) - vectors["policy"] - vectors["kl"]
+    assert norms["gradient/entropy_norm"] == pytest.approx(float(rest.norm()), rel=1e-6)
+    cosine = torch.cosine_similarity(vectors["policy"], vectors["kl"], dim=0)
+    assert norms["gradient/exact_cosine"] == pytest.approx(float(cosine), rel=1e-9)
+    assert result.grad_norm > 0

@@ -390,3 +390,31 @@ def test_a_baseline_that_leaves_one_out_may_be_ones_own(demo_tokenizer, tmp_path
         make_trainer(demo_tokenizer, tmp_path / name, max_steps=1, baseline=baseline, scale="none").train()
         rows.append(pyarrow.parquet.read_table(tmp_path / name / "rollouts" / "step-1.parquet").to_pylist())
     assert [r["advantage"] for r in rows[0]] == pytest.approx([r["advantage"] for r in rows[1]], abs=1e-12)
+
+
+def test_a_drift_of_the_sampler_with_the_position_is_seen(demo_tokenizer, tmp_path, monkeypatch):
+    import cohort.rollout.local as local
+
+    (even,) = make_trainer(demo_tokenizer, tmp_path / "even", max_steps=1).steps()
+    assert abs(even["sampler/kl_k1_drift"]) < 1e-5
+    real, calls = local.draw_tokens, []
+
+    def drifting(*arguments):
+        calls.append(1)
+        tokens, logps = real(*arguments)
+        return tokens, logps + 0.01 * len(calls)  # the later, the surer it says it was
+
+    monkeypatch.setattr(local, "draw_tokens", drifting)
+    (odd,) = make_trainer(demo_tokenizer, tmp_path / "odd", max_steps=1).steps()
+    assert 0.02 < odd["sampler/kl_k1_drift"] < 0.08  # halves of completions of up to 10 tokens are 5 apart
+
+
+def test_the_norms_of_the_terms_are_measured_when_asked_and_change_nothing(demo_tokenizer, tmp_path):
+    plain = make_trainer(demo_tokenizer, tmp_path / "plain", max_steps=2, beta=0.1)
+    plain.train()
+    asked = make_trainer(demo_tokenizer, tmp_path / "asked", max_steps=2, beta=0.1, term_norms_steps=2)
+    first, second = asked.steps()
+    assert "gradient/kl_norm" not in first
+    assert {"gradient/policy_norm", "gradient/kl_norm", "gradient/exact_cosine"} <= set(second)
+    for name, value in parameters(plain).items():
+        assert torch.equal(parameters(asked)[name], value)

@@ -142,6 +142,9 @@ class ReportConfig(Section):
     """Print what the run is at its start, its progress and its evaluations. Off: nothing is printed."""
     log_completions: bool = True
     """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet."""
+    term_norms_steps: Count = 0
+    """Every so many steps, measure the gradient's norm of each term (policy, KL, entropy) by a backward pass of its own
+    over the first minibatch. 0: never."""
     update_kl_completions: Count = 16
     """Measure how far each step moved the policy (update_kl) on so many of its completions. 0: do not."""
 

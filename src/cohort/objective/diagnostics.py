@@ -14,7 +14,7 @@ from torch import Tensor
 from cohort.objective.coefficients import Cause, Coefficients, surrogate_value
 from cohort.objective.kl import MAX_LOG_GAP, k1, k3
 from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
-from cohort.objective.segments import segment_sum
+from cohort.objective.segments import prefix_sums, segment_sum
 from cohort.objective.trust import trust_region
 from cohort.presets.objective import Objective
 from cohort.presets.parts import FIPO, GMPO, Cap, Mask, PPOClip
@@ -173,7 +173,12 @@ def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]
     rho_N = exp_held(log_rho_N)
     count = int(tokens.sequence_N.max()) + 1 if tokens.sequence_N.numel() else 0
     unlikely_S = segment_sum((rho_N < VERY_UNLIKELY).to(rho_N), tokens.sequence_N, count) > 0
+    # Which half of its completion a token is in: a drift from one to the other means an off-by-one or a temperature.
+    place_N = prefix_sums(torch.ones_like(log_rho_N), tokens.sequence_N)
+    late_N = place_N > torch.bincount(tokens.sequence_N, minlength=count)[tokens.sequence_N] / 2
     return {
+        "rho_k1_late": _sum(-log_rho_N * late_N),
+        "late_tokens": _sum(late_N),
         "rho": _sum(rho_N),
         "rho_squared": _sum(rho_N**2),
         "rho_k1": _sum(-log_rho_N),

@@ -43,6 +43,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
             "report.progress",
             "report.log_completions",
             "report.update_kl_completions",
+            "report.term_norms_steps",
         ),
     }
 )

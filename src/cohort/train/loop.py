@@ -31,7 +31,7 @@ from cohort.train.folder import RunFolder, RunState
 from cohort.train.metrics import PhaseClock, policy_movement, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
-from cohort.train.update import UpdateResult, update
+from cohort.train.update import UpdateResult, term_norms, update
 from cohort.types import TokenBatch
 
 
@@ -111,21 +111,22 @@ def run(
             batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
             batch = assign_advantages(batch, rollout.scores, objective, max_length)
 
+        # The gradient's size term by term, when the settings ask for it. Changes nothing.
+        norms = {}
+        if batch.num_sequences and due(step + 1, config.report.term_norms_steps):
+            with clock("measure"):
+                minibatch, bonus = split_minibatches(batch, schedule.minibatches)[0], adaptive.entropy_weight(objective)
+                norms = term_norms(policy, minibatch, objective, temperature, token_budget, reference, bonus)
+
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
         results: list[UpdateResult] = []
         with clock("update"):
             for _iteration in range(schedule.num_iterations):
                 for minibatch in split_minibatches(batch, schedule.minibatches):
+                    bonus = adaptive.entropy_weight(objective)
                     result = update(
-                        policy,
-                        optimizer,
-                        minibatch,
-                        objective,
-                        temperature,
-                        token_budget,
-                        reference=reference,
-                        entropy_coefficient=adaptive.entropy_weight(objective),
+                        policy, optimizer, minibatch, objective, temperature, token_budget, reference, bonus
                     )
                     results.append(result)
                     adaptive.after_update(objective, result)
@@ -142,7 +143,7 @@ def run(
                 policy, batch, results, temperature, token_budget, config.report.update_kl_completions
             )
         metrics = {"step": step + 1, "time": time.time()}
-        metrics |= step_metrics(rollout, batch, results, objective, version_before) | moved
+        metrics |= step_metrics(rollout, batch, results, objective, version_before) | moved | norms
         metrics |= clock.metrics(rollout.num_tokens)
         yield finish_step(parts, config, folder, rollout, batch, metrics, place, last=step + 1 == schedule.steps)
 

@@ -220,6 +220,8 @@ def sampler_metrics(first: TokenStatistics) -> dict[str, Any]:
     sums, tokens = first.sums, first.sums["tokens"]
     if not tokens:
         return {}
+    early, late = tokens - sums["late_tokens"], sums["late_tokens"]
+    drift = sums["rho_k1_late"] / late - (sums["rho_k1"] - sums["rho_k1_late"]) / early if early and late else None
     metrics: dict[str, Any] = {
         "sampler/gap": sums["sampler_gap"] / tokens,
         "sampler/max_gap": first.maxima["sampler_gap"],
@@ -227,6 +229,7 @@ def sampler_metrics(first: TokenStatistics) -> dict[str, Any]:
         "sampler/mean_ratio_se": standard_error(sums["rho"], sums["rho_squared"], tokens),
         "sampler/kl_k1": sums["rho_k1"] / tokens,
         "sampler/kl_k3": sums["rho_k3"] / tokens,
+        "sampler/kl_k1_drift": drift,
         "sampler/unlikely_sequences_share": sums["unlikely_sequences"] / sums["sequences"],
     }
     for name, q in QUANTILES:

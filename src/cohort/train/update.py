@@ -49,7 +49,6 @@ def update(
     objective: Objective,
     temperature: float,
     token_budget: int,
-    *,
     reference: Policy | None = None,
     entropy_coefficient: float = 0.0,
 ) -> UpdateResult:
@@ -74,10 +73,10 @@ def update(
     with policy.training():
         for sequences in microbatches(minibatch, token_budget):
             micro, places_N = select(minibatch, sequences), token_indices(minibatch, sequences)
-            loss, forward = microbatch_loss(
+            losses, forward = microbatch_losses(
                 policy, micro, weights.at(places_N), objective, temperature, reference, entropy_coefficient
             )
-            loss.backward()
+            torch.stack(list(losses.values())).sum().backward()
             places.append(places_N)
             forwards.append(forward)
     learning_rate = optimizer.learning_rate
@@ -137,7 +136,7 @@ def minibatch_weights(
     return Weights(policy_N, base_N, mean_N)
 
 
-def microbatch_loss(
+def microbatch_losses(
     policy: Policy,
     micro: TokenBatch,
     weights: Weights,
@@ -145,8 +144,8 @@ def microbatch_loss(
     temperature: float,
     reference: Policy | None,
     entropy_coefficient: float,
-) -> tuple[Tensor, Forward]:
-    """A scalar with the microbatch's share of the loss's gradient; its value means nothing."""
+) -> tuple[dict[str, Tensor], Forward]:
+    """For each term, a scalar with the microbatch's share of its gradient; their values mean nothing."""
     logits_NV, targets_N = policy.completion_logits(micro.prompt_ids, micro.completion_ids)
     current = chunked_logps(logits_NV, targets_N, temperature)
     detached = TokenLogps(*(values_N.detach() for values_N in current))
@@ -167,14 +166,49 @@ def microbatch_loss(
         ref_logps_N=ref_logps_N,
         base_weights_N=weights.kl_N,
     )
-    loss = torch.sum(-terms.total_N * current.logps_N)
-    if entropy_coefficient:
-        bonus_N = entropy_coefficient * weights.entropy_N
-        loss = loss - chunked_terms(weighted_entropy, temperature, [logits_NV], [bonus_N])
+    losses = {"policy": torch.sum(-terms.policy_N * current.logps_N)}
     if ref_logits_NV is not None:
         penalty_N = objective.beta * weights.kl_N * prefix_weight(objective, micro, detached.logps_N)
-        loss = loss + chunked_terms(weighted_kl(objective), temperature, [logits_NV, ref_logits_NV], [penalty_N])
-    return loss, Forward(detached, terms, ref_logps_N)
+        losses["kl"] = chunked_terms(weighted_kl(objective), temperature, [logits_NV, ref_logits_NV], [penalty_N])
+    elif objective.beta and objective.kl.place == "loss":
+        losses["kl"] = torch.sum(-terms.kl_N * current.logps_N)
+    if entropy_coefficient:
+        bonus_N = entropy_coefficient * weights.entropy_N
+        losses["entropy"] = -chunked_terms(weighted_entropy, temperature, [logits_NV], [bonus_N])
+    return losses, Forward(detached, terms, ref_logps_N)
+
+
+def term_norms(
+    policy: Policy,
+    batch: TokenBatch,
+    objective: Objective,
+    temperature: float,
+    token_budget: int,
+    reference: Policy | None = None,
+    entropy_coefficient: float = 0.0,
+) -> dict[str, float]:
+    """The gradient's norm of each term, and the cosine between the policy's and the KL's, over a batch as it stands:
+    what ``gradient/..._energy`` estimates without a backward pass. Costs a backward pass per term; changes nothing.
+    """
+    weights = minibatch_weights(policy, batch, objective, temperature, token_budget)
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    sums: dict[str, list[Tensor]] = {}
+    with policy.training():
+        for sequences in microbatches(batch, token_budget):
+            micro, places_N = select(batch, sequences), token_indices(batch, sequences)
+            losses, _ = microbatch_losses(
+                policy, micro, weights.at(places_N), objective, temperature, reference, entropy_coefficient
+            )
+            for name, loss in losses.items():
+                parts = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+                before = sums.get(name)
+                sums[name] = list(parts) if before is None else [a + b for a, b in zip(before, parts, strict=True)]
+    flat = {name: torch.cat([part.flatten() for part in parts]) for name, parts in sums.items()}
+    metrics = {f"gradient/{name}_norm": float(vector.norm()) for name, vector in flat.items()}
+    if "kl" in flat and metrics["gradient/policy_norm"] and metrics["gradient/kl_norm"]:
+        product = metrics["gradient/policy_norm"] * metrics["gradient/kl_norm"]
+        metrics["gradient/exact_cosine"] = float(flat["policy"] @ flat["kl"]) / product
+    return metrics
 
 
 def weighted_entropy(log_probs_NV: Tensor, weights_N: Tensor) -> Tensor:
