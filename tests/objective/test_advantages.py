@@ -161,6 +161,11 @@ def test_second_best(rewards, expected):
         check(got, *expected, 0.0, 8.0)
 
 
+def test_second_best_without_any_score():
+    nothing = outcome_advantages(doubles(*[math.nan] * 4), longs(0, 0, 1, 1), baseline="second_best", scale=None)
+    assert nothing.tolist() == [0.0] * 4
+
+
 def test_second_best_is_unbiased_for_the_best_of_the_group():
     # Every pair of two answers right with probability p: the mean of sum A grad log pi is the gradient of 1 - (1-p)^2.
     p = 0.3

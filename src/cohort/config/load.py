@@ -123,20 +123,20 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
 def nest_settings(schema: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Sort settings given by their own names into their sections; sections given whole stay as they are."""
     names = setting_names(schema)
-    nested: dict[str, Any] = {key: value for key, value in settings.items() if key in schema.model_fields}
+    sections: dict[str, Any] = {key: value for key, value in settings.items() if key in schema.model_fields}
     for key, value in settings.items():
         if key in schema.model_fields:
             continue
         if key not in names:
             raise ConfigError(f"unknown setting {key!r}{_nearest(key)}")
-        section = nested.get(names[key], {})
+        section = sections.get(names[key], {})
         given = dict(section) if isinstance(section, Mapping) else section.model_dump(exclude_unset=True)
         if key in given:
             raise ConfigError(f"{key!r} is given twice: by its name and in section {names[key]!r}")
         # None said by name means the part's absence, not that the setting is unset.
         absent = value is None and names[key] == "objective" and key in optional_parts()
-        nested[names[key]] = {**given, key: "none" if absent else value}
-    return nested
+        sections[names[key]] = {**given, key: "none" if absent else value}
+    return sections
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cohort.config.schema import GRPOConfig
 from cohort.errors import DataError
+from cohort.presets import Objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,8 @@ class Schedule:
     remembered."""
     needs_ref_logps: bool
     """beta is not 0, and the KL is of sampled tokens."""
-    old_logps_for_kl: bool
-    """The KL is in reward or advantage."""
-    ratio_to_old: bool
-    """The ratio compares with the old policy."""
-    beta: float
-    """The KL's weight: 0: there is no reference."""
+    objective: Objective
+    """With the numbers that the settings leave open."""
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> Schedule:
@@ -58,9 +55,7 @@ class Schedule:
             num_prompts=num_prompts,
             needs_old_logps=config.objective.updates_per_rollout > 1 or objective.needs_old_logps,
             needs_ref_logps=objective.beta != 0 and objective.kl.estimator == "sampled",
-            old_logps_for_kl=objective.needs_old_logps,
-            ratio_to_old=objective.ratio_anchor == "old",
-            beta=objective.beta,
+            objective=objective,
         )
 
     @property
@@ -72,14 +67,14 @@ class Schedule:
         """The schedule in words."""
         per_rollout = self.prompts_per_step * self.num_generations
         epochs = self.steps * self.prompts_per_step / self.num_prompts
-        unmoved = ": every ratio is 1" if self.ratio_to_old else ""
-        uses = "the KL needs it" if self.old_logps_for_kl else f"{self.updates_per_rollout} updates use it"
+        unmoved = ": every ratio is 1" if self.objective.ratio_anchor == "old" else ""
+        uses = "the KL needs it" if self.objective.needs_old_logps else f"{self.updates_per_rollout} updates use it"
         old = (
             f"one no-grad pass per rollout ({uses})"
             if self.needs_old_logps
             else "not computed: one update per rollout, the old policy is the current one by identity" + unmoved
         )
-        if self.beta == 0:
+        if self.objective.beta == 0:
             ref = "not computed: beta is 0, no reference model"
         else:
             ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"

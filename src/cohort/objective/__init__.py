@@ -4,6 +4,7 @@ from cohort.objective.advantages import (
     GroupStatistics,
     combined_advantages,
     group_statistics,
+    live_groups,
     outcome_advantages,
 )
 from cohort.objective.aggregation import token_weights
@@ -15,8 +16,8 @@ from cohort.objective.explain import coefficient_table, explain, try_own_functio
 from cohort.objective.kl import k1, k2, k3, kl_correction, kl_multiplier
 from cohort.objective.mismatch import MismatchResult, mismatch_weights
 from cohort.objective.ratio import importance_ratio, leveled_log_ratio
-from cohort.objective.segments import prefix_sums, segment_mean, segment_sum, suffix_sums
-from cohort.objective.shaping import live_groups, soft_overlong_punishment, top_k_of_group, unlikeliness
+from cohort.objective.segments import prefix_sums, segment_count, segment_mean, segment_sum, suffix_sums
+from cohort.objective.shaping import soft_overlong_punishment, top_k_of_group, unlikeliness
 from cohort.objective.trust import (
     Trusted,
     bernoulli_kl,
@@ -66,6 +67,7 @@ __all__ = [
     "ppo_clip_value",
     "prefix_sums",
     "process_advantages",
+    "segment_count",
     "segment_mean",
     "segment_sum",
     "soft_overlong_punishment",

@@ -39,8 +39,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cohort.errors import CohortError, ConfigError, RewardError
-from cohort.objective.segments import segment_sum
+from cohort.errors import ConfigError, RewardError
+from cohort.objective.own import call_own
+from cohort.objective.segments import grouped_order, place_in_run, segment_count, segment_sum
 from cohort.plugins import load_function
 from cohort.presets.objective import GROUP_BASELINES
 from cohort.presets.parts import BaselineRule, BatchStd, GroupMean, GroupStd, Scale
@@ -77,7 +78,7 @@ def group_statistics(rewards_S: Tensor, group_S: Tensor, *, ddof: int = 1) -> Gr
         raise ValueError(f"expected two vectors of one length, got {tuple(rewards_S.shape)} and {tuple(group_S.shape)}")
     rewards_S = rewards_S.double()
     _, index_S = torch.unique(group_S, return_inverse=True)
-    num_groups = int(index_S.max()) + 1 if index_S.numel() else 0
+    num_groups = segment_count(index_S)
     scored_S = ~torch.isnan(rewards_S)
     kept, where = rewards_S[scored_S], index_S[scored_S]
 
@@ -204,15 +205,7 @@ def custom_baseline(spec: str) -> Callable[..., Tensor]:
 def _own_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
     if ":" not in spec:
         raise ValueError(f"unknown baseline {spec!r}")
-    try:
-        baseline_S = custom_baseline(spec)(rewards_S.clone(), index_S.clone())
-    except CohortError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"baseline {spec} raised {type(error).__name__}: {error}") from error
-    if not isinstance(baseline_S, Tensor) or baseline_S.shape != rewards_S.shape:
-        got = tuple(baseline_S.shape) if isinstance(baseline_S, Tensor) else type(baseline_S).__name__
-        raise ConfigError(f"baseline {spec} must return a tensor of shape {tuple(rewards_S.shape)}, got {got}")
+    baseline_S = call_own(custom_baseline(spec), f"baseline {spec}", rewards_S.clone(), index_S.clone())
     if bool(baseline_S[~rewards_S.isnan()].isinf().any()):
         raise ConfigError(f"baseline {spec} returned an infinite number for a scored completion")
     return baseline_S.double()
@@ -275,21 +268,24 @@ def combined_advantages(
     if baseline not in GROUP_BASELINES and not isinstance(scale, GroupStd):
         return torch.where(scored_S, normalised_S, 0.0)
     # Groups that are dead in every reward stay at exactly 0: the batch's mean, even if only a rounding, is no signal.
-    dead = [group_statistics(rewards_S, group_S).degenerate_R for rewards_S in rewards_SK.T]
     _, index_S = torch.unique(group_S, return_inverse=True)
-    return torch.where(scored_S & ~torch.stack(dead).all(dim=0)[index_S], normalised_S, 0.0)
+    return torch.where(scored_S & live_groups(rewards_SK, group_S)[index_S], normalised_S, 0.0)
+
+
+def live_groups(rewards_SK: Tensor, group_S: Tensor) -> Tensor:
+    """Which groups' rewards are not all equal, boolean, shape ``[R]``, R the distinct ids in ascending order. With
+    several columns, K, a group lives when any of them differs within it."""
+    live = [~group_statistics(rewards_S, group_S, ddof=0).degenerate_R for rewards_S in rewards_SK.T]
+    return torch.stack(live).any(dim=0)
 
 
 def _lead_over_the_second(rewards_S: Tensor, index_S: Tensor) -> Tensor:
     """R_max - R_second for the best of each group, 0 for the others (and for all, where two share the maximum)."""
     lead_S = torch.zeros_like(rewards_S)
-    order_S = torch.argsort(rewards_S.nan_to_num(nan=-torch.inf), descending=True, stable=True)
-    order_S = order_S[torch.argsort(index_S[order_S], stable=True)]
+    order_S = grouped_order(rewards_S.nan_to_num(nan=-torch.inf), index_S, descending=True)
     order_S = order_S[~torch.isnan(rewards_S[order_S])]
-    ranked_S, sorted_S = index_S[order_S], rewards_S[order_S]
-    first_S = torch.ones_like(ranked_S, dtype=torch.bool)
-    first_S[1:] = ranked_S[1:] != ranked_S[:-1]
-    first = first_S.nonzero().squeeze(-1)
+    sorted_S = rewards_S[order_S]
+    first = (place_in_run(index_S[order_S]) == 0).nonzero().squeeze(-1)
     second = (first + 1).clamp(max=max(len(order_S) - 1, 0))
     lead_S[order_S[first]] = sorted_S[first] - sorted_S[second]
     return lead_S

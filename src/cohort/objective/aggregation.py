@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cohort.objective.segments import segment_sum
+from cohort.objective.segments import segment_count, segment_sum
 from cohort.presets.parts import Aggregation
 
 
@@ -75,7 +75,7 @@ def _prompt_divisor(lengths_S: Tensor, group_S: Tensor | None, count_empty: bool
     if group_S is None:
         raise ValueError("aggregation 'prompt_mean' needs group_S: the group of each completion")
     _, index_S = torch.unique(group_S, return_inverse=True)
-    num_groups = int(index_S.max()) + 1 if index_S.numel() else 0
+    num_groups = segment_count(index_S)
     tokens_R = segment_sum(lengths_S, index_S, num_groups)
     prompts = num_groups if count_empty else int((tokens_R > 0).sum())
     return (prompts * tokens_R.clamp(min=1))[index_S]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from cohort.objective.coefficients import Cause, Coefficients, surrogate_value
-from cohort.objective.kl import MAX_LOG_GAP, k1, k3
+from cohort.objective.kl import MAX_LOG_GAP, k1, k3, kl_multiplier
 from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
-from cohort.objective.segments import prefix_sums, segment_sum
+from cohort.objective.segments import prefix_sums, segment_count, segment_sum
 from cohort.objective.trust import trust_region
 from cohort.presets.objective import Objective
 from cohort.presets.parts import FIPO, GMPO, Cap, Mask, PPOClip
@@ -152,7 +152,7 @@ def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]
         "below_positive": _sum(up_N & (ratio_N < low)),
         "below_negative": _sum(down_N & (ratio_N < low)),
     }
-    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    count = segment_count(sequence_N)
     lengths_S = torch.bincount(sequence_N, minlength=count)
     weight_S = exp_held(segment_sum(log_ratio_N, sequence_N, count))
     mean_a_S = segment_sum(a_N.to(log_ratio_N), sequence_N, count)
@@ -171,7 +171,7 @@ def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]
 
 def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]:
     rho_N = exp_held(log_rho_N)
-    count = int(tokens.sequence_N.max()) + 1 if tokens.sequence_N.numel() else 0
+    count = segment_count(tokens.sequence_N)
     unlikely_S = segment_sum((rho_N < VERY_UNLIKELY).to(rho_N), tokens.sequence_N, count) > 0
     # Which half of its completion a token is in: a drift from one to the other means an off-by-one or a temperature.
     place_N = prefix_sums(torch.ones_like(log_rho_N), tokens.sequence_N)
@@ -200,7 +200,7 @@ def rule_names(objective: Objective) -> list[str]:
 
 def _rule_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:
     """Tokens and sequences on which each mismatch rule acted."""
-    count = int(tokens.sequence_N.max()) + 1 if tokens.sequence_N.numel() else 0
+    count = segment_count(tokens.sequence_N)
     sums = {}
     for name, acted_N in zip(rule_names(objective), tokens.coefficients.acted_NM.T, strict=True):
         sums[f"rule_tokens/{name}"] = _sum(acted_N)
@@ -229,7 +229,7 @@ def _kl_sums(tokens: UpdateTokens, ref_logps_N: Tensor) -> dict[str, Tensor]:
         "k1_squared": _sum(k1_N**2),
         "k3": _sum(k3_N),
         "k3_squared": _sum(k3_N**2),
-        "forward_coefficient": _sum(-torch.expm1((-k1_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))),
+        "forward_coefficient": _sum(kl_multiplier(tokens.logps_N, ref_logps_N, direction="forward")),
         "kl_value": _sum(tokens.base_weights_N * k3_N),
         "kl_held": _sum(k1_N.abs() > MAX_LOG_GAP),
         "kl_top": _sum(part_N.topk(top).values),

@@ -18,8 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cohort.objective.ratio import exp_held
-from cohort.objective.segments import prefix_sums, segment_sum
+from cohort.objective.ratio import exp_held, leveled_log_ratio
 from cohort.presets.parts import KL, Direction
 
 MAX_LOG_GAP = 20.0
@@ -94,7 +93,7 @@ def kl_multiplier(
     if scope == "sequence":
         if sequence_N is None:
             raise ValueError("scope 'sequence' needs sequence_N: which sequence each token belongs to")
-        k1_N = segment_sum(k1_N, sequence_N, int(sequence_N.max()) + 1 if sequence_N.numel() else 0)[sequence_N]
+        k1_N = leveled_log_ratio(k1_N, "sequence_product", sequence_N)
     kappa_N = k1_N if direction == "reverse" else -torch.expm1((-k1_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))
     return kappa_N if weight_N is None else weight_N * kappa_N
 
@@ -116,7 +115,6 @@ def kl_correction(kl: KL, log_ratio_N: Tensor, sequence_N: Tensor | None = None)
     if sequence_N is None:
         raise ValueError(f"kl.correction {kl.correction!r} needs sequence_N: which sequence each token belongs to")
     if kl.correction == "prefix_product":
-        prefix_N = prefix_sums(log_ratio_N, sequence_N)
+        prefix_N = leveled_log_ratio(log_ratio_N, "prefix_product", sequence_N)
         return exp_held(prefix_N - log_ratio_N if kl.estimator == "full" else prefix_N)
-    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
-    return exp_held(segment_sum(log_ratio_N, sequence_N, count)[sequence_N])
+    return exp_held(leveled_log_ratio(log_ratio_N, "sequence_product", sequence_N))

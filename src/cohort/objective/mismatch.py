@@ -22,9 +22,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.objective.ratio import exp_held
-from cohort.objective.segments import segment_mean, segment_sum
-from cohort.presets.parts import Mismatch, MismatchWeight, OffPolicyMask, Veto
+from cohort.objective.ratio import exp_held, leveled_log_ratio
+from cohort.objective.segments import segment_count, segment_mean, segment_sum
+from cohort.presets.parts import Mismatch, MismatchWeight, OffPolicyMask, RatioLevel, Veto
+
+RATIO_LEVELS: dict[str, RatioLevel] = {
+    "token": "token",
+    "sequence": "sequence_product",
+    "geometric": "sequence_mean",
+}
+"""The levels of ``MismatchWeight`` as levels of a ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,13 @@ def mismatch_weights(
     weight_N = torch.ones_like(logps_N)
     dropped_N = torch.zeros_like(logps_N, dtype=torch.bool)
     off_policy_N = torch.zeros_like(dropped_N)
-    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    count = segment_count(sequence_N)
     log_rho_N = (old_logps_N - sampler_logps_N).nan_to_num(nan=0.0)
     acted: list[Tensor] = []
     for rule in rules:
         match rule:
             case MismatchWeight(level=level, mode=mode, low=low, high=high):
-                rho_N = exp_held(_at_level(log_rho_N, level, sequence_N, count))
+                rho_N = exp_held(leveled_log_ratio(log_rho_N, RATIO_LEVELS[level], sequence_N))
                 outside_N = (rho_N < low) | (rho_N > high)
                 acted.append(outside_N)
                 if mode == "truncate":
@@ -88,10 +95,3 @@ def mismatch_weights(
     weight_N = weight_N.masked_fill(dropped_N | off_policy_N, 0)
     acted_NM = torch.stack(acted, dim=1) if acted else dropped_N.new_zeros(len(dropped_N), 0)
     return MismatchResult(weight_N, dropped_N, off_policy_N, acted_NM)
-
-
-def _at_level(log_rho_N: Tensor, level: str, sequence_N: Tensor, count: int) -> Tensor:
-    if level == "token":
-        return log_rho_N
-    per_sequence = segment_sum if level == "sequence" else segment_mean
-    return per_sequence(log_rho_N, sequence_N, count)[sequence_N]

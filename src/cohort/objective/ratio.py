@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cohort.objective.segments import prefix_sums, segment_mean, segment_sum
+from cohort.objective.segments import prefix_sums, segment_count, segment_mean, segment_sum
 from cohort.presets.parts import RatioLevel
 
 MAX_LOG_RATIO = 20.0
@@ -58,7 +58,7 @@ def leveled_log_ratio(log_ratio_N: Tensor, level: RatioLevel, sequence_N: Tensor
         raise ValueError(f"ratio level {level!r} needs sequence_N: which sequence each token belongs to")
     if level == "prefix_product":
         return prefix_sums(log_ratio_N, sequence_N)
-    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
+    count = segment_count(sequence_N)
     if level in ("sequence_mean", "sequence_mean_token"):
         return segment_mean(log_ratio_N, sequence_N, count)[sequence_N]
     if level == "sequence_product":

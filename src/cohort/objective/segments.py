@@ -24,6 +24,39 @@ def segment_mean(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
     return segment_sum(values_N, index_N, count) / lengths
 
 
+def segment_count(index_N: Tensor) -> int:
+    """How many ids there are when they are 0..count-1: the highest one and 1; 0 without any.
+
+    >>> segment_count(torch.tensor([0, 0, 2]))
+    3
+    """
+    return int(index_N.max()) + 1 if index_N.numel() else 0
+
+
+def grouped_order(values_S: Tensor, index_S: Tensor, *, descending: bool = False) -> Tensor:
+    """The places of the completions group by group, each group's sorted by value, earlier ones first where equal.
+    Shape ``[S]``.
+
+    >>> grouped_order(torch.tensor([5.0, 1.0, 3.0, 2.0]), torch.tensor([0, 1, 0, 1]))
+    tensor([2, 0, 1, 3])
+    """
+    by_value = torch.argsort(values_S, descending=descending, stable=True)
+    return by_value[torch.argsort(index_S[by_value], stable=True)]
+
+
+def place_in_run(sorted_keys: Tensor) -> Tensor:
+    """0, 1, 2, ... within each run of equal keys (rows of keys).
+
+    >>> place_in_run(torch.tensor([4, 4, 4, 7, 7]))
+    tensor([0, 1, 2, 0, 1])
+    """
+    place = torch.arange(len(sorted_keys), device=sorted_keys.device)
+    keys = sorted_keys.unsqueeze(-1).flatten(1)
+    starts = torch.ones_like(place, dtype=torch.bool)
+    starts[1:] = (keys[1:] != keys[:-1]).any(dim=1)
+    return place - (torch.where(starts, place, 0).cummax(0).values if len(place) else place)
+
+
 def prefix_sums(values_N: Tensor, index_N: Tensor) -> Tensor:
     """Sum of a sequence's values up to each token, that one included, shape ``[N]``.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RewardError
-from cohort.objective.advantages import group_statistics
+from cohort.objective.segments import grouped_order, place_in_run
 from cohort.presets.parts import SoftOverlong, TopK, Unlikeliness
 
 
@@ -62,11 +62,10 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
             "unlikeliness needs rewards that are not negative: it would soften likely completions' penalty"
         )
     _, index_S, count_R = torch.unique(group_S, return_inverse=True, return_counts=True)
-    by_likelihood = torch.argsort(mean_logps_S, stable=True)
-    order_S = by_likelihood[torch.argsort(index_S[by_likelihood], stable=True)]
-    place_S = _place_in_group(index_S[order_S])
+    order_S = grouped_order(mean_logps_S, index_S)
+    place_S = place_in_run(index_S[order_S])
     # Where neighbours are equally likely, the place of the first of them.
-    place_in_tie_S = _place_in_group(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
+    place_in_tie_S = place_in_run(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
     rank_S = torch.empty_like(place_S).scatter_(0, order_S, place_S - place_in_tie_S)
     kept_S: Tensor = 1 - rule.strength * rank_S.double() / count_R[index_S]
     return rewards_S.double() * kept_S
@@ -85,24 +84,7 @@ def top_k_of_group(rule: TopK, rewards_S: Tensor, lengths_S: Tensor, group_S: Te
     lengths_S = lengths_S.double()
     better_S = -lengths_S if rule.metric == "shortest" else rewards_S.double() / lengths_S.clamp(min=1)
     better_S = better_S.masked_fill(torch.isnan(rewards_S), -torch.inf)
-    by_metric = torch.argsort(better_S, descending=True, stable=True)
-    order_S = by_metric[torch.argsort(group_S[by_metric], stable=True)]
-    place_S = _place_in_group(group_S[order_S])
+    order_S = grouped_order(better_S, group_S, descending=True)
+    place_S = place_in_run(group_S[order_S])
     chosen_S = torch.empty_like(place_S, dtype=torch.bool).scatter_(0, order_S, place_S < rule.k)
     return chosen_S & ~torch.isnan(rewards_S)
-
-
-def live_groups(rewards_SK: Tensor, group_S: Tensor) -> Tensor:
-    """Which groups' rewards are not all equal, boolean, shape ``[R]``, R the distinct ids in ascending order. With
-    several columns, K, a group lives when any of them differs within it."""
-    live = [~group_statistics(rewards_S, group_S, ddof=0).degenerate_R for rewards_S in rewards_SK.T]
-    return torch.stack(live).any(dim=0)
-
-
-def _place_in_group(sorted_keys: Tensor) -> Tensor:
-    """0, 1, 2, ... within each run of equal keys (rows of keys)."""
-    place = torch.arange(len(sorted_keys), device=sorted_keys.device)
-    keys = sorted_keys.reshape(len(sorted_keys), -1)
-    starts = torch.ones_like(place, dtype=torch.bool)
-    starts[1:] = (keys[1:] != keys[:-1]).any(dim=1)
-    return place - (torch.where(starts, place, 0).cummax(0).values if len(place) else place)

@@ -30,9 +30,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cohort.errors import CohortError, ConfigError
-from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
-from cohort.objective.segments import by_sign, segment_mean, suffix_sums
+from cohort.errors import ConfigError
+from cohort.objective.own import call_own
+from cohort.objective.ratio import MAX_LOG_RATIO, exp_held, leveled_log_ratio
+from cohort.objective.segments import by_sign, suffix_sums
 from cohort.plugins import load_function
 from cohort.presets.parts import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TrustRegion, TVMask
 
@@ -202,8 +203,7 @@ def _gmpo(token_N: Tensor, advantages_N: Tensor, sequence_N: Tensor | None, low:
     bounds = torch.tensor([low, high], dtype=token_N.dtype, device=token_N.device).log()
     below_N, above_N = (advantages_N < 0) & (token_N < bounds[0]), (advantages_N > 0) & (token_N > bounds[1])
     clipped_N = torch.where(below_N, bounds[0], torch.where(above_N, bounds[1], token_N))
-    count = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
-    mean_N = exp_held(segment_mean(clipped_N, sequence_N, count))[sequence_N]
+    mean_N = exp_held(leveled_log_ratio(clipped_N, "sequence_mean", sequence_N))
     return Trusted(mean_N.masked_fill(below_N | above_N, 0), mean_N * advantages_N, _sides(token_N, below_N, above_N))
 
 
@@ -226,17 +226,7 @@ def custom_rule(spec: str) -> Callable[..., Tensor]:
 
 
 def _custom_phi(rule: Custom, ratio_N: Tensor, a_N: Tensor) -> Tensor:
-    try:
-        phi_N = custom_rule(rule.function)(ratio_N, a_N)
-    except CohortError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"trust region {rule.function} raised {type(error).__name__}: {error}") from error
-    if not isinstance(phi_N, Tensor) or phi_N.shape != ratio_N.shape:
-        got = tuple(phi_N.shape) if isinstance(phi_N, Tensor) else type(phi_N).__name__
-        raise ConfigError(
-            f"trust region {rule.function} must return a tensor of shape {tuple(ratio_N.shape)}, got {got}"
-        )
+    phi_N = call_own(custom_rule(rule.function), f"trust region {rule.function}", ratio_N, a_N)
     if not bool(phi_N.isfinite().all()):
         raise ConfigError(f"trust region {rule.function} returned a multiplier that is not finite")
     return phi_N.to(ratio_N)

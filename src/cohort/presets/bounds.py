@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import types
 import typing
+from functools import cache
 from typing import Any, Literal
 
 from cohort.errors import ConfigError
@@ -17,10 +19,12 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check_bounds(rule: str, low: float, high: float) -> None:
-    """Bounds on a ratio: in order, and not negative."""
+def check_bounds(rule: str, low: float, high: float, why: str = "") -> None:
+    """Bounds on a ratio: in order, not negative, and around 1, the ratio of a policy to itself; ``why`` ends that last
+    one's message."""
     require(low < high, f"{rule}: low ({low:g}) must be below high ({high:g}); both are bounds on the ratio itself")
     require(low >= 0, f"{rule}: low ({low:g}) is a bound on a ratio and cannot be negative; 0 is no bound")
+    require(low <= 1 <= high, f"{rule}: [{low:g}, {high:g}] must hold 1{why}")
 
 
 def check_finite(rule: str, *numbers: float) -> None:
@@ -30,7 +34,7 @@ def check_finite(rule: str, *numbers: float) -> None:
 
 def check_words(part: Any) -> None:
     """Fields of fixed words hold one of them. A baseline may also be a number, or the name of a function."""
-    for name, words in fixed_words(type(part)).items():
+    for name, words in fixed_words(type(part)).items():  # type: ignore[arg-type]  # a class is hashable
         value = getattr(part, name)
         other = name == "baseline" and (isinstance(value, int | float) or ":" in str(value))
         if value not in words and not other:
@@ -40,19 +44,25 @@ def check_words(part: Any) -> None:
             raise ConfigError(f"{name}: expected one of {', '.join(words)}{also}, got {value!r}{hint}")
 
 
+@cache
 def fixed_words(kind: type) -> dict[str, tuple[str, ...]]:
     """The words that each such field of a dataclass may hold."""
-    if kind in _WORDS:
-        return _WORDS[kind]
-    hints = typing.get_type_hints(kind)
-    found = {}
-    for field in dataclasses.fields(kind):
-        options = [hints[field.name], *typing.get_args(hints[field.name])]
-        words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
-        if words:
-            found[field.name] = tuple(dict.fromkeys(words))
-    _WORDS[kind] = found
-    return found
+    words = {name: literal_words(hint) for name, hint in typing.get_type_hints(kind).items()}
+    return {field.name: words[field.name] for field in dataclasses.fields(kind) if words[field.name]}
 
 
-_WORDS: dict[type, dict[str, tuple[str, ...]]] = {}
+def literal_words(hint: Any) -> tuple[Any, ...]:
+    """The words of every ``Literal`` in a type, each once."""
+    found = (word for option in type_options(hint) if typing.get_origin(option) is Literal for word in option.__args__)
+    return tuple(dict.fromkeys(found))
+
+
+def type_options(hint: Any) -> tuple[Any, ...]:
+    """A union's members, the type itself where it is none.
+
+    >>> type_options(int | Literal["none"] | None)
+    (<class 'int'>, typing.Literal['none'], <class 'NoneType'>)
+    """
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return tuple(option for item in typing.get_args(hint) for option in type_options(item))
+    return (hint,)

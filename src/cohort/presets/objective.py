@@ -43,6 +43,8 @@ from cohort.presets.parts import (
     Veto,
 )
 
+ABOUT = ("name", "version", "source", "summary")
+"""Fields that say which row this is; all others are its parts."""
 GROUP_BASELINES = ("group_mean", "leave_one_out", "length_weighted", "second_best")
 """Baselines that compare a completion with the others of its group."""
 WHOLE_SEQUENCE_LEVELS = ("sequence_mean", "sequence_product")
@@ -168,8 +170,7 @@ class Objective:
 
     def settings(self) -> Mapping[str, Any]:
         """The parts, by name, without name, version, source and summary."""
-        about = ("name", "version", "source", "summary")
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in about}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ABOUT}
 
 
 def check_numbers(objective: Objective) -> None:

@@ -222,7 +222,6 @@ class MismatchWeight:
     def __post_init__(self) -> None:
         check_words(self)
         check_bounds("mismatch weight", self.low, self.high)
-        require(self.low <= 1 <= self.high, f"mismatch weight: [{self.low:g}, {self.high:g}] must hold 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +234,6 @@ class Veto:
 
     def __post_init__(self) -> None:
         check_bounds("veto", self.low, self.high)
-        require(self.low <= 1 <= self.high, f"veto: [{self.low:g}, {self.high:g}] must hold 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from cohort.errors import ConfigError
-from cohort.presets.objective import Objective
+from cohort.presets.bounds import literal_words, type_options
+from cohort.presets.objective import ABOUT, Objective
 from cohort.presets.parts import FIPO, KL, PPOClip
 from cohort.presets.table import PRESETS, TABLE
 
@@ -30,7 +30,6 @@ KL_ESTIMATORS = (
     ": a KL is named by the gradient it gives, direction and correction; k3 as a loss is kl = 'k3_legacy', k2 as a "
     "loss is { direction = 'reverse', correction = 'none' }, k1 in the reward is { place = 'reward' }"
 )
-ABOUT = ("name", "version", "source", "summary")
 
 
 def preset(name: str) -> Objective:
@@ -61,10 +60,9 @@ def optional_parts() -> frozenset[str]:
     """Parts whose absence, "none", is one of their values."""
     found = {"kl"}
     for name, hint in typing.get_type_hints(Objective).items():
-        options = _options(hint)
-        words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+        options = type_options(hint)
         holds_none = type(None) in options and any(hasattr(option, "rule") for option in options)
-        if holds_none or "none" in words or typing.get_origin(hint) is tuple:
+        if holds_none or "none" in literal_words(hint) or typing.get_origin(hint) is tuple:
             found.add(name)
     return frozenset(found)
 
@@ -198,7 +196,7 @@ def _with_epsilon(objective: Objective, settings: Mapping[str, Any]) -> Mapping[
 
 def _value(name: str, value: Any, hint: Any, current: Any) -> Any:
     """One setting as its type wants it."""
-    options = _options(hint)
+    options = type_options(hint)
     parts: dict[str, Any] = {option.rule: option for option in options if hasattr(option, "rule")}
     if typing.get_origin(hint) is tuple:
         return _tuple_of_parts(name, value, typing.get_args(hint)[0])
@@ -207,12 +205,6 @@ def _value(name: str, value: Any, hint: Any, current: Any) -> Any:
     if value == "none" and type(None) in options:
         return None
     return _plain(name, value, hint, options)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return tuple(option for item in typing.get_args(hint) for option in _options(item))
-    return (hint,)
 
 
 def _tuple_of_parts(name: str, value: Any, hint: Any) -> tuple[Any, ...]:
@@ -291,7 +283,7 @@ def _with_what_follows(numbers: Mapping[str, Any], current: KL) -> Mapping[str, 
 
 def _plain(name: str, value: Any, hint: Any, options: Sequence[Any]) -> Any:
     """A word, a number or a truth value."""
-    words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+    words = literal_words(hint)
     if isinstance(value, str) and value in words and str in {type(word) for word in words}:
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from cohort.objective import Objective, Outcomes, token_advantages
+from cohort.objective import Objective, Outcomes, segment_count, token_advantages
 from cohort.policy import Policy, TokenLogps
 from cohort.types import FinishReason, Group, Scores, TokenBatch
 
@@ -19,20 +19,24 @@ def assemble(groups: Sequence[Group], device: torch.device) -> TokenBatch:
     advantages, which may need them."""
     completions = [completion for group in groups for completion in group.completions]
     lengths_S = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long)
-    owners = [index for index, group in enumerate(groups) for _ in group.completions]
     sampler_logps = [logp for completion in completions for logp in completion.sampler_logps]
     truncated = [completion.finish_reason is FinishReason.LENGTH for completion in completions]
     num_tokens = int(lengths_S.sum())
     return TokenBatch(
         prompt_ids=tuple(group.prompt.token_ids for group in groups for _ in group.completions),
         completion_ids=tuple(completion.token_ids for completion in completions),
-        group_S=torch.tensor(owners, dtype=torch.long).to(device),
+        group_S=group_numbers(groups).to(device),
         sequence_N=torch.repeat_interleave(torch.arange(len(completions)), lengths_S).to(device),
         sampler_logps_N=torch.tensor(sampler_logps, dtype=torch.float64).to(device),
         truncated_S=torch.tensor(truncated, dtype=torch.bool).to(device),
         advantages_N=torch.zeros(num_tokens, dtype=torch.float64, device=device),
         loss_N=torch.ones(num_tokens, dtype=torch.bool, device=device),
     )
+
+
+def group_numbers(groups: Sequence[Group]) -> Tensor:
+    """Which of the groups, counted from 0, each completion belongs to. Shape ``[S]``."""
+    return torch.tensor([number for number, group in enumerate(groups) for _ in group.completions], dtype=torch.long)
 
 
 def assign_advantages(
@@ -68,7 +72,10 @@ def assign_advantages(
 
 def select(batch: TokenBatch, sequences: Sequence[int]) -> TokenBatch:
     """The given completions of a batch, in the given order, as a batch of its own."""
-    tokens_N = token_indices(batch, sequences)
+    return _taken(batch, sequences, token_indices(batch, sequences))
+
+
+def _taken(batch: TokenBatch, sequences: Sequence[int], tokens_N: Tensor) -> TokenBatch:
     chosen_S = torch.tensor(sequences, device=batch.group_S.device)
     completion_ids = tuple(batch.completion_ids[s] for s in sequences)
     numbers = [number for number, ids in enumerate(completion_ids) for _ in ids]
@@ -96,7 +103,7 @@ def token_indices(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:
 def split_minibatches(batch: TokenBatch, minibatches: int) -> list[TokenBatch]:
     """Shares of the rollout's groups, in order, as equal as they can be: what one optimizer step uses. A group is never
     cut here; where groups were left out there may be fewer shares than asked for."""
-    num_groups = int(batch.group_S.max()) + 1 if batch.num_sequences else 0
+    num_groups = segment_count(batch.group_S)
     count = min(minibatches, num_groups)
     if count <= 1:
         return [batch] if num_groups else []
@@ -122,6 +129,13 @@ def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
             cuts.append([])
         cuts[-1].append(s)
     return cuts
+
+
+def cut(batch: TokenBatch, token_budget: int) -> Iterator[tuple[Tensor, TokenBatch]]:
+    """Each microbatch, with the places of its tokens on the batch's axis N."""
+    for sequences in microbatches(batch, token_budget):
+        places_N = token_indices(batch, sequences)
+        yield places_N, _taken(batch, sequences, places_N)
 
 
 @torch.no_grad()

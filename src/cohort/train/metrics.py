@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, segment_mean
+from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
 from cohort.policy import Policy
-from cohort.train.batch import policy_logps, select, token_indices
+from cohort.train.batch import group_numbers, policy_logps, select, token_indices
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
 from cohort.types import FinishReason, Group, Scores, TokenBatch
@@ -49,7 +49,7 @@ def step_metrics(
 ) -> dict[str, Any]:
     """A step's metrics, flat. Rewards and lengths are of all that was sampled; means over tokens are sums over all
     updates divided by the tokens of all updates."""
-    group_S = torch.tensor([i for i, group in enumerate(rollout.sampled) for _ in group.completions])
+    group_S = group_numbers(rollout.sampled)
     metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout.sampled)
     metrics |= group_metrics(rollout, version_before) | advantage_metrics(batch)
     return metrics | update_metrics(results, objective)
@@ -273,8 +273,7 @@ def policy_movement(
     chosen = range(0, batch.num_sequences, every)[:completions]
     places_N = token_indices(batch, chosen)
     after_N = policy_logps(policy, select(batch, chosen), temperature, token_budget)
-    gap_N = (after_N - before_N[places_N]).double().clamp(-20, 20)
-    return {"update_kl": float((torch.expm1(gap_N) - gap_N).mean())}
+    return {"update_kl": float(k3(before_N[places_N].double(), after_N.double()).mean())}
 
 
 def quantile(values: Tensor, q: float) -> float | None:

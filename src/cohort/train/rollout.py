@@ -9,6 +9,7 @@ import torch
 
 from cohort.objective import Objective, live_groups
 from cohort.presets.parts import DropDead, DynamicSampling
+from cohort.train.batch import group_numbers
 from cohort.types import Group, Scores
 
 
@@ -29,7 +30,7 @@ class Rollout:
         """One round's groups, with those that the objective's filter leaves out marked."""
         if not isinstance(objective.group_filter, DropDead | DynamicSampling):
             return cls(list(groups), scores, (True,) * len(groups))
-        group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.completions])
+        group_S = group_numbers(groups)
         one_reward = objective.reward_aggregation == "sum_then_normalize"
         rewards_SK = scores.rewards_S[:, None] if one_reward else scores.by_function_SK
         return cls(list(groups), scores, tuple(live_groups(rewards_SK, group_S).tolist()))

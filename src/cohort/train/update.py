@@ -22,7 +22,7 @@ from cohort.objective import (
     vocabulary_kl,
 )
 from cohort.policy import Policy, TokenLogps, chunked_logps, chunked_terms
-from cohort.train.batch import microbatches, policy_statistics, select, token_indices
+from cohort.train.batch import cut, policy_statistics
 from cohort.train.optim import Optimizer
 from cohort.types import TokenBatch
 
@@ -71,8 +71,7 @@ def update(
     forwards: list[Forward] = []
     optimizer.zero_grad()
     with policy.training():
-        for sequences in microbatches(minibatch, token_budget):
-            micro, places_N = select(minibatch, sequences), token_indices(minibatch, sequences)
+        for places_N, micro in cut(minibatch, token_budget):
             losses, forward = microbatch_losses(
                 policy, micro, weights.at(places_N), objective, temperature, reference, entropy_coefficient
             )
@@ -194,8 +193,7 @@ def term_norms(
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     sums: dict[str, list[Tensor]] = {}
     with policy.training():
-        for sequences in microbatches(batch, token_budget):
-            micro, places_N = select(batch, sequences), token_indices(batch, sequences)
+        for places_N, micro in cut(batch, token_budget):
             losses, _ = microbatch_losses(
                 policy, micro, weights.at(places_N), objective, temperature, reference, entropy_coefficient
             )
