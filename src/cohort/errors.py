@@ -7,7 +7,7 @@
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
-    └── NonFiniteError       a gradient is not finite; the update was not made         (also FloatingPointError)
+    └── NonFiniteError       a gradient or all logits are not finite; no update made   (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
 traceback and exits with code 2. Each class is also the built-in one that fits, so that ordinary ``except`` clauses
@@ -44,4 +44,5 @@ class PolicyMismatchError(CohortError, RuntimeError):
 
 
 class NonFiniteError(CohortError, FloatingPointError):
-    """A gradient is NaN or infinite. The update was not made: the weights are those of the update before."""
+    """A gradient is NaN or infinite, or every completion's logits are. The update was not made: the weights are those
+    of the update before."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cohort.config import GRPOConfig, ModelConfig, Schedule
+from cohort.config import GRPOConfig, ModelConfig, RolloutConfig, Schedule
 from cohort.data import Place, PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import Objective, try_own_functions
@@ -103,8 +103,7 @@ class GRPOTrainer:
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
         self.reference = self.policy.copy_frozen() if self.objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
-        ends = end_token_ids(self.policy.model, self.tokenizer)
-        self.engine = LocalEngine(self.policy, self.tokenizer, ends, max_batch_size=config.rollout.max_batch_size)
+        self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
         self._place = Place()
         self.evaluator = None if eval_prompts is None else self._evaluator(eval_prompts)
         self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
@@ -285,6 +284,19 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any) -> Policy:
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     return Policy(model, precision, dropout=config.dropout)
+
+
+def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:
+    """The sampler of the settings. A grammar that does not compile is answered here, before anything is sampled."""
+    engine = LocalEngine(
+        policy,
+        tokenizer,
+        end_token_ids(policy.model, tokenizer),
+        max_batch_size=config.max_batch_size,
+        cache_tokens=config.cache_tokens,
+    )
+    engine.grammar(Sampling.of(config))
+    return engine
 
 
 def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:

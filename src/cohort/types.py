@@ -21,6 +21,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -37,6 +40,16 @@ class FinishReason(StrEnum):
     """The text came to contain a stop string. The tokens that spell it are part of the completion."""
     LENGTH = "length"
     """``max_completion_length`` tokens were drawn and none of them ended the completion: it is cut."""
+    ERROR = "error"
+    """The model gave logits that are not numbers: nothing could be drawn. The tokens before are kept, if there are any;
+    the completion is neither scored nor trained on."""
+    CANCELLED = "cancelled"
+    """Sampling was called off before the completion ended."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether such a completion is scored and trained on."""
+        return self not in (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,29 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Support:
+    """Which tokens each draw of a completion could have given, where that was not the whole vocabulary: what top-k,
+    top-p, min-p, a grammar or a minimum length left. Ragged: position n has ``counts_N[n]`` of ``token_ids_K``.
+
+    Example: with V = 5, ``token_ids_K = [1, 3, 0]``, ``counts_N = [2, 1]``, ``excluded_N = [False, True]`` say that the
+    first token was drawn from {1, 3} and the second from {1, 2, 3, 4}.
+    """
+
+    token_ids_K: NDArray[np.int32]
+    counts_N: NDArray[np.int32]
+    excluded_N: NDArray[np.bool_]
+    """Where True, the listed tokens are those that could *not* be drawn: the shorter of the two lists is kept."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Support) and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("token_ids_K", "counts_N", "excluded_N")
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What the policy wrote after a prompt.
 
@@ -77,6 +113,13 @@ class Completion:
     """``token_ids`` decoded, special tokens left out."""
     weights_version: int
     """How many optimizer updates the weights that sampled it had seen."""
+    full_logps: tuple[float, ...] | None = None
+    """log-probability of each token under the full softmax at the same temperature. None: the same as
+    ``sampler_logps``, as nothing was left out and nothing was reweighted."""
+    support: Support | None = None
+    """What each token was drawn from. None: the whole vocabulary, or it was not asked for."""
+    num_forced: int = 0
+    """The first so many tokens were put there, not drawn: their ``sampler_logps`` are 0 and they are not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +128,11 @@ class Group:
 
     prompt: Prompt
     completions: tuple[Completion, ...]
+
+    @property
+    def usable(self) -> Group:
+        """The group without completions that are neither scored nor trained on. May have none left."""
+        return replace(self, completions=tuple(c for c in self.completions if c.finish_reason.usable))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +175,17 @@ class TokenBatch:
     advantages_N: Tensor
     """0 until ``assign_advantages``."""
     loss_N: Tensor
-    """Which tokens are in the loss, boolean. All, unless truncated completions are masked."""
+    """Which tokens are in the loss, boolean. All but forced ones, unless truncated completions are masked."""
     old_logps_N: Tensor | None = None
     ref_logps_N: Tensor | None = None
+    supports: tuple[Support | None, ...] = ()
+    """What each completion's tokens were drawn from, for every policy's log-probs of them. Empty: the whole
+    vocabulary."""
+    repetition_penalty: float = 1.0
+    """The sampler's, for the same log-probs. 1: none."""
+    full_logps_N: Tensor | None = None
+    """The sampler's log-probs over the whole vocabulary, where what was drawn from is another distribution and the
+    log-probs here are not over that. None: ``sampler_logps_N`` are over what ours are over."""
 
     @property
     def num_sequences(self) -> int:

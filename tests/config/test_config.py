@@ -22,6 +22,7 @@ from cohort.config import (
 from cohort.config.load import setting_names
 from cohort.errors import ConfigError, DataError
 from cohort.presets import PRESETS
+from cohort.rollout import Sampling
 
 
 def load(tmp_path, text, *overrides):
@@ -112,7 +113,18 @@ def test_lists_and_unset_on_the_command_line(tmp_path):
             [],
             "at least the",
         ),
-        ("[rollout]\ntop_p = 0.9", [], "unknown setting rollout.top_p: Cohort samples from the whole distribution"),
+        ("[rollout]\ntop_p = 0.0", [], "rollout.top_p: input should be greater than 0"),
+        ("[rollout]\nmin_p = 1.5", [], "rollout.min_p: input should be less than or equal to 1"),
+        ("[rollout]\nrepetition_penalty = 0.0", [], "rollout.repetition_penalty: input should be greater than 0"),
+        (
+            "[rollout]\nmin_completion_length = 257",
+            [],
+            r"\(257\) must be at most rollout.max_completion_length \(256\)",
+        ),
+        ("[rollout]\nregex = 'a'\njson_schema = '{}'", [], "regex and rollout.json_schema exclude each other"),
+        ("[rollout]\njson_schema = '{'", [], "rollout.json_schema: expected a JSON schema, as JSON text"),
+        ("", ["--rollout.json_schema", "nowhere.json"], "rollout.json_schema: cannot read nowhere.json: No such file"),
+        ("[rollout]\nmin_tokens = 3", [], "unknown setting rollout.min_tokens: set rollout.min_completion_length"),
         ("", ["--optim.per_device_train_batch_size", "4"], "batches follow from rollout.prompts_per_step"),
     ],
 )
@@ -374,3 +386,23 @@ def test_a_preset_that_is_no_name_is_refused(tmp_path):
     for flags in ([], ["--objective.trust_region.high", "2"]):
         with pytest.raises(ConfigError, match="preset: input should be a valid string, got 5"):
             load_config(tmp_path / "a.toml", flags)
+
+
+def test_a_json_schema_is_read_from_its_file_at_once(tmp_path):
+    file = tmp_path / "answer.json"
+    file.write_text('{"type": "object"}\n', encoding="utf-8")
+    config = GRPOConfig(json_schema=str(file))
+    assert config.rollout.json_schema == '{"type": "object"}'
+    file.unlink()
+    (tmp_path / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    assert load_config(tmp_path / "run.toml") == config
+
+
+def test_what_is_sampled_with_follows_from_the_settings():
+    settings = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "min_completion_length": 3}
+    settings |= {"max_completion_length": 9, "temperature": 0.5, "stop": ("x",), "regex": "a+"}
+    assert Sampling.of(GRPOConfig(**settings).rollout) == Sampling(**settings)
+    off = GRPOConfig(**settings, replay_sampling=False).rollout
+    assert Sampling.of(off) == Sampling(**settings, record_support=False)
+    assert (GRPOConfig(**settings).rollout.replayed_penalty, off.replayed_penalty) == (1.2, 1.0)
+    assert not Sampling.of(GRPOConfig().rollout).reweights

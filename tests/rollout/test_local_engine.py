@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Purpose, Sampling, draw_tokens
+from cohort.rollout import Draws, LocalEngine, Purpose, RowSettings, Sampling, draw_tokens
 from cohort.types import FinishReason, Prompt
 from tests.conftest import tiny_llama
 
@@ -26,6 +26,10 @@ def prompts(*ids, first_uid=0):
 
 def engine(policy, ends=(1,), **settings):
     return LocalEngine(policy, LetterTokenizer(), ends, **settings)
+
+
+def settings(sampling, rows=1):
+    return RowSettings.of([sampling] * rows, torch.device("cpu"))
 
 
 PROMPTS = prompts((5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3))
@@ -161,12 +165,12 @@ def test_completions_carry_the_version_of_the_weights(float32_policy):
 def test_draws_invert_the_cumulative_distribution():
     logits = torch.log(torch.tensor([[0.2, 0.0, 0.5, 0.3]])).repeat(6, 1)
     u = torch.tensor([0.0, 0.1999, 0.2001, 0.6999, 0.7001, 1 - 2**-53], dtype=torch.float64)
-    tokens, logps = draw_tokens(logits, u, 1.0)
+    tokens, logps, *_ = draw_tokens(logits, u, settings(Sampling(1), 6))
     assert tokens.tolist() == [0, 0, 2, 2, 3, 3]  # never 1, whose probability is 0
     assert logps.exp().tolist() == pytest.approx([0.2, 0.2, 0.5, 0.5, 0.3, 0.3], rel=1e-6)
 
 
 def test_low_temperature_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    tokens, _ = draw_tokens(logits, torch.tensor([0.999], dtype=torch.float64), 0.01)
+    tokens, *_ = draw_tokens(logits, torch.tensor([0.999], dtype=torch.float64), settings(Sampling(1, 0.01)))
     assert tokens.tolist() == [1]

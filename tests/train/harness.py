@@ -29,5 +29,18 @@ def make_trainer(tokenizer, output_dir, model=None, rewards=digits_reward, rows=
     return GRPOTrainer(model, rewards, config, rows, eval_rows, processing_class=tokenizer)
 
 
+def shift_sampler_logps(monkeypatch, shift):
+    """Let the engine say log-probs that are off by ``shift()``, asked at every decode step."""
+    import cohort.rollout.local as local
+
+    real = local.draw_tokens
+
+    def shifted(*arguments, **settings):
+        drawn = real(*arguments, **settings)
+        return drawn._replace(logps_S=drawn.logps_S + shift())
+
+    monkeypatch.setattr(local, "draw_tokens", shifted)
+
+
 def parameters(trainer):
     return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}

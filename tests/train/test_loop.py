@@ -11,7 +11,7 @@ import cohort.train.loop as loop_module
 from cohort.errors import ConfigError, PolicyMismatchError, RewardError, RunFolderError
 from cohort.train.loop import due
 from tests.conftest import tiny_llama
-from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
+from tests.train.harness import ROWS, digits_reward, make_trainer, parameters, shift_sampler_logps
 
 
 def lines(folder):
@@ -81,16 +81,14 @@ def test_sampler_and_trainer_agree(demo_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("gap", [0.2, math.nan])
 def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tokenizer, tmp_path, monkeypatch, gap):
-    import cohort.rollout.local as local
-
-    real = local.draw_tokens
-    monkeypatch.setattr(local, "draw_tokens", lambda *a: (real(*a)[0], real(*a)[1] + gap))
+    shift_sampler_logps(monkeypatch, lambda: gap)
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2)
     before = parameters(trainer)
     with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
         trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
-    monkeypatch.setattr(local, "draw_tokens", lambda *a: (real(*a)[0], real(*a)[1] + 0.01))
+    monkeypatch.undo()
+    shift_sampler_logps(monkeypatch, lambda: 0.01)
     make_trainer(demo_tokenizer, tmp_path / "run2", max_steps=1).train()
 
 

@@ -1,6 +1,7 @@
 """Objectives in the real loop: every preset trains, filters and controllers do what they say, and a resumed run goes
 on with what they carry."""
 
+import itertools
 import json
 import math
 
@@ -9,7 +10,7 @@ import torch
 
 from cohort.errors import ConfigError, RewardError, RunFolderError
 from cohort.presets import PRESETS
-from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
+from tests.train.harness import ROWS, digits_reward, make_trainer, parameters, shift_sampler_logps
 
 
 def is_odd(completions, **_):
@@ -337,11 +338,7 @@ def test_a_baseline_of_ones_own(demo_tokenizer, tmp_path, monkeypatch):
 
 
 def test_each_mismatch_rule_says_what_it_did(demo_tokenizer, tmp_path, monkeypatch):
-    import cohort.rollout.local as local
-
-    real = local.draw_tokens
-    # rho = e^0.05 everywhere, as if the sampler were a little off.
-    monkeypatch.setattr(local, "draw_tokens", lambda *a: (real(*a)[0], real(*a)[1] - 0.05))
+    shift_sampler_logps(monkeypatch, lambda: -0.05)  # rho = e^0.05 everywhere, as if the sampler were a little off
     rules = [{"rule": "weight", "high": 1.01}, {"rule": "weight", "high": 2.0}, {"rule": "veto", "high": 1.01}]
     (metrics,) = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, mismatch=rules).steps()
     shares = {key: value for key, value in metrics.items() if key.startswith("mismatch/")}
@@ -393,18 +390,10 @@ def test_a_baseline_that_leaves_one_out_may_be_ones_own(demo_tokenizer, tmp_path
 
 
 def test_a_drift_of_the_sampler_with_the_position_is_seen(demo_tokenizer, tmp_path, monkeypatch):
-    import cohort.rollout.local as local
-
     (even,) = make_trainer(demo_tokenizer, tmp_path / "even", max_steps=1).steps()
     assert abs(even["sampler/kl_k1_drift"]) < 1e-5
-    real, calls = local.draw_tokens, []
-
-    def drifting(*arguments):
-        calls.append(1)
-        tokens, logps = real(*arguments)
-        return tokens, logps + 0.01 * len(calls)  # the later, the surer it says it was
-
-    monkeypatch.setattr(local, "draw_tokens", drifting)
+    steps = itertools.count(1)
+    shift_sampler_logps(monkeypatch, lambda: 0.01 * next(steps))  # the later, the surer it says it was
     (odd,) = make_trainer(demo_tokenizer, tmp_path / "odd", max_steps=1).steps()
     assert 0.02 < odd["sampler/kl_k1_drift"] < 0.08  # halves of completions of up to 10 tokens are 5 apart
 

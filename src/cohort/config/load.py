@@ -237,7 +237,8 @@ def _parse(text: str, annotation: Any) -> Any:
 
 
 _KNOWN_ELSEWHERE = {
-    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "Cohort samples from the whole distribution"),
+    **dict.fromkeys(("min_new_tokens", "min_tokens"), "set rollout.min_completion_length"),
+    **dict.fromkeys(("guided_decoding_regex", "vllm_guided_decoding_regex"), "set rollout.regex"),
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation"),
         "batches follow from rollout.prompts_per_step, rollout.num_generations and objective.minibatches; "

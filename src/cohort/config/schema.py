@@ -7,9 +7,11 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
@@ -76,12 +78,62 @@ class RolloutConfig(Section):
     """Tokens after which a completion is cut (finish reason "length")."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in sampling and in every log-probability of the trainer alike."""
+    top_k: Count = 0
+    """Draw from the k likeliest tokens only. 0: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of likeliest tokens whose probabilities reach p. 1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw from tokens at least so many times as likely as the likeliest. 0: all."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Logits of tokens that stand in the prompt or the completion are divided by it where positive and multiplied where
+    negative. 1: off."""
+    min_completion_length: Count = 0
+    """No end token is drawn, and no stop string is looked for, before so many tokens. 0: off."""
+    regex: str | None = None
+    """Draw only what keeps the completion on the way to a text that matches this regular expression as a whole. Unset:
+    anything."""
+    json_schema: str | None = None
+    """The same for JSON that a schema accepts: the schema as JSON text, or the name of a .json file with it, which is
+    read at once. Unset: anything."""
+    replay_sampling: bool = True
+    """The update computes log-probabilities over what each token was drawn from, not over the whole vocabulary. Off:
+    ratios take the truncated distribution for the policy's. Without any of the settings from `top_k` on the two are the
+    same."""
     stop: Strings = ()
     """Strings that end a completion. Their tokens stay part of it."""
     num_generations_eval: PositiveInt = 1
     """Completions per prompt in evaluation, at the same temperature."""
     max_batch_size: PositiveInt = 256
-    """Completions decoded at a time. Memory only: the draws stay the same, and so do the samples up to rounding."""
+    """Completions decoded at a time, at most. Memory only: the draws stay the same, and so do the samples up to
+    rounding."""
+    cache_tokens: PositiveInt | None = None
+    """Tokens whose keys and values are held at a time, prompts' included; completions that do not fit wait for their
+    turn. Memory only, as above. Unset: as many as half of the free memory holds."""
+
+    @property
+    def replayed_penalty(self) -> float:
+        """The repetition penalty that the update's log-probs are computed with."""
+        return self.repetition_penalty if self.replay_sampling else 1.0
+
+    @field_validator("json_schema")
+    @classmethod
+    def _read_schema(cls, value: str | None) -> str | None:
+        """The schema's text, so that the settings of a run hold it whatever becomes of the file."""
+        if value is None:
+            return None
+        text = value
+        if value.endswith(".json"):
+            try:
+                text = Path(value).expanduser().read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"cannot read {value}: {error.strerror}") from None
+        try:
+            json.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"expected a JSON schema, as JSON text or as the name of a .json file, got {value!r:.60} ({error})"
+            ) from None
+        return text.strip()
 
 
 class RewardConfig(Section):
@@ -183,6 +235,13 @@ class GRPOConfig(Section):
         self._check_groups(resolved)
         if objective.sync_ref_model and resolved.beta == 0:
             raise ValueError("objective.sync_ref_model needs a reference policy: set objective.beta above 0")
+        if rollout.min_completion_length > rollout.max_completion_length:
+            raise ValueError(
+                f"rollout.min_completion_length ({rollout.min_completion_length}) must be at most "
+                f"rollout.max_completion_length ({rollout.max_completion_length})"
+            )
+        if rollout.regex is not None and rollout.json_schema is not None:
+            raise ValueError("rollout.regex and rollout.json_schema exclude each other: set one of them")
         if rollout.prompts_per_step % objective.minibatches:
             raise ValueError(
                 f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of objective.minibatches "

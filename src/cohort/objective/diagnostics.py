@@ -31,7 +31,7 @@ class UpdateTokens:
 
     logps_N: Tensor
     entropy_N: Tensor
-    """Full-vocabulary entropy of the current policy where the token was drawn."""
+    """Entropy of the current policy where the token was drawn, over what it was drawn from."""
     collision_N: Tensor
     """``sum_v p_v^2`` there: a token's gradient in the logits has the squared size ``c^2 (1 - 2 p + sum_v p_v^2)``."""
     advantages_N: Tensor
@@ -42,6 +42,8 @@ class UpdateTokens:
     sampler_logps_N: Tensor
     old_logps_N: Tensor | None = None
     ref_logps_N: Tensor | None = None
+    full_logps_N: Tensor | None = None
+    """The sampler's log-probs over the same tokens as ours, where ``sampler_logps_N`` are over fewer."""
 
     def select(self, chosen_N: Tensor) -> UpdateTokens:
         """Some of them."""
@@ -83,7 +85,10 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
         tokens = tokens.select(loss_N)
     old_N = tokens.logps_N if tokens.old_logps_N is None else tokens.old_logps_N
     log_rho_N = (old_N - tokens.sampler_logps_N).nan_to_num(nan=0.0)
+    like_N = tokens.sampler_logps_N if tokens.full_logps_N is None else tokens.full_logps_N
+    gap_N = (old_N - like_N).nan_to_num(nan=0.0).abs()
     sums = {
+        "sampler_gap": _sum(gap_N),
         "all_tokens": torch.tensor(count),
         "tokens": torch.tensor(tokens.logps_N.numel()),
         **{f"cause_{cause.name.lower()}": cause_counts[cause] for cause in Cause},
@@ -94,11 +99,11 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
         **_rule_sums(objective, tokens),
         **_entropy_sums(tokens),
     }
-    maxima = {"sampler_gap": log_rho_N.abs().max() if log_rho_N.numel() else torch.tensor(0.0)}
+    maxima = {"sampler_gap": gap_N.max() if gap_N.numel() else torch.tensor(0.0)}
     if tokens.ref_logps_N is not None:
         sums |= _kl_sums(tokens, tokens.ref_logps_N)
-        gap_N = (tokens.ref_logps_N - tokens.logps_N).abs()
-        maxima["kl_gap"] = gap_N.max() if gap_N.numel() else torch.tensor(0.0)
+        kl_gap_N = (tokens.ref_logps_N - tokens.logps_N).abs()
+        maxima["kl_gap"] = kl_gap_N.max() if kl_gap_N.numel() else torch.tensor(0.0)
     values = {"log_ratio": tokens.coefficients.log_ratio_N, "log_rho": log_rho_N, "entropy": tokens.entropy_N}
     return TokenStatistics(_floats(sums), _floats(maxima), {key: value.float().cpu() for key, value in values.items()})
 
@@ -183,7 +188,6 @@ def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]
         "rho_squared": _sum(rho_N**2),
         "rho_k1": _sum(-log_rho_N),
         "rho_k3": _sum(torch.expm1(log_rho_N.clamp(-MAX_LOG_GAP, MAX_LOG_GAP)) - log_rho_N),
-        "sampler_gap": _sum(log_rho_N.abs()),
         "unlikely_sequences": _sum(unlikely_S),
         "sequences": _sum(torch.bincount(tokens.sequence_N, minlength=count) > 0),
     }

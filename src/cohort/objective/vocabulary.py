@@ -11,6 +11,9 @@ from torch import Tensor
 
 from cohort.presets.parts import Direction
 
+IMPOSSIBLE = -1e4
+"""A log-prob whose ``exp`` is 0 in every dtype, and that may be multiplied with any weight."""
+
 
 def entropy(log_probs_NV: Tensor) -> Tensor:
     """``H = -sum_v p_v log p_v`` of each row, in nats, shape ``[N]``; a token that cannot occur adds 0. Differentiable:
@@ -21,8 +24,8 @@ def entropy(log_probs_NV: Tensor) -> Tensor:
     >>> entropy(torch.zeros(1, 4).log_softmax(-1))
     tensor([1.3863])
     """
-    # 0 * -inf is not 0: finite before the product, in the value and in its gradient.
-    finite_NV = log_probs_NV.clamp(min=torch.finfo(log_probs_NV.dtype).min)
+    # 0 * -inf is not 0: finite before the product, in the value and in its gradient, whatever that is multiplied with.
+    finite_NV = log_probs_NV.clamp(min=IMPOSSIBLE)
     return -(log_probs_NV.exp() * finite_NV).sum(-1)
 
 

@@ -8,11 +8,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from cohort.policy.load import Precision
+from cohort.types import Support
 
 
 class Policy:
@@ -33,13 +35,20 @@ class Policy:
         """Optimizer updates these weights have seen. Completions carry it."""
         if not dropout:
             disable_dropout(model)
-        self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
+        # An adapter's wrapper passes on what it does not name itself.
+        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.forward_arguments = frozenset(inspect.signature(wrapped.forward).parameters)
         """Names that the model's forward takes."""
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return torch.device(next(self.model.parameters()).device)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: how many logits the model gives."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
@@ -70,13 +79,20 @@ class Policy:
         return output
 
     def completion_logits(
-        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        supports: Sequence[Support | None] = (),
+        repetition_penalty: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """``(logits_NV, targets_N)``: the logits that each completion token was drawn from, as the model gives them,
-        and the tokens, flat in sequence order.
+        """``(logits_NV, targets_N)``: the logits that each completion token was drawn from, before the temperature, and
+        the tokens, flat in sequence order.
 
         Args:
             prompt_ids, completion_ids: the token ids of S completions and of their prompts. No completion may be empty.
+            supports: what their tokens were drawn from. The logits of all other tokens are -inf, so that whatever is
+                computed from them is of the distribution drawn from. Empty: the whole vocabulary.
+            repetition_penalty: as it was in sampling; see ``penalized``. 1: none.
         """
         shortest = min(map(len, prompt_ids))
         rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids, strict=True)]
@@ -91,22 +107,35 @@ class Policy:
         targets_N = torch.cat([torch.tensor(c) for c in completion_ids]).to(self.device)
         with self.compute():
             logits = self.logits(input_ids.to(self.device), keep=keep, use_cache=False).logits
-        return logits[taken.to(self.device)], targets_N
+        logits_NV = logits[taken.to(self.device)]
+        if repetition_penalty != 1:
+            logits_NV = penalized(logits_NV, prompt_ids, completion_ids, repetition_penalty)
+        if any(support is not None for support in supports):
+            outside_NV = outside(supports, completion_ids, logits_NV.shape[-1], logits_NV.device)
+            logits_NV.masked_fill_(outside_NV, -torch.inf)
+        return logits_NV, targets_N
 
     def logps(
-        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], temperature: float
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        temperature: float,
+        supports: Sequence[Support | None] = (),
+        repetition_penalty: float = 1.0,
     ) -> TokenLogps:
         """Log-probs of completions' tokens, and statistics of the distributions they were drawn from.
 
         Args:
             prompt_ids, completion_ids: the token ids of S completions and of their prompts. No completion may be empty.
             temperature: divides the logits, as it did in sampling.
+            supports, repetition_penalty: as ``completion_logits`` takes them.
 
         Returns:
             Flat in sequence order, float32 (float64 for a float64 policy). Gradients flow through the log-probs when
             they are enabled.
         """
-        return chunked_logps(*self.completion_logits(prompt_ids, completion_ids), temperature)
+        logits_NV, targets_N = self.completion_logits(prompt_ids, completion_ids, supports, repetition_penalty)
+        return chunked_logps(logits_NV, targets_N, temperature)
 
     def copy_frozen(self) -> Policy:
         """A copy of the policy as it is now, in memory, that needs no gradients: the reference."""
@@ -124,6 +153,55 @@ class Policy:
         self.version = other.version
 
 
+def outside(
+    supports: Sequence[Support | None], completion_ids: Sequence[Sequence[int]], vocabulary: int, device: torch.device
+) -> Tensor:
+    """Which tokens each completion token could not have been, boolean, shape ``[N, V]``.
+
+    >>> support = Support(np.array([1, 0], np.int32), np.array([1, 1], np.int32), np.array([False, True]))
+    >>> outside([support], [(1, 2)], vocabulary=3, device=torch.device("cpu"))
+    tensor([[ True, False,  True],
+            [ True, False, False]])
+    """
+    nothing = np.zeros(0, np.int32)
+    pairs = list(zip(supports, completion_ids, strict=True))
+    assert all(support is None or len(support.counts_N) == len(ids) for support, ids in pairs)
+    ragged = [
+        (nothing, np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_))  # nothing is excluded
+        if support is None
+        else (support.token_ids_K, support.counts_N, support.excluded_N)
+        for support, ids in pairs
+    ]
+    token_ids_K, counts_N, excluded_N = (
+        torch.from_numpy(np.concatenate(parts)).to(device) for parts in zip(*ragged, strict=True)
+    )
+    row_K = torch.arange(len(counts_N), device=device).repeat_interleave(counts_N)
+    outside_NV = excluded_N.logical_not()[:, None].repeat(1, vocabulary)
+    outside_NV[row_K, token_ids_K.long()] = excluded_N[row_K]
+    return outside_NV
+
+
+def penalized(
+    logits_NV: Tensor, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], penalty: float
+) -> Tensor:
+    """Logits with those of tokens that stand in the prompt or earlier in the completion divided by ``penalty`` where
+    positive and multiplied where negative; in float32 or better, as the sampler does it. Differentiable.
+
+    Source: CTRL (arXiv 1909.05858) 4.1; transformers' ``RepetitionPenaltyLogitsProcessor``.
+    """
+    vocabulary, device = logits_NV.shape[-1], logits_NV.device
+    pieces = []
+    for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+        # From which token of the completion on each token of the vocabulary has been seen. An id that the head has no
+        # logit for falls off the end.
+        places = torch.arange(1 - len(prompt), len(completion) + 1, device=device).clamp(min=0)
+        ids = torch.tensor([*prompt, *completion], device=device).clamp(max=vocabulary)
+        since_V = places.new_full((vocabulary + 1,), len(completion)).scatter_reduce_(0, ids, places, "amin")[:-1]
+        pieces.append(since_V <= torch.arange(len(completion), device=device)[:, None])
+    wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return torch.where(torch.cat(pieces), torch.where(wide_NV < 0, wide_NV * penalty, wide_NV / penalty), wide_NV)
+
+
 HEAD_CHUNK = 1024
 """Tokens whose vocabulary-wide float32 tensors exist at one time. Memory only."""
 
@@ -134,7 +212,7 @@ class TokenLogps(NamedTuple):
     logps_N: Tensor
     """``log softmax(logits / temperature)`` at the sampled token."""
     entropy_N: Tensor
-    """``-sum_v p_v log p_v`` over the full vocabulary, in nats."""
+    """``-sum_v p_v log p_v`` over what was drawn from, in nats."""
     collision_N: Tensor
     """``sum_v p_v^2``: the chance that two draws agree."""
 

@@ -51,7 +51,8 @@ class RewardRunner:
 
         A function's ``None`` leaves its term out of a completion's sum. A completion that no function scored has no
         reward (NaN) and no part in its group's statistics. Where functions reward tokens, a completion's reward is the
-        sum over its tokens.
+        sum over its tokens. Completions that are not usable (``FinishReason``) are shown to no function and have no
+        score.
         """
         results = [self._call(f, name, groups) for f, name in zip(self.functions, self.names, strict=True)]
         by_function_SK = torch.tensor(
@@ -81,13 +82,21 @@ class RewardRunner:
                 raise RewardError(f"{error} (tried on {len(groups)} rows with a made completion)") from error.__cause__
 
     def _call(self, function: RewardFunction, name: str, groups: Sequence[Group]) -> list[list[float]]:
-        results = call_reward(function, name, groups, per_token=self.per_token)
+        shown = [group.usable for group in groups]
+        results: list[list[float]] = []
+        if any(group.completions for group in shown):
+            results = call_reward(function, name, shown, per_token=self.per_token)
         if self.not_negative and any(number < 0 for numbers in results for number in numbers):
             raise RewardError(
                 f"reward function {name} returned a negative reward, which does not go with objective."
                 f"{self.not_negative}: shift the reward, or change that part"
             )
-        return results
+        of_shown = iter(results)
+        return [
+            next(of_shown) if c.finish_reason.usable else [math.nan] * (len(c.token_ids) if self.per_token else 1)
+            for group in groups
+            for c in group.completions
+        ]
 
     def _token_rewards(self, results: Sequence[Sequence[Sequence[float]]], weights_K: torch.Tensor) -> torch.Tensor:
         columns = [[number for numbers in column for number in numbers] for column in results]

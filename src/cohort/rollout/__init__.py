@@ -1,7 +1,20 @@
 """Sampling: the engine protocol, the local engine, and the random numbers that decide the draws."""
 
-from cohort.rollout.engine import Engine, Sampling
-from cohort.rollout.local import LocalEngine, draw_tokens
+from cohort.rollout.engine import Engine, Sampling, TokenEvent, Watch
+from cohort.rollout.local import LocalEngine
 from cohort.rollout.philox import Draws, Purpose, philox4x32
+from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
 
-__all__ = ["Draws", "Engine", "LocalEngine", "Purpose", "Sampling", "draw_tokens", "philox4x32"]
+__all__ = [
+    "Drawn",
+    "Draws",
+    "Engine",
+    "LocalEngine",
+    "Purpose",
+    "RowSettings",
+    "Sampling",
+    "TokenEvent",
+    "Watch",
+    "draw_tokens",
+    "philox4x32",
+]

@@ -1,226 +1,293 @@
 """The local engine: samples with the trainer's own weights, in the trainer's own process.
 
-Each prompt is computed once for its group; every completion ends on its own and then costs nothing.
+A prompt is computed once for its group. A row whose completion ended takes the next one at once; at the end the batch
+shrinks. What computes the logits is a ``Backend``: the lean path where the model is Llama-like, else transformers'.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.errors import ModelError
-from cohort.policy import Policy
-from cohort.rollout.engine import Sampling
+from cohort.errors import ConfigError, DataError
+from cohort.policy import Policy, context_length
+from cohort.rollout.backend import Backend, Capacity, moves_for_removal
+from cohort.rollout.budget import plan
+from cohort.rollout.choose import choose_backend
+from cohort.rollout.engine import Sampling, TokenEvent, Watch
 from cohort.rollout.philox import Draws
+from cohort.rollout.rows import Row, Rows
+from cohort.rollout.sampling import Drawn, draw_tokens
+from cohort.rollout.stops import StopStrings
 from cohort.types import Completion, FinishReason, Group, Prompt
-
-_DRAW_BLOCK = 64
-"""Positions for which random numbers are made at a time."""
 
 
 class LocalEngine:
-    """Samples from a ``Policy`` through its transformers model and cache.
+    """Samples from a ``Policy``.
 
     Args:
-        policy: whose weights are used; read at each call, so there is nothing to synchronise.
+        policy: whose weights are used; looked at in each call, so there is nothing to synchronise.
         tokenizer: decodes completions, for their text and for stop strings.
         end_token_ids: tokens that end a completion.
-        max_batch_size: completions decoded at a time.
+        max_batch_size: completions decoded at a time, at most.
+        cache_tokens: tokens whose keys and values are held at a time, prompts' included. None: as many as half of the
+            free memory holds when a call begins.
 
-    Raises:
-        ModelError: the model keeps no key-value cache that could be shared by a group.
+    The last two change memory and time, never a draw.
     """
 
     def __init__(
-        self, policy: Policy, tokenizer: Any, end_token_ids: Sequence[int], *, max_batch_size: int = 256
+        self,
+        policy: Policy,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        *,
+        max_batch_size: int = 256,
+        cache_tokens: int | None = None,
     ) -> None:
-        if "past_key_values" not in policy.forward_arguments:
-            raise ModelError(
-                f"{type(policy.model).__name__} takes no past_key_values: the local engine samples from models with "
-                "transformers' key-value cache; recurrent models are not supported yet"
-            )
         self.policy = policy
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
+        self.cache_tokens = cache_tokens
+        self.backend: Backend = choose_backend(policy)
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Prompt], num_generations: int, sampling: Sampling, draws: Draws
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling | Sequence[Sampling],
+        draws: Draws,
+        watch: Watch | None = None,
     ) -> list[Group]:
-        """See ``Engine.generate``."""
-        # Prompts of like length share a turn, so that little is padded. A group larger than the batch is drawn in
-        # several turns. Neither changes a draw.
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
-        per_turn = max(1, self.max_batch_size // num_generations)
-        drawn: list[list[Completion]] = [[] for _ in prompts]
-        with self.policy.compute():
-            for start in range(0, len(order), per_turn):
-                turn = order[start : start + per_turn]
-                for first in range(0, num_generations, self.max_batch_size):
-                    samples = range(first, min(first + self.max_batch_size, num_generations))
-                    completions = iter(self._decode([prompts[i] for i in turn], samples, sampling, draws))
-                    for index in turn:
-                        drawn[index] += [next(completions) for _ in samples]
-        return [Group(prompt, tuple(own)) for prompt, own in zip(prompts, drawn, strict=True)]
+        """See ``Engine.generate``.
 
-    def _decode(self, prompts: Sequence[Prompt], samples: range, sampling: Sampling, draws: Draws) -> list[Completion]:
-        """The given samples of each prompt, prompt after prompt."""
-        rows = [_Row(prompt.uid, sample) for prompt in prompts for sample in samples]
-        active = _Active.prefill(self.policy, prompts, len(samples))
-        uniforms = np.empty(0)
-        for position in range(sampling.max_completion_length):
-            if position % _DRAW_BLOCK == 0:
-                uids = np.array([rows[i].uid for i in active.rows], np.uint64)
-                numbers = np.array([rows[i].sample for i in active.rows], np.uint64)
-                uniforms = draws.uniforms(uids, numbers, position, _DRAW_BLOCK)
-            draw = torch.from_numpy(uniforms[:, position % _DRAW_BLOCK].copy()).to(self.policy.device)
-            tokens, logps = draw_tokens(active.logits, draw, sampling.temperature)
-            unfinished = []
-            for place, (index, token, logp) in enumerate(
-                zip(active.rows, tokens.tolist(), logps.tolist(), strict=True)
-            ):
-                row = rows[index]
-                row.take(token, logp)
-                row.finish_reason = self._finish_reason(row.token_ids, sampling)
-                if row.finish_reason is None:
-                    unfinished.append(place)
-            if not unfinished:
-                break
-            if len(unfinished) < len(active.rows):
-                active.keep(unfinished)
-                tokens, uniforms = tokens[unfinished], uniforms[unfinished]
-            active.advance(self.policy, tokens)
-        return [row.completion(self.tokenizer, self.policy.version) for row in rows]
-
-    def _finish_reason(self, token_ids: list[int], sampling: Sampling) -> FinishReason | None:
-        if token_ids[-1] in self.end_token_ids:
-            return FinishReason.EOS
-        if sampling.stop and self._has_stopped(token_ids, sampling.stop):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) == sampling.max_completion_length else None
-
-    def _has_stopped(self, token_ids: list[int], stops: tuple[str, ...]) -> bool:
-        """Whether the newest token completed a stop string. Special tokens count as their text: they may be stops."""
-        # A token spells at least one byte, so a stop of n bytes stands in the last n tokens; a few more, as the first
-        # tokens of a text may lose a space or be part of a character.
-        longest = max(len(stop.encode()) for stop in stops)
-        tail = self.tokenizer.decode(
-            token_ids[-longest - 4 :], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        Raises:
+            DataError: a prompt is empty, or does not fit the model's context with its completion.
+            ConfigError: not even one completion fits ``cache_tokens``; a grammar does not compile.
+        """
+        if not prompts:
+            return []
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(samplings) != len(prompts):
+            raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts: give one, or one each")
+        self._check_lengths(prompts, samplings)
+        capacity = plan(
+            [len(prompt.token_ids) for prompt in prompts],
+            num_generations,
+            max(one.max_completion_length for one in samplings),
+            max_rows=self.max_batch_size,
+            max_tokens=self.cache_tokens,
+            token_bytes=self.backend.token_bytes,
+            device=self.policy.device,
         )
-        return any(stop in tail for stop in stops)
+        work = _Work(self, prompts, num_generations, samplings, draws, watch or Watch(), capacity)
+        self.backend.begin(capacity)
+        try:
+            work.run()
+        finally:
+            self.backend.end()
+        return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, work.completions(), strict=True)]
+
+    def _check_lengths(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> None:
+        context = context_length(self.policy.model.config)
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            length, limit = len(prompt.token_ids), sampling.max_completion_length
+            if not length:
+                raise DataError(f"prompt {prompt.uid} has no tokens")
+            if context is not None and length + limit > context:
+                raise DataError(
+                    f"prompt {prompt.uid} ({prompt.text[:60]!r}) has {length} tokens, and a completion may have "
+                    f"{limit} more: the model's context holds {context}. Shorten it, or lower max_completion_length"
+                )
+
+    def grammar(self, sampling: Sampling) -> Any:
+        """The compiled grammar of a sampling setting, which allows its forced tokens; None without one."""
+        if not sampling.constrained:
+            return None
+        from cohort.rollout.grammar import Grammar
+
+        grammar = Grammar.of(self.tokenizer, sampling, sorted(self.end_token_ids), self.policy.vocab_size)
+        matcher = grammar.matcher()
+        for token in sampling.forced_ids:
+            matcher.take(token)
+        return grammar
 
 
-def draw_tokens(logits_SV: Tensor, uniforms_S: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token per row from softmax(logits / temperature) by inverting its cumulative distribution.
+class _Work:
+    """One call of ``generate``: the queue of completions to begin, and the rows that are being written."""
 
-    Args:
-        logits_SV: shape ``[S, V]``.
-        uniforms_S: in [0, 1), float64, shape ``[S]``. Token v is drawn when u falls into its stretch of [0, 1).
-
-    Returns:
-        ``(tokens_S, logps_S)``: ids, and their log-probs under the distribution drawn from. A token of probability 0 is
-        never drawn.
-
-    >>> draw_tokens(torch.log(torch.tensor([[0.25, 0.0, 0.75]])), torch.tensor([0.25], dtype=torch.float64), 1.0)
-    (tensor([2]), tensor([-0.2877]))
-    """
-    if logits_SV.dtype != torch.float64:
-        logits_SV = logits_SV.float()
-    log_probs_SV = torch.log_softmax(logits_SV / temperature, dim=-1)
-    cumulative_SV = log_probs_SV.exp().cumsum(dim=-1, dtype=torch.float64)
-    # The sum ends near 1, not at 1: scaled by it, no u can fall past the last token of positive probability.
-    targets_S1 = (uniforms_S * cumulative_SV[:, -1])[:, None]
-    tokens_S1 = torch.searchsorted(cumulative_SV, targets_S1, right=True).clamp(max=logits_SV.shape[-1] - 1)
-    return tokens_S1.squeeze(-1), log_probs_SV.gather(-1, tokens_S1).squeeze(-1)
-
-
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of token ids, special tokens left out, spaces as they are."""
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
-
-
-@dataclass(slots=True)
-class _Row:
-    """A completion while it is being written."""
-
-    uid: int
-    sample: int
-    token_ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-    def take(self, token: int, logp: float) -> None:
-        self.token_ids.append(token)
-        self.logps.append(logp)
-
-    def completion(self, tokenizer: Any, version: int) -> Completion:
-        assert self.finish_reason is not None
-        text = decode(tokenizer, self.token_ids)
-        return Completion(tuple(self.token_ids), tuple(self.logps), self.finish_reason, text, version)
-
-
-@dataclass(slots=True)
-class _Active:
-    """The unfinished rows' state on the device: what the next token needs."""
-
-    rows: list[int]
-    """Which completion each row of the tensors below belongs to."""
-    logits: Tensor
-    cache: Any
-    mask: Tensor
-    """1 where the cache holds a real token, 0 where it holds left padding; shape [rows, length]."""
-
-    @classmethod
-    def prefill(cls, policy: Policy, prompts: Sequence[Prompt], num_generations: int) -> _Active:
-        """Compute each prompt once, then give every completion of its group a copy of the cache."""
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        input_ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
-            mask[row, longest - len(prompt.token_ids) :] = 1
-        mask = mask.to(policy.device)
-        output = policy.logits(
-            input_ids.to(policy.device),
-            keep=1,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            use_cache=True,
-        )
-        cache = output.past_key_values
-        # Taking rows by index is what every kind of cache layer can do: attention, sliding window, recurrent.
-        cache.reorder_cache(torch.arange(len(prompts), device=mask.device).repeat_interleave(num_generations))
-        return cls(
-            rows=list(range(len(prompts) * num_generations)),
-            logits=output.logits[:, -1].repeat_interleave(num_generations, dim=0),
-            cache=cache,
-            mask=mask.repeat_interleave(num_generations, dim=0),
+    def __init__(
+        self,
+        engine: LocalEngine,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        samplings: Sequence[Sampling],
+        draws: Draws,
+        watch: Watch,
+        capacity: Capacity,
+    ) -> None:
+        self._engine, self._backend = engine, engine.backend
+        self._prompts, self._samplings, self._watch, self._capacity = prompts, samplings, watch, capacity
+        self._stops = {one.stop: StopStrings(engine.tokenizer, one.stop) for one in samplings}
+        self._grammars = {one: engine.grammar(one) for one in samplings}
+        # Prompts of like length one after another: what is held at the same time is padded little.
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids))
+        self._queue = deque((index, sample) for index in order for sample in range(num_generations))
+        self._left = [num_generations] * len(prompts)  # completions of a prompt that have not ended
+        self._held: list[int] = []  # which prompt stands at each place of the backend
+        self._first_logits: dict[int, Tensor] = {}
+        self._done: list[dict[int, Completion]] = [{} for _ in prompts]
+        self._rows = Rows(
+            capacity,
+            draws,
+            sorted(engine.end_token_ids),
+            engine.policy.vocab_size,
+            keeps_seen=any(one.repetition_penalty != 1 for one in samplings),
+            like=torch.empty(0, dtype=engine.policy.precision.master, device=engine.policy.device),
         )
 
-    def keep(self, places: list[int]) -> None:
-        """Drop the rows that are finished."""
-        index = torch.tensor(places, device=self.mask.device)
-        self.rows = [self.rows[place] for place in places]
-        self.mask = self.mask[index]
-        self.cache.reorder_cache(index)
+    def run(self) -> None:
+        """Until every completion has ended."""
+        logits_SV: Tensor | None = None
+        while (self._queue or len(self._rows)) and not (self._watch.cancelled and self._watch.cancelled()):
+            new_SV = self._admit()
+            parts = [part for part in (logits_SV, new_SV) if part is not None]
+            drawn = self._draw(parts[0] if len(parts) == 1 else torch.cat(parts))
+            tokens_S = drawn.tokens_S
+            if ended := self._take(drawn):
+                staying = _staying(ended, len(tokens_S))
+                self._end(ended)
+                tokens_S = tokens_S[staying]
+            logits_SV = self._backend.step(tokens_S) if len(self._rows) else None
 
-    def advance(self, policy: Policy, tokens: Tensor) -> None:
-        """One decode step: feed the drawn tokens, get the next logits."""
-        positions = self.mask.sum(-1, keepdim=True)
-        self.mask = torch.cat([self.mask, torch.ones_like(positions)], dim=1)
-        output = policy.logits(
-            tokens[:, None],
-            keep=1,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
+    def completions(self) -> list[list[Completion]]:
+        """Each prompt's, in the order of their numbers. What was called off is ended as it stands."""
+        if len(self._rows):
+            self._end(dict.fromkeys(range(len(self._rows)), FinishReason.CANCELLED))
+        version = self._engine.policy.version
+        for index, sample in self._queue:
+            self._done[index][sample] = Completion((), (), FinishReason.CANCELLED, "", version)
+        self._queue.clear()
+        return [[done[sample] for sample in sorted(done)] for done in self._done]
+
+    def _admit(self) -> Tensor | None:
+        """Begin as many completions as there is room for; the logits that their first tokens are drawn from."""
+        if len(self._rows) and not self._backend.refills:
+            return None
+        room = self._capacity.rows - len(self._rows)
+        begun: list[tuple[int, int]] = []
+        unknown: list[int] = []
+        while self._queue and len(begun) < room:
+            index, _ = self._queue[0]
+            if index not in self._held and index not in unknown:
+                if len(self._held) + len(unknown) == self._capacity.prompts or not self._fits_turn(unknown, index):
+                    break
+                unknown.append(index)
+            begun.append(self._queue.popleft())
+        if unknown:
+            prompts = [self._prompts[index].token_ids for index in unknown]
+            logits_PV = self._backend.prefill(prompts)
+            self._held += unknown
+            self._first_logits.update(zip(unknown, logits_PV, strict=True))
+        if not begun:
+            return None
+        self._backend.add_rows([self._held.index(index) for index, _ in begun])
+        self._rows.add([self._row(index, sample) for index, sample in begun])
+        logits_SV = torch.stack([self._first_logits[index] for index, _ in begun])
+        waiting = {index for index, _ in self._queue}
+        self._first_logits = {index: logits for index, logits in self._first_logits.items() if index in waiting}
+        return logits_SV
+
+    def _fits_turn(self, others: Sequence[int], index: int) -> bool:
+        if self._backend.mixed_lengths or not others:
+            return True
+        return len(self._prompts[others[0]].token_ids) == len(self._prompts[index].token_ids)
+
+    def _row(self, index: int, sample: int) -> Row:
+        sampling = self._samplings[index]
+        grammar = self._grammars[sampling]
+        matcher = None if grammar is None else grammar.matcher()
+        return Row(index, sample, self._prompts[index], sampling, self._stops[sampling.stop], matcher)
+
+    def _draw(self, logits_SV: Tensor) -> Drawn:
+        rows = self._rows
+        return draw_tokens(
+            logits_SV,
+            rows.uniforms(),
+            rows.settings(),
+            forbidden_SV=rows.forbidden(),
+            seen_SV=rows.seen(),
+            forced_S=rows.forced(),
         )
-        self.logits = output.logits[:, -1]
+
+    def _take(self, drawn: Drawn) -> dict[int, FinishReason]:
+        """Give the rows their tokens; which rows end with them, and why."""
+        rows = self._rows
+        rows.take(drawn)
+        ends, valid = torch.stack([rows.ends_V[drawn.tokens_S], drawn.valid_S]).tolist()
+        ended = {}
+        for place, row in enumerate(rows.rows):
+            if not valid[place]:
+                ended[place] = FinishReason.ERROR
+            elif ends[place]:
+                ended[place] = FinishReason.EOS
+            elif row.sampling.stop and self._has_stopped(place, row):
+                ended[place] = FinishReason.STOP
+            elif row.length == row.sampling.max_completion_length:
+                ended[place] = FinishReason.LENGTH
+            elif row.matcher is not None:
+                row.matcher.take(rows.tail(place, 1)[0])
+        if self._watch.on_token:
+            self._tell(drawn, ended)
+        return ended
+
+    def _has_stopped(self, place: int, row: Row) -> bool:
+        return row.length >= row.sampling.min_completion_length and row.stops.found(
+            self._rows.tail(place, row.stops.tail)
+        )
+
+    def _tell(self, drawn: Drawn, ended: dict[int, FinishReason]) -> None:
+        assert self._watch.on_token is not None
+        tokens, logps = drawn.tokens_S.tolist(), drawn.logps_S.tolist()
+        for place, row in enumerate(self._rows.rows):
+            reason = ended.get(place)
+            if reason is not FinishReason.ERROR:
+                event = TokenEvent(row.prompt_index, row.sample, row.length - 1, tokens[place], logps[place], reason)
+                self._watch.on_token(event)
+
+    def _end(self, ended: dict[int, FinishReason]) -> None:
+        """Take rows out as completions, and prompts that no row needs any more."""
+        places = list(ended)
+        version = self._engine.policy.version
+        completions = self._rows.completions(places, list(ended.values()), self._engine.tokenizer, version)
+        for place, completion in zip(places, completions, strict=True):
+            row = self._rows.rows[place]
+            self._done[row.prompt_index][row.sample] = completion
+            self._left[row.prompt_index] -= 1
+            if self._watch.on_completion:
+                self._watch.on_completion(row.prompt_index, row.sample, completion)
+        self._rows.remove(places)
+        self._backend.remove_rows(places)
+        needed = {row.prompt_index for row in self._rows.rows}
+        if self._backend.refills:
+            needed |= {index for index in self._held if self._left[index]}
+        unused = [place for place, index in enumerate(self._held) if index not in needed]
+        if unused:
+            self._backend.remove_prompts(unused)
+            for source, place in moves_for_removal(unused, len(self._held)):
+                self._held[place] = self._held[source]
+            del self._held[len(self._held) - len(unused) :]
+
+
+def _staying(ended: dict[int, FinishReason], count: int) -> list[int]:
+    """The places that rows had which stay, in the order that they have afterwards."""
+    order = list(range(count))
+    for source, place in moves_for_removal(list(ended), count):
+        order[place] = source
+    return order[: count - len(ended)]

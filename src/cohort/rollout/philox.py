@@ -60,19 +60,22 @@ class Draws:
     step: int
     purpose: Purpose = Purpose.TRAIN
 
-    def uniforms(self, prompts_S: Words, samples_S: Words, start: int, count: int) -> NDArray[np.float64]:
+    def uniforms(self, prompts_S: Words, samples_S: Words, start: int | Words, count: int) -> NDArray[np.float64]:
         """Uniform numbers in [0, 1), shape ``[S, count]``, for positions ``start .. start + count - 1``.
 
         Args:
             prompts_S: ``Prompt.uid`` of each completion.
             samples_S: which of its prompt's completions it is, 0..G-1.
+            start: the first position; one for all, or one per completion.
+            count: how many positions.
 
         >>> one = np.ones(1, np.uint64)
         >>> whole = Draws(7, 0).uniforms(one, one, 0, 4)
         >>> bool((Draws(7, 0).uniforms(one, one, 2, 2) == whole[:, 2:]).all())
         True
         """
-        positions = np.arange(start, start + count, dtype=np.uint64)[None, :]
+        starts = np.array(start, dtype=np.uint64).reshape(-1, 1)
+        positions: Words = np.add(starts, np.arange(count, dtype=np.uint64), dtype=np.uint64)
         step = np.full((1, 1), self.step, np.uint64)
         counter = (step, prompts_S[:, None] & _LOW, samples_S[:, None], positions)
         high, low, _, _ = philox4x32(counter, (self.seed, int(self.purpose)))

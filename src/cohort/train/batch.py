@@ -10,18 +10,30 @@ import torch
 from torch import Tensor
 
 from cohort.objective import Objective, Outcomes, segment_count, token_advantages
-from cohort.policy import Policy, TokenLogps
+from cohort.policy import Policy, TokenLogps, chunked_logps
 from cohort.types import FinishReason, Group, Scores, TokenBatch
 
 
-def assemble(groups: Sequence[Group], device: torch.device) -> TokenBatch:
+def assemble(groups: Sequence[Group], device: torch.device, repetition_penalty: float = 1.0) -> TokenBatch:
     """A rollout as flat tensors, with the sampler's log-probs. Old and reference log-probs come after, and then the
-    advantages, which may need them."""
+    advantages, which may need them.
+
+    Args:
+        groups: whole completions only.
+        device: where the tensors go.
+        repetition_penalty: what the log-probs of every policy are to be computed with.
+    """
     completions = [completion for group in groups for completion in group.completions]
     lengths_S = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long)
     sampler_logps = [logp for completion in completions for logp in completion.sampler_logps]
+    drawn = [n >= completion.num_forced for completion in completions for n in range(len(completion.token_ids))]
     truncated = [completion.finish_reason is FinishReason.LENGTH for completion in completions]
     num_tokens = int(lengths_S.sum())
+    truncates = any(completion.support is not None for completion in completions)
+    full_logps_N = None
+    if not truncates and repetition_penalty == 1 and any(c.full_logps is not None for c in completions):
+        full_logps = [logp for completion in completions for logp in completion.full_logps or completion.sampler_logps]
+        full_logps_N = torch.tensor(full_logps, dtype=torch.float64).to(device)
     return TokenBatch(
         prompt_ids=tuple(group.prompt.token_ids for group in groups for _ in group.completions),
         completion_ids=tuple(completion.token_ids for completion in completions),
@@ -30,7 +42,10 @@ def assemble(groups: Sequence[Group], device: torch.device) -> TokenBatch:
         sampler_logps_N=torch.tensor(sampler_logps, dtype=torch.float64).to(device),
         truncated_S=torch.tensor(truncated, dtype=torch.bool).to(device),
         advantages_N=torch.zeros(num_tokens, dtype=torch.float64, device=device),
-        loss_N=torch.ones(num_tokens, dtype=torch.bool, device=device),
+        loss_N=torch.tensor(drawn, dtype=torch.bool).to(device),
+        supports=tuple(completion.support for completion in completions) if truncates else (),
+        repetition_penalty=repetition_penalty,
+        full_logps_N=full_logps_N,
     )
 
 
@@ -46,11 +61,13 @@ def assign_advantages(
     them: after the advantages, which are those of the whole group."""
     if not batch.num_sequences:
         return batch
+    # A forced token says nothing of the policy that was made to write it.
+    drawn_N = batch.loss_N.cpu()
     kl_N = None
     if objective.needs_old_logps:
         assert batch.old_logps_N is not None
         assert batch.ref_logps_N is not None
-        kl_N = (batch.old_logps_N - batch.ref_logps_N).cpu()
+        kl_N = (batch.old_logps_N - batch.ref_logps_N).cpu().masked_fill(~drawn_N, 0.0)
     outcomes = Outcomes(
         rewards_S=scores.rewards_S,
         group_S=batch.group_S.cpu(),
@@ -60,7 +77,7 @@ def assign_advantages(
         weights_K=None if scores.weights is None else torch.tensor(scores.weights, dtype=torch.float64),
         token_rewards_N=scores.token_rewards_N,
         truncated_S=batch.truncated_S.cpu(),
-        sampler_logps_N=batch.sampler_logps_N.cpu(),
+        sampler_logps_N=batch.sampler_logps_N.cpu().masked_fill(~drawn_N, torch.nan),
         kl_N=kl_N,
     )
     loss_N = batch.loss_N
@@ -90,6 +107,9 @@ def _taken(batch: TokenBatch, sequences: Sequence[int], tokens_N: Tensor) -> Tok
         loss_N=batch.loss_N[tokens_N],
         old_logps_N=None if batch.old_logps_N is None else batch.old_logps_N[tokens_N],
         ref_logps_N=None if batch.ref_logps_N is None else batch.ref_logps_N[tokens_N],
+        supports=tuple(batch.supports[s] for s in sequences) if batch.supports else (),
+        repetition_penalty=batch.repetition_penalty,
+        full_logps_N=None if batch.full_logps_N is None else batch.full_logps_N[tokens_N],
     )
 
 
@@ -150,10 +170,13 @@ def policy_statistics(policy: Policy, batch: TokenBatch, temperature: float, tok
     """``Policy.logps`` of a whole batch, a microbatch at a time, without gradient."""
     like = torch.empty(batch.num_tokens, dtype=policy.precision.master, device=batch.sequence_N.device)
     whole = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
-    for sequences in microbatches(batch, token_budget):
-        prompts = [batch.prompt_ids[s] for s in sequences]
-        completions = [batch.completion_ids[s] for s in sequences]
-        places_N = token_indices(batch, sequences)
-        for kept_N, values_N in zip(whole, policy.logps(prompts, completions, temperature), strict=True):
+    for places_N, micro in cut(batch, token_budget):
+        values = chunked_logps(*batch_logits(policy, micro), temperature)
+        for kept_N, values_N in zip(whole, values, strict=True):
             kept_N[places_N] = values_N
     return whole
+
+
+def batch_logits(policy: Policy, micro: TokenBatch) -> tuple[Tensor, Tensor]:
+    """``Policy.completion_logits`` of a batch: over what its tokens were drawn from, as far as the batch says."""
+    return policy.completion_logits(micro.prompt_ids, micro.completion_ids, micro.supports, micro.repetition_penalty)

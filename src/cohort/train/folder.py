@@ -36,7 +36,7 @@ from cohort.types import TokenBatch
 MAY_CHANGE_ON_RESUME = frozenset(
     {
         *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
-        *("run.save_total_limit", "rollout.max_batch_size", "optim.microbatch_tokens"),
+        *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens", "optim.microbatch_tokens"),
         *(
             "model.device",
             "model.gradient_checkpointing",
@@ -185,6 +185,7 @@ class RunFolder:
         import pyarrow.parquet
 
         pairs = [(group.prompt, completion) for group in rollout.sampled for completion in group.completions]
+        full_logps = [completion.full_logps for _, completion in pairs]
         advantages = split_by_sequence(batch)
         used = dict(zip(rollout.used_S, advantages, strict=True))
         kept = [used.get(place) for place in range(len(pairs))]
@@ -201,7 +202,10 @@ class RunFolder:
             "weights_version": [completion.weights_version for _, completion in pairs],
             "token_ids": [list(completion.token_ids) for _, completion in pairs],
             "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
+            "num_forced": [completion.num_forced for _, completion in pairs],
         }
+        if any(logps is not None for logps in full_logps):
+            rows["full_logps"] = pyarrow.array(full_logps, pyarrow.list_(pyarrow.float64()))
         if varies:
             rows["token_advantages"] = pyarrow.array(kept, pyarrow.list_(pyarrow.float64()))
         for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):

@@ -75,7 +75,7 @@ def run(
     """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
     policy, reference, optimizer, adaptive = parts.policy, parts.reference, parts.optimizer, parts.adaptive
     temperature, token_budget = config.rollout.temperature, config.optim.microbatch_tokens
-    sampling, max_length = Sampling.of(config.rollout), config.rollout.max_completion_length
+    sampling, penalty = Sampling.of(config.rollout), config.rollout.replayed_penalty
 
     for step in range(first_step, schedule.steps):
         clock = PhaseClock()
@@ -97,19 +97,20 @@ def run(
             with clock("reward"):
                 scored = Rollout.of(groups, parts.rewards.score(groups), objective)
             rollout = scored if rollout is None else rollout + scored
+        rollout.check_drawn()
         if step == first_step:
-            check_sampler_gap(policy, assemble(rollout.sampled, policy.device), temperature, token_budget)
+            check_sampler_gap(policy, assemble(rollout.usable, policy.device, penalty), temperature, token_budget)
 
         # What the updates hold on to, computed once per rollout and only when they need it. With a single update the
         # old policy is the current one: the ratio to it is 1 by identity and no pass is spent on it.
-        batch = assemble(rollout.groups, policy.device)
+        batch = assemble(rollout.groups, policy.device, penalty)
         with clock("logps"):
             old_logps_N = policy_logps(policy, batch, temperature, token_budget) if schedule.needs_old_logps else None
             ref_logps_N = None
             if reference and schedule.needs_ref_logps:
                 ref_logps_N = policy_logps(reference, batch, temperature, token_budget)
             batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
-            batch = assign_advantages(batch, rollout.scores, objective, max_length)
+            batch = assign_advantages(batch, rollout.scores, objective, sampling.max_completion_length)
 
         # The gradient's size term by term, when the settings ask for it. Changes nothing.
         norms = {}
@@ -142,9 +143,8 @@ def run(
             moved = policy_movement(
                 policy, batch, results, temperature, token_budget, config.report.update_kl_completions
             )
-        metrics = {"step": step + 1, "time": time.time()}
-        metrics |= step_metrics(rollout, batch, results, objective, version_before) | moved | norms
-        metrics |= clock.metrics(rollout.num_tokens)
+        metrics = {"step": step + 1, "time": time.time()} | clock.metrics(rollout.num_tokens) | moved | norms
+        metrics |= step_metrics(rollout, batch, results, objective, version_before)
         yield finish_step(parts, config, folder, rollout, batch, metrics, place, last=step + 1 == schedule.steps)
 
 

@@ -17,7 +17,7 @@ from cohort.policy import Policy
 from cohort.train.batch import group_numbers, policy_logps, select, token_indices
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
-from cohort.types import FinishReason, Group, Scores, TokenBatch
+from cohort.types import FinishReason, Scores, TokenBatch
 
 QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
 
@@ -50,7 +50,7 @@ def step_metrics(
     """A step's metrics, flat. Rewards and lengths are of all that was sampled; means over tokens are sums over all
     updates divided by the tokens of all updates."""
     group_S = group_numbers(rollout.sampled)
-    metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout.sampled)
+    metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout)
     metrics |= group_metrics(rollout, version_before) | advantage_metrics(batch)
     return metrics | update_metrics(results, objective)
 
@@ -78,9 +78,9 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     return metrics
 
 
-def length_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    """Lengths in tokens (end token included) and how completions ended."""
-    completions = [completion for group in groups for completion in group.completions]
+def length_metrics(rollout: Rollout) -> dict[str, Any]:
+    """Lengths in tokens (end token included) and how completions ended, of those that did."""
+    completions = [completion for completion in rollout.completions if completion.finish_reason.usable]
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.float64)
     reasons = Counter(completion.finish_reason for completion in completions)
     return {
@@ -88,12 +88,13 @@ def length_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         "length/min": int(lengths.min()),
         "length/max": int(lengths.max()),
         "length/cut_share": reasons[FinishReason.LENGTH] / len(completions),
+        "completions/errors": rollout.num_errors,
     }
 
 
 def group_metrics(rollout: Rollout, version_before: int) -> dict[str, Any]:
     """What sampling cost, and how old the weights were that sampled."""
-    lags = [version_before - c.weights_version for group in rollout.sampled for c in group.completions]
+    lags = [version_before - completion.weights_version for completion in rollout.completions]
     return {
         "groups/sampled": len(rollout.sampled),
         "groups/left_out": len(rollout.sampled) - sum(rollout.used_R),

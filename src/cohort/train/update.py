@@ -22,7 +22,7 @@ from cohort.objective import (
     vocabulary_kl,
 )
 from cohort.policy import Policy, TokenLogps, chunked_logps, chunked_terms
-from cohort.train.batch import cut, policy_statistics
+from cohort.train.batch import batch_logits, cut, policy_statistics
 from cohort.train.optim import Optimizer
 from cohort.types import TokenBatch
 
@@ -145,14 +145,14 @@ def microbatch_losses(
     entropy_coefficient: float,
 ) -> tuple[dict[str, Tensor], Forward]:
     """For each term, a scalar with the microbatch's share of its gradient; their values mean nothing."""
-    logits_NV, targets_N = policy.completion_logits(micro.prompt_ids, micro.completion_ids)
+    logits_NV, targets_N = batch_logits(policy, micro)
     current = chunked_logps(logits_NV, targets_N, temperature)
     detached = TokenLogps(*(values_N.detach() for values_N in current))
     ref_logits_NV, ref_logps_N = None, micro.ref_logps_N
     if objective.beta and objective.kl.estimator == "full":
         assert reference is not None
         with torch.no_grad():
-            ref_logits_NV, _ = reference.completion_logits(micro.prompt_ids, micro.completion_ids)
+            ref_logits_NV, _ = batch_logits(reference, micro)
             ref_logps_N = chunked_logps(ref_logits_NV, targets_N, temperature).logps_N
     terms = coefficients(
         objective,
@@ -255,4 +255,5 @@ def in_minibatch_order(
         sampler_logps_N=minibatch.sampler_logps_N,
         old_logps_N=minibatch.old_logps_N,
         ref_logps_N=whole(ref_logps) if ref_logps else None,
+        full_logps_N=minibatch.full_logps_N,
     )

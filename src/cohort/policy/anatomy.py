@@ -1,0 +1,259 @@
+"""What a Llama-like transformers model is made of, read off its modules: the weights and the switches of each layer.
+
+Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 1 to 3 are one architecture with switches: query-key norms, biases,
+norms after each block, norm weights stored as w - 1, soft caps, sliding windows, layers without rotation, a tied head,
+LoRA adapters. ``Anatomy.of`` finds them or says what it does not know; nothing is copied, so the weights are the
+trainer's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
+"""Families whose norms multiply by 1 + weight."""
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"}) | SHIFTED_NORMS
+"""Values of ``config.model_type``."""
+STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotations that depend on the position alone, not on how long the sequence is."""
+
+
+class UnknownAnatomy(Exception):  # noqa: N818 - not an error: another path is taken
+    """The model is not one that can be read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: ``y += scale * (x A^T) B^T``."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``y = x W^T + bias``, plus adapters."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: tuple[Adapter, ...] = ()
+
+    @classmethod
+    def of(cls, module: Any, name: str) -> Linear:
+        """A plain linear module, or one that ``peft`` has wrapped with LoRA."""
+        if type(module) is nn.Linear:
+            return cls(module.weight, module.bias)
+        base: Any = getattr(module, "base_layer", None)
+        if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
+            raise UnknownAnatomy(f"{name} is a {type(module).__name__}")
+        if getattr(module, "merged", False):
+            raise UnknownAnatomy(f"{name} has its adapter merged")
+        adapters = []
+        for active in () if module.disable_adapters else module.active_adapters:
+            if active not in module.lora_A:
+                continue
+            a, b = module.lora_A[active], module.lora_B[active]
+            special = bool(getattr(module, "use_dora", {}).get(active)) or active in getattr(module, "lora_variant", {})
+            plain = type(a) is nn.Linear and type(b) is nn.Linear and getattr(b, "bias", None) is None
+            if special or not plain:
+                raise UnknownAnatomy(f"{name} has an adapter that is not plain LoRA")
+            adapters.append(Adapter(a.weight, b.weight, float(module.scaling[active])))
+        return cls(base.weight, base.bias, tuple(adapters))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root mean square norm: ``x / sqrt(mean(x^2) + eps) * weight``, or ``* (1 + weight)`` where shifted."""
+
+    weight: nn.Parameter
+    eps: float
+    shifted: bool
+
+    @classmethod
+    def of(cls, module: Any, *, shifted: bool) -> Norm:
+        """A norm of transformers, which spells eps in two ways."""
+        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+        if eps is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+            raise UnknownAnatomy(f"a norm is a {type(module).__name__}")
+        return cls(module.weight, float(eps), shifted)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer."""
+
+    before_attention: Norm
+    qkv: tuple[Linear, Linear, Linear]
+    qk_norms: tuple[Norm, Norm] | None
+    output: Linear
+    after_attention: Norm | None
+    """On the attention's output, before it is added (Gemma 2 and 3)."""
+    before_mlp: Norm
+    gate_up: tuple[Linear, Linear]
+    down: Linear
+    after_mlp: Norm | None
+    window: int | None
+    """Keys further back than this are not seen, the query's own position counted in. None: all are."""
+    rope: str | None
+    """Which rotation: a key of ``Anatomy.rope_tables``. None: this layer does not rotate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """A model's weights by their place. The parameters are the model's own."""
+
+    embedding: nn.Embedding
+    """Called as it is: Gemma's scales its output."""
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scaling: float
+    """Multiplies the attention scores."""
+    score_cap: float | None
+    """Scores become ``cap * tanh(scores / cap)`` (Gemma 2)."""
+    logit_cap: float | None
+    """The same for the logits."""
+    gelu: bool
+    """The MLP's activation: GELU's tanh form, else SiLU."""
+    rotary: Any
+
+    @classmethod
+    def of(cls, model: Any) -> Anatomy:
+        """Read a model.
+
+        Raises:
+            UnknownAnatomy: it has something that is not known here.
+        """
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = model.config
+        family = config.model_type
+        if family not in FAMILIES:
+            raise UnknownAnatomy(f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
+        shifted, body = family in SHIFTED_NORMS, model.model
+        if not isinstance(body.embed_tokens, nn.Embedding):
+            raise UnknownAnatomy(f"its embedding is a {type(body.embed_tokens).__name__}")
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        if activation not in {"silu", "gelu_pytorch_tanh"}:
+            raise UnknownAnatomy(f"the activation is {activation!r}")
+        if getattr(config, "use_bidirectional_attention", False):
+            raise UnknownAnatomy("attention is bidirectional")
+        attention = body.layers[0].self_attn
+        return cls(
+            embedding=body.embed_tokens,
+            layers=tuple(_layer(layer, config, shifted) for layer in body.layers),
+            norm=Norm.of(body.norm, shifted=shifted),
+            head=Linear.of(model.lm_head, "lm_head"),
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            scaling=float(attention.scaling),
+            score_cap=config.attn_logit_softcapping if family == "gemma2" else None,
+            logit_cap=getattr(config, "final_logit_softcapping", None),
+            gelu=activation != "silu",
+            rotary=_static_rotary(body.rotary_emb),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the head's rows."""
+        return int(self.head.weight.shape[0])
+
+    def parameters(self) -> list[Tensor]:
+        """Every weight that a forward pass reads."""
+        found: list[Tensor] = [self.embedding.weight, self.norm.weight]
+        for layer in self.layers:
+            norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
+            found += [norm.weight for norm in (*norms, *(layer.qk_norms or ())) if norm is not None]
+        for linear in self.linears():
+            found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
+            found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
+        return found
+
+    def adapters(self) -> list[tuple[int, int, float]]:
+        """Which adapters are active: their matrices' identities, and their scales."""
+        return [(id(each.a), id(each.b), each.scale) for linear in self.linears() for each in linear.adapters]
+
+    def linears(self) -> list[Linear]:
+        """All of them, the head last."""
+        per_layer = [[*layer.qkv, layer.output, *layer.gate_up, layer.down] for layer in self.layers]
+        return [linear for linears in per_layer for linear in linears] + [self.head]
+
+    def rope_tables(self, length: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosines and sines of positions 0 to ``length - 1``, each ``[length, head_dim]``, by kind of rotation."""
+        like = torch.empty(0, dtype=dtype, device=self.norm.weight.device)
+        positions = torch.arange(length, device=like.device)[None]
+        tables = {}
+        for kind in {layer.rope for layer in self.layers if layer.rope is not None}:
+            cos, sin = self.rotary(like, positions, kind) if kind else self.rotary(like, positions)
+            tables[kind] = (cos[0], sin[0])
+        return tables
+
+
+def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    sandwich = hasattr(layer, "pre_feedforward_layernorm")
+
+    def norm(name: str) -> Norm:
+        return Norm.of(getattr(layer, name), shifted=shifted)
+
+    qk_norms = None
+    if hasattr(attention, "q_norm"):
+        qk_norms = (Norm.of(attention.q_norm, shifted=shifted), Norm.of(attention.k_norm, shifted=shifted))
+    of_layer = config.model_type != "mistral"  # Mistral's window is one for all layers, and its modules do not carry it
+    rope = getattr(attention, "layer_type", "") if config.model_type == "gemma3_text" else ""
+    return Layer(
+        before_attention=norm("input_layernorm"),
+        qkv=tuple(Linear.of(getattr(attention, f"{part}_proj"), f"{part}_proj") for part in "qkv"),  # type: ignore[arg-type]
+        qk_norms=qk_norms,
+        output=Linear.of(attention.o_proj, "o_proj"),
+        after_attention=norm("post_attention_layernorm") if sandwich else None,
+        before_mlp=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
+        gate_up=(Linear.of(mlp.gate_proj, "gate_proj"), Linear.of(mlp.up_proj, "up_proj")),
+        down=Linear.of(mlp.down_proj, "down_proj"),
+        after_mlp=norm("post_feedforward_layernorm") if sandwich else None,
+        window=getattr(attention if of_layer else config, "sliding_window", None),
+        rope=rope if getattr(attention, "use_rope", True) else None,
+    )
+
+
+def _static_rotary(rotary: Any) -> Any:
+    kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
+    for kind in kinds:
+        if kind not in STATIC_ROPES:
+            raise UnknownAnatomy(f"its rotary embedding is {kind!r}, which changes with the sequence's length")
+    return rotary
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, shifted: bool) -> Tensor:
+    """``Norm`` of the last axis. float64 input is normalised in float32 and widened again, as transformers does it.
+
+    Args:
+        x: any shape ending in the weight's.
+        weight: the factor itself, 1 added where the norm is shifted.
+        eps: added to the mean square.
+        shifted: whether the family multiplies before it widens (Gemma) or after (Llama).
+    """
+    if x.dtype != torch.float64:
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    narrow = x.float()
+    narrow = narrow * torch.rsqrt(narrow.pow(2).mean(-1, keepdim=True) + eps)
+    return (narrow * weight.float()).double() if shifted else weight * narrow.double()
+
+
+def soft_cap(values: Tensor, cap: float | None) -> Tensor:
+    """``cap * tanh(values / cap)``, in place; unchanged without a cap."""
+    return values if cap is None else values.div_(cap).tanh_().mul_(cap)
+
+
+def attention_window(layer: Layer) -> float:
+    """The layer's window as a number that can be compared: infinite where there is none."""
+    return math.inf if layer.window is None else layer.window

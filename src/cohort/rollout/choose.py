@@ -1,0 +1,94 @@
+"""Which way a model is sampled from: the first that computes what the model's own forward pass computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cohort.errors import ModelError
+from cohort.policy import Policy
+from cohort.policy.anatomy import Anatomy, UnknownAnatomy
+from cohort.rollout.backend import Backend, Capacity
+from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
+from cohort.rollout.lean import LeanBackend
+
+CHECK_LENGTHS = (11, 5)
+"""Prompts of the check, in tokens."""
+CHECK_STEPS = 3
+MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+"""Largest relative error of the logits, by compute dtype: rounding gives about 1e-6 in float32 (transformers normalises
+float64 models in it too) and 0.02 in bfloat16; a wrong position or mask gives 0.1 and more."""
+
+
+def choose_backend(policy: Policy) -> Backend:
+    """The fastest way that is right for this model, tried on it.
+
+    Raises:
+        ModelError: none is.
+    """
+    failures: list[str] = []
+    for backend in _candidates(policy, failures):
+        gap = logit_gap(backend, policy)
+        if gap <= MAX_GAP[policy.precision.compute]:
+            if failures:
+                backend.description += f" ({'; '.join(failures)})"
+            return backend
+        failures.append(f"{backend.description.split(' (')[0]}: off by {gap:.2g} from the model's forward pass")
+    raise ModelError(f"{type(policy.model).__name__} cannot be sampled from: {'; '.join(failures)}")
+
+
+def _candidates(policy: Policy, failures: list[str]) -> Iterator[Backend]:
+    try:
+        yield LeanBackend(policy, Anatomy.of(policy.model))
+    except UnknownAnatomy as unknown:
+        failures.append(f"not lean: {unknown}")
+    kind = cache_kind(policy)
+    if kind == "attention":
+        yield RefillBackend(policy)
+    if kind is not None:
+        yield TurnsBackend(policy, mixed_lengths=kind != "recurrent")
+    yield RecomputeBackend(policy)
+
+
+@torch.no_grad()
+def logit_gap(backend: Backend, policy: Policy) -> float:
+    """Root mean square of the difference to the model's forward pass over that of the (centred) logits, at worst, over
+    a few tokens: prefilled, decoded, and with two rows on one prompt. Infinite when a number is none."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        drawn: list[int] = torch.randint(policy.vocab_size, (count,), generator=generator).tolist()
+        return drawn
+
+    prompts = [tokens(length) for length in CHECK_LENGTHS if backend.mixed_lengths or length == CHECK_LENGTHS[0]]
+    owners = [*range(len(prompts)), 0]
+    texts = [list(prompts[owner]) for owner in owners]
+    backend.begin(Capacity(len(owners), len(prompts), CHECK_LENGTHS[0], CHECK_STEPS))
+    try:
+        logits_SV = backend.prefill(prompts)[owners]
+        backend.add_rows(owners)
+        gap = _relative_gap(logits_SV, policy, texts)
+        for _ in range(CHECK_STEPS - 1):
+            new = tokens(len(texts))
+            for text, token in zip(texts, new, strict=True):
+                text.append(token)
+            logits_SV = backend.step(torch.tensor(new, device=policy.device))
+            gap = max(gap, _relative_gap(logits_SV, policy, texts))
+    finally:
+        backend.end()
+    return gap
+
+
+def _relative_gap(logits_SV: Tensor, policy: Policy, texts: list[list[int]]) -> float:
+    worst = 0.0
+    for row_V, text in zip(logits_SV, texts, strict=True):
+        with policy.compute():
+            output = policy.logits(torch.tensor([text], device=policy.device), keep=1, use_cache=False)
+        expected_V = output.logits[0, -1].to(row_V.dtype)
+        spread = (expected_V - expected_V.mean()).norm()
+        gap = float((row_V - expected_V).norm() / spread) if spread > 0 else float((row_V - expected_V).norm())
+        worst = max(worst, math.inf if math.isnan(gap) else gap)
+    return worst

@@ -1,0 +1,274 @@
+"""Sampling through transformers' own forward pass, for models that the lean path does not know.
+
+Three ways, from the best to the one that always works: rows join and leave a running batch (models whose cache is
+attention alone), a batch runs until its last row ends (any other cache), everything is computed anew at each token (no
+cache that could be used).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.policy import Policy
+from cohort.rollout.backend import Capacity, moves_for_removal
+
+PREFILL_TOKENS = 4096
+"""Tokens, padding included, that go through the model at a time outside decoding (a longer prompt goes alone)."""
+
+
+@torch.no_grad()
+def cache_kind(policy: Policy) -> Literal["attention", "windowed", "recurrent"] | None:
+    """What a model's cache holds: keys and values of all tokens; of a window of them in some layers; states that one
+    token after the other changes. None: it gives no cache that its next call takes."""
+    if "past_key_values" not in policy.forward_arguments:
+        return None
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    with policy.compute():
+        output = policy.logits(torch.zeros(1, 2, dtype=torch.long, device=policy.device), keep=1, use_cache=True)
+    layers = getattr(getattr(output, "past_key_values", None), "layers", None)
+    if not layers:
+        return None
+    kinds = {type(layer) for layer in layers}
+    if kinds == {DynamicLayer}:
+        return "attention"
+    return "windowed" if kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
+
+
+def _order_after_removal(removed: Sequence[int], count: int) -> list[int]:
+    order = list(range(count))
+    for source, place in moves_for_removal(removed, count):
+        order[place] = source
+    return order[: count - len(set(removed))]
+
+
+class _WithCache:
+    """What the two ways with a cache share: a left-padded batch of rows."""
+
+    mixed_lengths = True
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._cache: Any = None
+        self._mask = torch.empty(0)
+
+    @property
+    def token_bytes(self) -> int:
+        """An estimate from the model's settings: attention in every layer."""
+        config = self.policy.model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(config.num_hidden_layers * 2 * heads * width * self.policy.precision.compute.itemsize)
+
+    def begin(self, capacity: Capacity) -> None:
+        """See ``Backend``. transformers' cache grows as it needs to."""
+
+    def end(self) -> None:
+        """See ``Backend``."""
+        self._cache = None
+        self._mask = torch.empty(0)
+
+    def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
+        with self.policy.compute():
+            return self.policy.logits(
+                input_ids,
+                keep=1,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Any, Tensor]:
+        """Logits, cache and mask of left-padded prompts."""
+        device = self.policy.device
+        longest = max(map(len, prompts))
+        input_ids = torch.tensor([[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        output = self._forward(input_ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), None)
+        return output.logits[:, -1].to(self.policy.precision.master), output.past_key_values, mask
+
+    def step(self, tokens_S: Tensor) -> Tensor:
+        """See ``Backend``."""
+        positions = self._mask.sum(-1, keepdim=True)
+        self._mask = functional.pad(self._mask, (0, 1), value=1)
+        output = self._forward(tokens_S[:, None], self._mask, positions, self._cache)
+        logits: Tensor = output.logits[:, -1].to(self.policy.precision.master)
+        return logits
+
+    def _select(self, rows: Sequence[int]) -> None:
+        index = torch.tensor(rows, dtype=torch.long, device=self._mask.device)
+        self._mask = self._mask[index]
+        # Taking rows by index is what every kind of cache layer can do: attention, sliding window, recurrent.
+        self._cache.reorder_cache(index)
+
+
+class TurnsBackend(_WithCache):
+    """Any cache of transformers: prompts shared by their groups, a turn ends with its last row.
+
+    Args:
+        policy: whose model is used.
+        mixed_lengths: whether prompts of different length share a turn; padding would enter a recurrent state.
+    """
+
+    refills = False
+
+    def __init__(self, policy: Policy, *, mixed_lengths: bool) -> None:
+        super().__init__(policy)
+        self.mixed_lengths = mixed_lengths
+        self.description = "transformers' cache, in turns: a turn's rows wait for its last" + (
+            "" if mixed_lengths else "; only prompts of equal length share one"
+        )
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``. Once per turn."""
+        logits, self._cache, self._mask = self._prefill(prompts)
+        return logits
+
+    def add_rows(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``. Once per turn."""
+        self._select(prompts)
+
+    def remove_rows(self, rows: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self._select(_order_after_removal(rows, len(self._mask)))
+
+    def remove_prompts(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``. The rows hold copies of what they need."""
+
+
+class RefillBackend(_WithCache):
+    """A cache of keys and values alone: rows join the running batch, padded on the left to its length."""
+
+    refills = True
+    description = "transformers' cache, rows refilled"
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self._held: list[list[tuple[Tensor, Tensor]]] = []  # per prompt and layer: keys and values, [heads, tokens, D]
+
+    def end(self) -> None:
+        """See ``Backend``."""
+        super().end()
+        self._held = []
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``."""
+        logits = []
+        share = max(1, PREFILL_TOKENS // max(map(len, prompts)))
+        for start in range(0, len(prompts), share):
+            part = prompts[start : start + share]
+            part_logits, cache, mask = self._prefill(part)
+            logits.append(part_logits)
+            for row, prompt in enumerate(part):
+                pad = mask.shape[1] - len(prompt)
+                self._held.append(
+                    [(layer.keys[row, :, pad:].clone(), layer.values[row, :, pad:].clone()) for layer in cache.layers]
+                )
+            self._template = cache
+        return torch.cat(logits)
+
+    def add_rows(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        lengths = [self._held[prompt][0][0].shape[1] for prompt in prompts]
+        old_rows, old_length = (len(self._mask), self._mask.shape[1]) if self._cache is not None else (0, 0)
+        length = max(old_length, *lengths)
+        mask = torch.zeros(old_rows + len(prompts), length, dtype=torch.long, device=self.policy.device)
+        if old_rows:
+            mask[:old_rows, length - old_length :] = self._mask
+        for row, own in enumerate(lengths, old_rows):
+            mask[row, length - own :] = 1
+        if self._cache is None:
+            self._cache = self._template
+        for number, layer in enumerate(self._cache.layers):
+            for kind, name in enumerate(("keys", "values")):
+                old = getattr(layer, name)
+                joined = old.new_zeros(len(mask), old.shape[1], length, old.shape[3])
+                if old_rows:
+                    joined[:old_rows, :, length - old_length :] = old
+                for row, prompt in enumerate(prompts, old_rows):
+                    joined[row, :, length - lengths[row - old_rows] :] = self._held[prompt][number][kind]
+                setattr(layer, name, joined)
+        self._mask = mask
+
+    def remove_rows(self, rows: Sequence[int]) -> None:
+        """See ``Backend``. Columns that hold only padding afterwards go too."""
+        staying = _order_after_removal(rows, len(self._mask))
+        self._select(staying)
+        if not staying:
+            self._cache = None
+            return
+        spare = int(self._mask.any(0).int().argmax())
+        if spare:
+            self._mask = self._mask[:, spare:]
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, spare:], layer.values[:, :, spare:]
+
+    def remove_prompts(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self._held = [self._held[place] for place in _order_after_removal(prompts, len(self._held))]
+
+
+class RecomputeBackend:
+    """No cache: every token costs a forward pass over all before it. Right for any causal model, and slow."""
+
+    refills = True
+    mixed_lengths = True
+    description = "without a cache: every token computes the whole text anew, which is slow"
+    token_bytes = 0
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._prompts: list[list[int]] = []
+        self._rows: list[list[int]] = []
+
+    def begin(self, capacity: Capacity) -> None:
+        """See ``Backend``."""
+
+    def end(self) -> None:
+        """See ``Backend``."""
+        self._prompts, self._rows = [], []
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``."""
+        self._prompts += [list(prompt) for prompt in prompts]
+        return self._next_logits(prompts)
+
+    def add_rows(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self._rows += [list(self._prompts[prompt]) for prompt in prompts]
+
+    def remove_rows(self, rows: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self._rows = [self._rows[place] for place in _order_after_removal(rows, len(self._rows))]
+
+    def remove_prompts(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self._prompts = [self._prompts[place] for place in _order_after_removal(prompts, len(self._prompts))]
+
+    def step(self, tokens_S: Tensor) -> Tensor:
+        """See ``Backend``."""
+        for row, token in zip(self._rows, tokens_S.tolist(), strict=True):
+            row.append(token)
+        return self._next_logits(self._rows)
+
+    def _next_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        share = max(1, PREFILL_TOKENS // max(map(len, texts)))
+        parts = [self._part_logits(texts[start : start + share]) for start in range(0, len(texts), share)]
+        return torch.cat(parts)
+
+    def _part_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        # Padded on the right: under causal attention, and in a recurrence, no real token sees what follows it.
+        longest, shortest = max(map(len, texts)), min(map(len, texts))
+        device = self.policy.device
+        input_ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
+        with self.policy.compute():
+            output = self.policy.logits(input_ids, keep=longest - shortest + 1, use_cache=False)
+        places = torch.tensor([len(text) - shortest for text in texts], device=device)
+        logits: Tensor = output.logits[torch.arange(len(texts), device=device), places]
+        return logits.to(self.policy.precision.master)

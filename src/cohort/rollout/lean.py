@@ -1,0 +1,277 @@
+"""The lean path: a Llama-like model's forward pass for sampling, over the trainer's own weights.
+
+A prompt goes through the model once; its keys and values are stored once for its group. A decode step attends in two
+parts, each with its own softmax, and merges them by their log-sum-exps:
+
+    own part      each row over its own tokens                         [rows x KV heads] products
+    prompt part   a group's rows together over their prompt's tokens   [prompts x KV heads] products
+
+    out = (1 - w) own + w prompt,     w = sigmoid(lse_prompt - lse_own)
+
+Shapes are padded (rows to 8, tokens to 16) and the two parts are summed apart, so that on a CPU in float32 a row's
+numbers do not depend on how many others there are: see ``docs/rollout.md`` for what holds where.
+
+Axis letters: S rows, R prompts held, Q query heads, K key-value heads, D a head's width, T tokens of a row, L tokens of
+a prompt, M most rows of one prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.errors import ModelError
+from cohort.policy import Policy
+from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, rms_norm, soft_cap
+from cohort.rollout.backend import Capacity
+from cohort.rollout.cache import GroupCache, Layout
+from cohort.rollout.weights import LayerWeights, Weights
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens that go through the model at a time (a longer prompt goes alone). Memory only."""
+
+
+class LeanBackend:
+    """See the module.
+
+    Args:
+        policy: whose weights are read, at each call of ``begin``.
+        anatomy: where they are in the model.
+    """
+
+    refills = True
+    mixed_lengths = True
+
+    def __init__(self, policy: Policy, anatomy: Anatomy) -> None:
+        self.policy = policy
+        self.anatomy = anatomy
+        compute, wide = policy.precision.compute, policy.precision.master
+        self._wide = wide
+        self.weights = Weights(anatomy, compute)
+        # On a CPU, batched products of a few rows are as fast in float32 as in bfloat16, or faster.
+        self._cache_dtype = wide if policy.device.type == "cpu" else compute
+        self._activation: Callable[[Tensor], Tensor] = functional.silu
+        if anatomy.gelu:
+            self._activation = partial(functional.gelu, approximate="tanh")
+        self._cache: GroupCache | None = None
+        self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
+        name = str(self._cache_dtype).removeprefix("torch.")
+        self.description = f"lean ({policy.model.config.model_type}), keys and values in {name}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        a = self.anatomy
+        return len(a.layers) * 2 * a.num_key_value_heads * a.head_dim * self._cache_dtype.itemsize
+
+    @property
+    def cache(self) -> GroupCache:
+        """What is held between ``begin`` and ``end``."""
+        assert self._cache is not None
+        return self._cache
+
+    def begin(self, capacity: Capacity) -> None:
+        """See ``Backend``."""
+        self._read_adapters()
+        self.weights.refresh(self.policy.version)
+        longest = capacity.prompt_length + capacity.completion_length
+        self._ropes = self.anatomy.rope_tables(longest, self._wide)
+        self._cache = GroupCache(
+            capacity,
+            layers=len(self.anatomy.layers),
+            heads=self.anatomy.num_key_value_heads,
+            width=self.anatomy.head_dim,
+            dtype=self._cache_dtype,
+            device=self.policy.device,
+            group_rows=self.anatomy.num_heads // self.anatomy.num_key_value_heads,
+        )
+
+    def _read_adapters(self) -> None:
+        """Adapters may have been switched on, off or to others since."""
+        if not hasattr(self.policy.model, "get_base_model"):
+            return
+        try:
+            anatomy = Anatomy.of(self.policy.model)
+        except UnknownAnatomy as unknown:
+            raise ModelError(
+                f"the model was changed after the engine was made, which needs a new one: {unknown}"
+            ) from None
+        if anatomy.adapters() != self.anatomy.adapters():
+            self.anatomy, self.weights = anatomy, Weights(anatomy, self.weights.dtype)
+
+    def end(self) -> None:
+        """See ``Backend``."""
+        self._cache = None
+
+    def add_rows(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.add_rows(prompts)
+
+    def remove_rows(self, rows: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.remove_rows(rows)
+
+    def remove_prompts(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.remove_prompts(prompts)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``. Prompts are laid end to end, without padding between them."""
+        logits = []
+        start = 0
+        while start < len(prompts):
+            stop, tokens = start + 1, len(prompts[start])
+            while stop < len(prompts) and tokens + len(prompts[stop]) <= PREFILL_TOKENS:
+                tokens += len(prompts[stop])
+                stop += 1
+            logits.append(self._prefill(prompts[start:stop]))
+            start = stop
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        lengths = [len(prompt) for prompt in prompts]
+        first = self.cache.add_prompts(lengths)
+        flat = [token for prompt in prompts for token in prompt]
+        places = [place for length in lengths for place in range(length)]
+        filler = [0] * (-len(flat) % 8)
+        device = self.policy.device
+        x = self.anatomy.embedding(torch.tensor(flat + filler, device=device)).to(self._wide)
+        rotations = self._rotations(torch.tensor(places + filler, device=device))
+        for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
+            q, k, v = self._queries_keys_values(x, layer, weights, rotations)
+            attended = torch.zeros_like(q)
+            start = 0
+            for prompt, length in enumerate(lengths, first):
+                span = slice(start, start + length)
+                start += length
+                self.cache.write_prompt(number, prompt, k[span], v[span])
+                attended[span] = self._attend_causally(q[span], k[span], v[span], layer)
+            x = self._after_attention(x, attended, layer, weights)
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
+        return self._logits(functional.pad(x[last], (0, 0, 0, -len(lengths) % 8)))[: len(lengths)]
+
+    def _attend_causally(self, q_LQD: Tensor, k_LKD: Tensor, v_LKD: Tensor, layer: Layer) -> Tensor:
+        """A prompt over itself; scores are scaled in ``q`` already."""
+        length, cap = q_LQD.shape[0], self.anatomy.score_cap
+        q, k, v = (part.transpose(0, 1)[None] for part in (q_LQD, k_LKD, v_LKD))
+        mask = None
+        if cap is not None or (layer.window is not None and length > layer.window):
+            place = torch.arange(length, device=q.device)
+            back = place[:, None] - place
+            mask = (back >= 0) & (back < (layer.window or math.inf))
+        if cap is None:
+            out = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=True
+            )
+        else:
+            assert mask is not None
+            share = q.shape[1] // k.shape[1]
+            scores = soft_cap(q @ k.repeat_interleave(share, 1).mT, cap).masked_fill_(~mask, -torch.inf)
+            out = torch.softmax(scores, -1) @ v.repeat_interleave(share, 1)
+        return out[0].transpose(0, 1)
+
+    def step(self, tokens_S: Tensor) -> Tensor:
+        """See ``Backend``."""
+        cache, count = self.cache, len(tokens_S)
+        layout = cache.next_layout()
+        x = self.anatomy.embedding(functional.pad(tokens_S, (0, layout.rows - count))).to(self._wide)
+        rotations = self._rotations(layout.positions_S)
+        for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
+            q, k, v = self._queries_keys_values(x, layer, weights, rotations)
+            cache.write_rows(number, layout, k, v)
+            x = self._after_attention(x, self._attend_in_two_parts(q, number, layer, layout), layer, weights)
+        return self._logits(x)[:count]
+
+    def _attend_in_two_parts(self, q_SQD: Tensor, number: int, layer: Layer, layout: Layout) -> Tensor:
+        rows, heads = layout.rows, self.anatomy.num_key_value_heads
+        q_SKGD = q_SQD.to(self._cache_dtype).view(rows, heads, -1, self.anatomy.head_dim)
+        k, v = self.cache.own(number, layout)
+        own, own_lse = self._attend(q_SKGD.flatten(0, 1), k, v, layout.own_mask(layer.window))
+        k, v = self.cache.prompts(number, layout)
+        together = layout.by_prompt(q_SKGD)
+        of_prompt, prompt_lse = self._attend(together, k, v, layout.prompt_mask(layer.window))
+        of_prompt, prompt_lse = layout.by_row(of_prompt, heads), layout.by_row(prompt_lse, heads)
+        weight = torch.sigmoid(prompt_lse - own_lse.view_as(prompt_lse))
+        return torch.lerp(own.view_as(of_prompt), of_prompt, weight).view_as(q_SQD)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Batched queries over keys and values, and the log-sum-exp of their scores; scores in float32 or better.
+
+        Args:
+            q: ``[B, m, D]``, scaled.
+            k, v: ``[B, t, D]``.
+            mask: added to the scores, broadcast as ``[B / heads, 1, m, t]``; 0 or -inf. None: all is seen.
+
+        Returns:
+            ``[B, m, D]`` and ``[B, m, 1]``. Where nothing is seen: 0, and a log-sum-exp that weighs nothing.
+        """
+        scores = soft_cap(_product(q, k.mT), self.anatomy.score_cap)
+        if mask is not None:
+            scores.view(mask.shape[0], -1, *scores.shape[1:]).add_(mask)
+        # Clamped: where every score is -inf their difference would not be a number.
+        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+        scores = scores.sub_(top).exp_()
+        total = scores.sum(-1, keepdim=True)
+        out = _product(scores.to(v.dtype), v)
+        total.clamp_(min=torch.finfo(total.dtype).tiny)
+        return out.div_(total), top.add_(total.log_())
+
+    def _queries_keys_values(
+        self, x: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated, and the queries scaled; ``[N, heads, D]`` each."""
+        anatomy = self.anatomy
+        heads, kv_heads = anatomy.num_heads, anatomy.num_key_value_heads
+        parts = weights.qkv.parts(self._norm(x, layer.before_attention))
+        q, k, v = (part.to(self._wide).unflatten(-1, (-1, anatomy.head_dim)) for part in parts)
+        if layer.qk_norms is not None:
+            q, k = self._norm(q, layer.qk_norms[0]), self._norm(k, layer.qk_norms[1])
+        if layer.rope is not None:
+            q, k = _rotate(torch.cat([q, k], dim=1), *rotations[layer.rope]).split([heads, kv_heads], dim=1)
+        return q * anatomy.scaling, k, v
+
+    def _rotations(self, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        return {
+            kind: (cos[positions_N][:, None], sin[positions_N][:, None]) for kind, (cos, sin) in self._ropes.items()
+        }
+
+    def _after_attention(self, x: Tensor, attended: Tensor, layer: Layer, weights: LayerWeights) -> Tensor:
+        """The rest of a layer: the attention's output added, and the MLP."""
+        update = weights.output(attended.reshape(len(x), -1))
+        if layer.after_attention is not None:
+            update = self._norm(update.to(self._wide), layer.after_attention)
+        x = x + update
+        gate, up = weights.gate_up.parts(self._norm(x, layer.before_mlp))
+        update = weights.down(self._activation(gate).mul_(up))
+        if layer.after_mlp is not None:
+            update = self._norm(update.to(self._wide), layer.after_mlp)
+        return x.add_(update)
+
+    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return rms_norm(x, self.weights.factor(norm), norm.eps, shifted=norm.shifted)
+
+    def _logits(self, x_SH: Tensor) -> Tensor:
+        """float32, or float64 for a float64 policy."""
+        logits_SV = self.weights.head(self._norm(x_SH, self.anatomy.norm))
+        return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
+
+
+def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Rotary embedding: ``[x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]`` with the halves x1 and x2 of a head."""
+    half = x_NHD.shape[-1] // 2
+    out = x_NHD * cos_N1D
+    out[..., :half].addcmul_(x_NHD[..., half:], sin_N1D[..., :half], value=-1)
+    out[..., half:].addcmul_(x_NHD[..., :half], sin_N1D[..., half:])
+    return out
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product, float32 or better: half-precision inputs give up none of their sums' bits."""
+    if a.dtype in {torch.bfloat16, torch.float16}:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b)

@@ -1,0 +1,255 @@
+"""From logits to tokens: what may be drawn, the draw, and its log-probabilities. Pure functions of tensors.
+
+Axis letters: S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.rollout.engine import Sampling
+from cohort.types import Support
+
+BLOCK = 128
+"""Tokens of the vocabulary that the search for a draw skips at a time."""
+
+
+class Drawn(NamedTuple):
+    """One token per row."""
+
+    tokens_S: Tensor
+    logps_S: Tensor
+    """Under the distribution drawn from."""
+    full_logps_S: Tensor
+    """Under the full softmax of the given logits at the same temperature (at 1 for a greedy row)."""
+    valid_S: Tensor
+    """False where the logits hold NaN, or nothing finite: the row's other entries mean nothing then."""
+    kept_SV: Tensor | None = None
+    """Which tokens could have been drawn, boolean; None: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """The sampling settings of each row, shape ``[S]`` or ``[S, 1]`` each. None: off for every row."""
+
+    temperatures_S1: Tensor | float
+    """1 for greedy rows."""
+    greedy_S: Tensor | None
+    top_k_S: Tensor | None
+    top_p_S1: Tensor | None
+    min_p_S1: Tensor | None
+    penalties_S1: Tensor | None
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
+        """One setting per row, in the rows' order."""
+
+        def column(name: str, off: float) -> Tensor | None:
+            values = [getattr(sampling, name) for sampling in samplings]
+            if all(value == off for value in values):
+                return None
+            return torch.tensor(values, device=device)[:, None]
+
+        temperatures = [sampling.temperature or 1.0 for sampling in samplings]
+        one = temperatures[0] if len(set(temperatures)) == 1 else None
+        greedy = [sampling.temperature == 0 for sampling in samplings]
+        top_k = column("top_k", 0)
+        return cls(
+            temperatures_S1=torch.tensor(temperatures, device=device)[:, None] if one is None else one,
+            greedy_S=torch.tensor(greedy, device=device) if any(greedy) else None,
+            top_k_S=None if top_k is None else top_k[:, 0],
+            top_p_S1=column("top_p", 1),
+            min_p_S1=column("min_p", 0),
+            penalties_S1=column("repetition_penalty", 1),
+        )
+
+    @property
+    def reweights(self) -> bool:
+        """Whether any row's distribution can differ from its full softmax by these settings."""
+        rules = (self.greedy_S, self.top_k_S, self.top_p_S1, self.min_p_S1, self.penalties_S1)
+        return any(rule is not None for rule in rules)
+
+
+def draw_tokens(
+    logits_SV: Tensor,
+    uniforms_S: Tensor,
+    settings: RowSettings,
+    *,
+    forbidden_SV: Tensor | None = None,
+    seen_SV: Tensor | None = None,
+    forced_S: Tensor | None = None,
+) -> Drawn:
+    """Draw one token per row.
+
+    Args:
+        logits_SV: float32 or float64. Not changed.
+        uniforms_S: in [0, 1), float64.
+        settings: of each row.
+        forbidden_SV: what a grammar or a minimum length rules out, boolean; None: nothing.
+        seen_SV: which tokens stand in the row's prompt or completion, for the repetition penalty.
+        forced_S: tokens that are put there instead of a draw; -1 where there is none. Their log-prob is 0.
+
+    >>> one = RowSettings.of([Sampling(9)], torch.device("cpu"))
+    >>> draw = draw_tokens(torch.log(torch.tensor([[0.25, 0.0, 0.75]])), torch.tensor([0.25], dtype=torch.float64), one)
+    >>> draw.tokens_S, draw.logps_S
+    (tensor([2]), tensor([-0.2877]))
+    """
+    if not settings.reweights and forbidden_SV is None and forced_S is None:
+        probs_SV = torch.softmax(_divided(logits_SV, settings), dim=-1)
+        tokens_S, logps_S, valid_S = invert(probs_SV, uniforms_S)
+        return Drawn(tokens_S, logps_S, logps_S, valid_S)
+    scores_SV = _restricted(logits_SV, settings, forbidden_SV, seen_SV)
+    tokens_S, logps_S, valid_S = invert(torch.softmax(scores_SV, dim=-1), uniforms_S)
+    kept_SV = scores_SV > -torch.inf
+    if forced_S is not None:
+        is_forced_S = forced_S >= 0
+        tokens_S = torch.where(is_forced_S, forced_S, tokens_S)
+        logps_S = torch.where(is_forced_S, 0.0, logps_S)
+        kept_SV |= is_forced_S[:, None]
+    full_SV = torch.log_softmax(_divided(logits_SV, settings), dim=-1)
+    full_logps_S = full_SV.gather(-1, tokens_S[:, None])[:, 0]
+    return Drawn(tokens_S, logps_S, full_logps_S, valid_S & full_logps_S.isfinite(), kept_SV)
+
+
+def _divided(logits_SV: Tensor, settings: RowSettings) -> Tensor:
+    temperatures = settings.temperatures_S1
+    if isinstance(temperatures, float | int):
+        return logits_SV if temperatures == 1 else logits_SV / temperatures
+    return logits_SV / temperatures.to(logits_SV.dtype)
+
+
+def _restricted(
+    logits_SV: Tensor, settings: RowSettings, forbidden_SV: Tensor | None, seen_SV: Tensor | None
+) -> Tensor:
+    """The scores whose softmax is drawn from: -inf where nothing may be."""
+    scores_SV = logits_SV
+    if settings.penalties_S1 is not None:
+        assert seen_SV is not None
+        penalties_S1 = settings.penalties_S1.to(logits_SV.dtype)
+        penalised_SV = torch.where(scores_SV < 0, scores_SV * penalties_S1, scores_SV / penalties_S1)
+        scores_SV = torch.where(seen_SV, penalised_SV, scores_SV)
+    if forbidden_SV is not None:
+        scores_SV = scores_SV.masked_fill(forbidden_SV, -torch.inf)
+    scores_SV = _divided(scores_SV, settings)
+    if settings.top_k_S is not None:
+        scores_SV = keep_top_k(scores_SV, settings.top_k_S)
+    if settings.top_p_S1 is not None:
+        scores_SV = keep_top_p(scores_SV, settings.top_p_S1)
+    if settings.min_p_S1 is not None:
+        scores_SV = keep_min_p(scores_SV, settings.min_p_S1)
+    if settings.greedy_S is not None:
+        best_S1 = scores_SV.argmax(-1, keepdim=True)
+        only_SV = torch.full_like(scores_SV, -torch.inf).scatter_(-1, best_S1, scores_SV.gather(-1, best_S1))
+        scores_SV = torch.where(settings.greedy_S[:, None], only_SV, scores_SV)
+    return scores_SV
+
+
+def keep_top_k(scores_SV: Tensor, top_k_S: Tensor) -> Tensor:
+    """-inf for all but the k highest scores of a row; equals of the k-th stay. k = 0: the row as it is.
+
+    >>> keep_top_k(torch.tensor([[1.0, 3.0, 2.0, 2.0]]), torch.tensor([2]))
+    tensor([[-inf, 3., 2., 2.]])
+    """
+    vocabulary = scores_SV.shape[-1]
+    k_S = torch.where(top_k_S == 0, vocabulary, top_k_S).clamp(max=vocabulary)
+    largest = int(torch.where(top_k_S == 0, 1, k_S).max())
+    best_SK = torch.topk(scores_SV, largest, dim=-1).values
+    lowest_S1 = best_SK.gather(-1, (k_S - 1).clamp(max=largest - 1)[:, None])
+    below_SV = (scores_SV < lowest_S1) & (top_k_S > 0)[:, None]
+    return scores_SV.masked_fill(below_SV, -torch.inf)
+
+
+def keep_top_p(scores_SV: Tensor, top_p_S1: Tensor) -> Tensor:
+    """-inf outside the smallest set of likeliest tokens whose probabilities reach p. p = 1: the row as it is.
+
+    A token stays when the tokens likelier than it have less than p together, so at least one does.
+
+    >>> keep_top_p(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), torch.tensor([[0.7]])).exp()
+    tensor([[0.5000, 0.3000, 0.0000]])
+    """
+    sorted_SV, order_SV = scores_SV.sort(dim=-1, descending=True, stable=True)
+    probs_SV = torch.softmax(sorted_SV, dim=-1, dtype=torch.float64)
+    before_SV = probs_SV.cumsum(-1) - probs_SV
+    # A bound a rounding error below p, so that a set that reaches p exactly is not enlarged by the sum's last bit.
+    outside_SV = (before_SV >= top_p_S1.double() * (1 - 1e-7)) & (top_p_S1 < 1)
+    outside_SV[:, 0] = False
+    outside_SV = torch.empty_like(outside_SV).scatter_(-1, order_SV, outside_SV)
+    return scores_SV.masked_fill(outside_SV, -torch.inf)
+
+
+def keep_min_p(scores_SV: Tensor, min_p_S1: Tensor) -> Tensor:
+    """-inf for tokens less than min_p times as likely as the likeliest. 0: the row as it is.
+
+    >>> keep_min_p(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), torch.tensor([[0.5]])).exp()
+    tensor([[0.5000, 0.3000, 0.0000]])
+    """
+    top_S1 = scores_SV.amax(-1, keepdim=True)
+    return scores_SV.masked_fill(scores_SV - top_S1 < min_p_S1.to(scores_SV.dtype).log(), -torch.inf)
+
+
+def invert(weights_SV: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw from weights by inverting their cumulative sums, in two steps: which block of the vocabulary, which token.
+
+    Args:
+        weights_SV: not negative; need not sum to 1.
+        uniforms_S: in [0, 1), float64. Token v is drawn where u falls into its stretch of [0, 1).
+
+    Returns:
+        ``(tokens_S, logps_S, valid_S)``: the log of each token's share of the sum, in the weights' dtype. A token of
+        weight 0 is never drawn. Not valid: the sum is NaN or 0.
+    """
+    rows, vocabulary = weights_SV.shape
+    if rest := -vocabulary % BLOCK:
+        weights_SV = torch.nn.functional.pad(weights_SV, (0, rest))
+    blocks_SBW = weights_SV.view(rows, -1, BLOCK)
+    sums_SB = blocks_SBW.sum(-1, dtype=torch.float64)
+    block_S, within_S, totals_S = _stretch(sums_SB, uniforms_S.clamp(max=1 - 2**-53))
+    rows_S = torch.arange(rows, device=weights_SV.device)
+    inner_SW = blocks_SBW[rows_S, block_S].double()
+    place_S, _, _ = _stretch(inner_SW, within_S)
+    picked_S = inner_SW[rows_S, place_S]
+    logps_S = (picked_S.log() - totals_S.log()).to(weights_SV.dtype)
+    return block_S * BLOCK + place_S, logps_S, logps_S.isfinite()
+
+
+def _stretch(weights_SN: Tensor, shares_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which entry the given share of each row's sum falls into, the share of that entry it has gone, and the sums.
+
+    The entry is one of positive weight, unless the row has none.
+    """
+    cumulative_SN = weights_SN.cumsum(-1)
+    totals_S1 = cumulative_SN[:, -1:]
+    # Below the last sum in any case: the first cumulative sum above it belongs to an entry of positive weight.
+    targets_S1 = torch.minimum(shares_S[:, None] * totals_S1, totals_S1.nextafter(torch.zeros_like(totals_S1)))
+    entries_S1 = torch.searchsorted(cumulative_SN, targets_S1, right=True).clamp_(max=weights_SN.shape[-1] - 1)
+    weight_S1 = weights_SN.gather(-1, entries_S1)
+    gone_S1 = targets_S1 - (cumulative_SN.gather(-1, entries_S1) - weight_S1)
+    shares_S1 = (gone_S1 / weight_S1).clamp_(0, 1)
+    return entries_S1[:, 0], shares_S1[:, 0], totals_S1[:, 0]
+
+
+def support_of(kept_SV: Tensor) -> list[tuple[np.ndarray, bool]]:
+    """For each row the shorter of two lists: what could be drawn, or (then True) what could not."""
+    vocabulary = kept_SV.shape[-1]
+    excluded_S = kept_SV.sum(-1) > vocabulary // 2
+    listed_SV = kept_SV ^ excluded_S[:, None]
+    rows, tokens = (index.cpu().numpy() for index in listed_SV.nonzero(as_tuple=True))
+    pieces = np.split(tokens.astype(np.int32), np.searchsorted(rows, np.arange(1, len(kept_SV))))
+    return list(zip(pieces, excluded_S.tolist(), strict=True))
+
+
+def joined_support(steps: Sequence[tuple[np.ndarray, bool]]) -> Support | None:
+    """A completion's support from its steps'; None where every step could draw everything."""
+    if all(excluded and not len(ids) for ids, excluded in steps):
+        return None
+    return Support(
+        np.concatenate([ids for ids, _ in steps]),
+        np.array([len(ids) for ids, _ in steps], np.int32),
+        np.array([excluded for _, excluded in steps], np.bool_),
+    )

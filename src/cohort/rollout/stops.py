@@ -1,0 +1,50 @@
+"""When a completion's text has come to contain a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+"""What a tokenizer shows for bytes that are no whole character yet."""
+
+
+class StopStrings:
+    """Looks for stop strings in the newest text of a completion.
+
+    Args:
+        tokenizer: decodes. Special tokens count as their text: they may be stops.
+        stops: none of them empty.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        # A token spells at least one byte, so a stop of n bytes stands in the last n tokens; a few more, as the first
+        # tokens of a text may lose a space or be part of a character.
+        self.tail = max((len(stop.encode()) for stop in stops), default=0) + 4
+        """How many of the newest tokens are looked at."""
+        self._may_end: dict[int, bool] = {}
+
+    def found(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest token completed a stop string."""
+        if not self._stops or not self._can_complete(token_ids[-1]):
+            return False
+        tail = self._decode(token_ids[-self.tail :])
+        return any(stop in tail for stop in self._stops)
+
+    def _can_complete(self, token: int) -> bool:
+        """Whether the token may bring a stop's last character. Most cannot, and spare the completion's decoding."""
+        if token not in self._may_end:
+            text = self._decode([token])
+            # Decoded alone, a token can lose a space at its front, and bytes of a character are not the character.
+            last = {stop[-1] for stop in self._stops}
+            unclear = not text or REPLACEMENT in text or any(character.isspace() for character in last)
+            self._may_end[token] = unclear or any(character in text for character in last)
+        return self._may_end[token]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text

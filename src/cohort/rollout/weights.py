@@ -1,0 +1,157 @@
+"""A model's weights as the sampler multiplies with them: in compute precision, made once per update.
+
+Where the compute dtype is the weights' own, these are the trainer's parameters themselves. Where it is another
+(bfloat16 over float32), one copy in that dtype is kept, with what shares an input side by side in one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.policy.anatomy import Anatomy, Linear, Norm
+
+PACKED_ROWS = 64
+"""How many rows packed matrices are laid out for. Others may come; the layout suits them too."""
+
+
+class Product:
+    """One or more linears over the same input: ``y_i = x W_i^T + b_i``, adapters included.
+
+    Args:
+        linears: what is multiplied with.
+        dtype: what is computed in; the output's dtype.
+    """
+
+    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype) -> None:
+        self._linears = tuple(linears)
+        self._dtype = dtype
+        self._casts = any(linear.weight.dtype != dtype for linear in linears)
+        self._weights: list[Tensor] = []
+        self._biases: list[Tensor | None] = []
+        self._packed: Tensor | None = None
+        self._widths = [linear.weight.shape[0] for linear in linears]
+        self._adapters: list[tuple[int, Tensor, Tensor, float]] = []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights as they are now."""
+        weights: list[Tensor] = [linear.weight.detach() for linear in self._linears]
+        biases = [None if linear.bias is None else linear.bias.detach() for linear in self._linears]
+        if self._casts:
+            if not self._weights:
+                self._weights = [weights[0].new_empty(sum(self._widths), weights[0].shape[1], dtype=self._dtype)]
+            # One linear at a time: no second matrix in the weights' own precision is made on the way.
+            for part, weight in zip(self._weights[0].split(self._widths), weights, strict=True):
+                part.copy_(weight)
+            self._biases = [_side_by_side(biases, weights, self._dtype)]
+            self._packed = _packed(self._weights[0])
+            if self._packed is not None:
+                self._weights = []
+        else:
+            self._weights, self._biases = weights, biases
+        self._adapters = []
+        for number, linear in enumerate(self._linears):
+            for adapter in linear.adapters:
+                pair = adapter.a.detach().to(self._dtype), adapter.b.detach().to(self._dtype)
+                self._adapters.append((number, *pair, adapter.scale))
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """``x`` of shape ``[N, in]`` to each linear's ``[N, out_i]``."""
+        x = x.to(self._dtype)
+        if self._packed is not None:
+            ys = [torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], "")]
+        else:
+            ys = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
+        parts = ys[0].split(self._widths, dim=-1) if len(ys) < len(self._widths) else ys
+        for number, a, b, scale in self._adapters:
+            parts[number].add_(functional.linear(functional.linear(x, a), b), alpha=scale)
+        return parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``parts`` of a single linear."""
+        (y,) = self.parts(x)
+        return y
+
+
+def _packed(weight: Tensor) -> Tensor | None:
+    """A bfloat16 matrix on a CPU in oneDNN's own layout, which its products would otherwise rearrange it to each time;
+    None where there is no such layout. The products are the same, bit for bit."""
+    usable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    if not usable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return None
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+    return packed
+
+
+def _side_by_side(biases: Sequence[Tensor | None], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(biases, weights, strict=True)
+    return torch.cat([w.new_zeros(w.shape[0]) if bias is None else bias for bias, w in pairs]).to(dtype)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer's products, and its norms' factors."""
+
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+
+
+class Weights:
+    """All products and norm factors of a model.
+
+    Args:
+        anatomy: the model.
+        dtype: what products are computed in.
+    """
+
+    def __init__(self, anatomy: Anatomy, dtype: torch.dtype) -> None:
+        self.anatomy = anatomy
+        self.dtype = dtype
+        self.layers = [
+            LayerWeights(
+                Product(layer.qkv, dtype),
+                Product([layer.output], dtype),
+                Product(layer.gate_up, dtype),
+                Product([layer.down], dtype),
+            )
+            for layer in anatomy.layers
+        ]
+        self.head = Product([anatomy.head], dtype)
+        self.refreshed = 0
+        """How often the weights were taken: once per update that changed them."""
+        self._factors: dict[int, Tensor] = {}
+        self._stamp: tuple[object, ...] = ()
+        self._read = anatomy.parameters()
+
+    def refresh(self, version: int) -> None:
+        """Take the weights anew if they have changed: ``version`` counts updates; torch counts changes in place and
+        the address tells of exchanged storage. (A write through ``.data`` changes neither: raise the version then.)
+        """
+        stamp = (version, *((weight.data_ptr(), weight._version) for weight in self._read))
+        if stamp == self._stamp:
+            return
+        for layer in self.layers:
+            for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                product.refresh()
+        self.head.refresh()
+        self._factors.clear()
+        self._stamp = stamp
+        self.refreshed += 1
+
+    def factor(self, norm: Norm) -> Tensor:
+        """What the norm multiplies by."""
+        if not norm.shifted:
+            return norm.weight.detach()
+        key = id(norm.weight)
+        if key not in self._factors:
+            self._factors[key] = 1.0 + norm.weight.detach().float()  # float32 always, as transformers adds
+        return self._factors[key]

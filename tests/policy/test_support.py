@@ -1,0 +1,267 @@
+"""Log-probs over what each token was drawn from, against loops over the kept tokens of an unpadded forward."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from cohort.objective import entropy, vocabulary_kl
+from cohort.policy import Policy, Precision, chunked_terms
+from cohort.policy.policy import outside, penalized
+from cohort.types import Support
+from tests.conftest import tiny_llama
+
+VOCABULARY = 37
+PROMPTS = [(5, 9, 20), (7,), (30, 31, 5, 33, 34, 35, 36), (2, 3)]
+COMPLETIONS = [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
+ALL = tuple(range(VOCABULARY))
+
+
+def support(kept_per_token, excluded=None):
+    """A ``Support`` from the kept tokens of each position, listed as kept or, where said, as excluded."""
+    excluded = excluded or [False] * len(kept_per_token)
+    listed = [sorted(set(ALL) - set(kept)) if out else kept for kept, out in zip(kept_per_token, excluded, strict=True)]
+    return Support(
+        np.array([token for tokens in listed for token in tokens], np.int32),
+        np.array([len(tokens) for tokens in listed], np.int32),
+        np.array(excluded, np.bool_),
+    )
+
+
+def some_support(seed=0):
+    """Kept tokens of every position of ``COMPLETIONS``: the drawn one and others, many or few; and the ``Support``s.
+    One completion has none."""
+    generator = np.random.default_rng(seed)
+    kept = []
+    for completion in COMPLETIONS:
+        sizes = generator.choice([0, 1, 4, 20, 36], size=len(completion))
+        others = [generator.permutation(ALL)[:size].tolist() for size in sizes]
+        kept.append([sorted({token, *more}) for token, more in zip(completion, others, strict=True)])
+    kept[3] = [list(ALL)] * len(COMPLETIONS[3])
+    excluded = [[len(tokens) > 18 for tokens in row] for row in kept]
+    assert any(itertools.chain(*excluded[:3]))
+    return kept, [*(support(k, e) for k, e in zip(kept[:3], excluded[:3], strict=True)), None]
+
+
+def plain_rows(model, prompt, completion):
+    """The logits that each token of a completion comes from, one row, no padding."""
+    return model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
+    kept, supports = some_support()
+    with torch.no_grad():
+        got = float64_policy.logps(PROMPTS, COMPLETIONS, temperature, supports)
+        expected = []
+        for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
+            for logits, token, tokens in zip(
+                plain_rows(float64_policy.model, prompt, completion).tolist(), completion, rows, strict=True
+            ):
+                scaled = {v: logits[v] / temperature for v in tokens}
+                total = math.fsum(math.exp(value) for value in scaled.values())
+                probs = {v: math.exp(value) / total for v, value in scaled.items()}
+                h = -math.fsum(p * math.log(p) for p in probs.values())
+                expected.append((math.log(probs[token]), h, math.fsum(p * p for p in probs.values())))
+    for values, column in zip(got, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(values, torch.tensor(column, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def subset_log_probs(policy, kept, temperature):
+    """log softmax over the kept tokens alone, made of them alone: no -inf anywhere. With each one's drawn token."""
+    for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
+        logits = plain_rows(policy.model, prompt, completion)
+        for row, token, tokens in zip(logits, completion, rows, strict=True):
+            yield torch.log_softmax(row[tokens] / temperature, -1), tokens.index(token), tokens
+
+
+def gradients(model, value):
+    model.zero_grad()
+    value.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same_gradients(model, value, expected):
+    for got, wanted in zip(gradients(model, value), gradients(model, expected), strict=True):
+        assert torch.isfinite(got).all()
+        # Sums over tokens in another order, of gradients of size up to some hundred.
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-11)
+
+
+def test_gradients_of_the_log_probs_equal_those_of_the_kept_tokens_alone(float64_policy):
+    kept, supports = some_support()
+    weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
+    value = (float64_policy.logps(PROMPTS, COMPLETIONS, 0.7, supports).logps_N * weights).sum()
+    alone = torch.stack([log_probs[place] for log_probs, place, _ in subset_log_probs(float64_policy, kept, 0.7)])
+    assert_same_gradients(float64_policy.model, value, (alone * weights).sum())
+
+
+@pytest.mark.parametrize("weight", [0.3, 1e3])  # a weight above 1 must not turn 0 * -inf into a NaN
+def test_the_entropy_bonus_is_over_the_support(float64_policy, weight):
+    kept, supports = some_support()
+    logits_NV, _ = float64_policy.completion_logits(PROMPTS, COMPLETIONS, supports)
+    weights_N = weight * torch.linspace(-1, 2, 12, dtype=torch.float64)
+    value = chunked_terms(lambda p, w: (w * entropy(p)).sum(), 0.7, [logits_NV], [weights_N])
+    alone = torch.stack([-(p.exp() * p).sum() for p, *_ in subset_log_probs(float64_policy, kept, 0.7)])
+    assert value.item() == pytest.approx((weights_N * alone).sum().item(), rel=1e-12)
+    assert_same_gradients(float64_policy.model, value, (alone * weights_N).sum())
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e3])
+@pytest.mark.parametrize("top_k", [None, 1, 3, 25])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_a_kl_over_the_vocabulary_is_over_the_support(float64_policy, direction, top_k, weight):
+    kept, supports = some_support()
+    reference = float64_policy.copy_frozen()
+    with torch.no_grad():
+        for index, parameter in enumerate(reference.model.parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+        ref_NV, _ = reference.completion_logits(PROMPTS, COMPLETIONS, supports)
+    logits_NV, _ = float64_policy.completion_logits(PROMPTS, COMPLETIONS, supports)
+    value = chunked_terms(
+        lambda p, q, w: (w * vocabulary_kl(p, q, direction, top_k)).sum(),
+        1.0,
+        [logits_NV, ref_NV],
+        [torch.full((12,), weight, dtype=torch.float64)],
+    )
+    pairs = zip(subset_log_probs(float64_policy, kept, 1.0), subset_log_probs(reference, kept, 1.0), strict=True)
+    alone = sum(vocabulary_kl(p[None], q.detach()[None], direction, top_k).sum() for (p, *_), (q, *_) in pairs)
+    assert value.item() > 1e-4
+    assert value.item() == pytest.approx(weight * alone.item(), rel=1e-11)
+    assert_same_gradients(float64_policy.model, value, weight * alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [1.0, 3.0, 1e6])
+def test_an_entropy_of_any_weight_has_a_gradient_where_tokens_cannot_occur(dtype, weight):
+    logits = torch.tensor([[0.0, -torch.inf, math.log(3), -torch.inf]], dtype=dtype, requires_grad=True)
+    (weight * entropy(logits.log_softmax(-1))).sum().backward()
+    # p = 1/4, 3/4 and H = 2 log 2 - 3/4 log 3; dH/dlogit = -p (log p + H) = 3/16 log 3 at the first, less at the other
+    slope = 3 / 16 * math.log(3)
+    expected = torch.tensor([[slope, 0.0, -slope, 0.0]], dtype=dtype) * weight
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=0)
+
+
+def test_which_tokens_are_outside_by_hand():
+    kept = Support(np.array([1, 3, 0], np.int32), np.array([2, 1], np.int32), np.array([False, True]))
+    got = outside([None, kept, None], [(1,), (3, 2), (0,)], 5, torch.device("cpu"))
+    assert [row.nonzero().flatten().tolist() for row in got] == [[], [0, 2, 4], [0], []]
+
+
+def test_a_whole_vocabulary_changes_no_bit(float32_policy):
+    whole = [support([ALL] * len(c), [True] * len(c)) for c in COMPLETIONS]
+    assert whole[0].counts_N.tolist() == [0, 0, 0]
+    plain = float32_policy.logps(PROMPTS, COMPLETIONS, 1.0)
+    for more in ([None] * 4, whole):
+        for got, expected in zip(float32_policy.logps(PROMPTS, COMPLETIONS, 1.0, more), plain, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_supports_of_another_dtype_of_the_model():
+    policy = Policy(tiny_llama(), Precision(torch.float32, torch.bfloat16))
+    kept, supports = some_support()
+    got = policy.logps(PROMPTS, COMPLETIONS, 1.0, supports)
+    got.logps_N.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters())
+    single = [len(tokens) == 1 for rows in kept for tokens in rows]
+    assert any(single)
+    assert got.logps_N[torch.tensor(single)].tolist() == [0.0] * sum(single)
+    assert got.entropy_N[torch.tensor(single)].tolist() == [0.0] * sum(single)
+
+
+# Repetition penalty -------------------------------------------------------------------------------------------------
+
+
+def theirs(rows, prompt, completion, penalty, seen=list):
+    """transformers' own, a step at a time as in its generation. Its gradient is right for a ``set`` of tokens seen
+    only: its scatter counts a repeated one's gradient as often as it stands there."""
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    ids = [torch.tensor([list(seen([*prompt, *completion[:n]]))]) for n in range(len(completion))]
+    return torch.cat([processor(ids[n], rows[n : n + 1]) for n in range(len(completion))])
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
+def test_the_penalty_is_transformers(float32_policy, penalty):
+    with torch.no_grad():
+        rows = [plain_rows(float32_policy.model, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+        got = penalized(torch.cat(rows), PROMPTS, COMPLETIONS, penalty)
+        expected = [theirs(r, p, c, penalty) for r, p, c in zip(rows, PROMPTS, COMPLETIONS, strict=True)]
+    assert torch.equal(got, torch.cat(expected))
+    assert not torch.equal(got, torch.cat(rows))
+
+
+def test_the_penalty_by_hand():
+    logits = torch.tensor([[2.0, -2.0, 4.0, -4.0]]).repeat(3, 1)
+    got = penalized(logits, [(0, 0)], [(3, 1, 3)], 2.0)
+    assert got.tolist() == [[1.0, -2.0, 4.0, -4.0], [1.0, -2.0, 4.0, -8.0], [1.0, -4.0, 4.0, -8.0]]
+    # An id beyond the head's vocabulary, as of an image, has no logit to penalize.
+    assert torch.equal(penalized(logits, [(0, 9)], [(3, 1, 3)], 2.0), got)
+
+
+def test_gradients_through_the_penalty_a_support_and_a_temperature(float64_policy):
+    """In the sampler's order: penalty, support, temperature."""
+    kept, supports = some_support()
+    value = float64_policy.logps(PROMPTS, COMPLETIONS, 0.6, supports, 1.4).logps_N
+    alone = []
+    for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
+        logits = theirs(plain_rows(float64_policy.model, prompt, completion), prompt, completion, 1.4, seen=set)
+        for row, token, tokens in zip(logits, completion, rows, strict=True):
+            alone.append(torch.log_softmax(row[tokens] / 0.6, -1)[tokens.index(token)])
+    alone = torch.stack(alone)
+    torch.testing.assert_close(value, alone, rtol=0, atol=1e-12)
+    weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
+    assert_same_gradients(float64_policy.model, (value * weights).sum(), (alone * weights).sum())
+
+
+def test_the_penalty_of_bfloat16_logits_is_in_float32(float32_policy):
+    half = torch.tensor([[3.0, -1.0]], dtype=torch.bfloat16)
+    got = penalized(half, [(0,)], [(1,)], 1.1)
+    assert got.dtype == torch.float32
+    assert got[0, 0].item() == torch.tensor(3.0).div(1.1).item()
+
+
+# What a truncated draw is worth ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("top_k", "penalty"), [(3, 1.0), (5, 1.0), (4, 1.5)])
+def test_the_mean_ratio_is_one_with_replay_and_the_kept_mass_without(float64_policy, top_k, penalty):
+    """All completions of two tokens that top-k can draw, each with its probability, both ratios to the trainer."""
+    prompt, temperature = (5, 9), 0.8
+
+    def kept_tokens(so_far):
+        """The k likeliest after some tokens, their log-probs, and the mass of the full distribution on them."""
+        with torch.no_grad():
+            logits = float64_policy.model(torch.tensor([[*prompt, *so_far]])).logits[0, -1]
+        full = torch.softmax(logits / temperature, -1)
+        drawn = theirs(logits[None], (*prompt, *so_far), (0,), penalty)[0] if penalty != 1 else logits
+        kept = drawn.topk(top_k).indices
+        return kept.tolist(), torch.log_softmax(drawn[kept] / temperature, -1).tolist(), full[kept].sum().item()
+
+    completions, supports, sampler, mass = [], [], [], []
+    first, first_logps, first_mass = kept_tokens(())
+    for token, logp in zip(first, first_logps, strict=True):
+        second, second_logps, second_mass = kept_tokens((token,))
+        for other, other_logp in zip(second, second_logps, strict=True):
+            completions.append((token, other))
+            supports.append(support([first, second]))
+            sampler.append((logp, other_logp))
+            mass.append((first_mass, second_mass))
+    sampler_SN, mass_SN = torch.tensor(sampler, dtype=torch.float64), torch.tensor(mass, dtype=torch.float64)
+    probability_S = sampler_SN.sum(1).exp()
+    assert probability_S.sum().item() == pytest.approx(1, abs=1e-13)
+    prompts = [prompt] * len(completions)
+    with torch.no_grad():
+        replayed_SN = float64_policy.logps(prompts, completions, temperature, supports, penalty).logps_N.view(-1, 2)
+        full_SN = float64_policy.logps(prompts, completions, temperature).logps_N.view(-1, 2)
+    torch.testing.assert_close(replayed_SN, sampler_SN, rtol=0, atol=1e-12)
+
+    def mean(values_SN):
+        return (probability_S[:, None] * values_SN).sum(0).tolist()
+
+    assert mean((replayed_SN - sampler_SN).exp()) == pytest.approx([1, 1], abs=1e-12)
+    kept = mean(mass_SN)
+    assert max(kept) < 0.95  # so that the two differ
+    assert mean((full_SN - sampler_SN).exp()) == pytest.approx(kept, abs=1e-12)

@@ -1,0 +1,454 @@
+"""The loop with what is not drawn from the whole distribution: replayed supports, forced tokens, completions that
+failed."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+
+from cohort.errors import NonFiniteError, PolicyMismatchError
+from cohort.objective import PRESETS
+from cohort.presets.parts import Unlikeliness
+from cohort.rewards import RewardRunner
+from cohort.rollout import Draws, Sampling
+from cohort.train import Rollout, assemble, assign_advantages, policy_logps, select
+from cohort.train.check import check_sampler_gap
+from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Support
+from tests.invariance.test_update import gradient, shifted_policy
+from tests.policy.test_support import theirs
+from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
+
+CPU = torch.device("cpu")
+ERROR, CANCELLED, EOS = FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.EOS
+
+
+class PlainEngine:
+    """Draws with a repetition penalty, top-k and nothing else, by a whole forward pass for every token.
+
+    ``broken`` says which completions, ``(uid, sample)``, it gives up, and how.
+    """
+
+    def __init__(self, policy, tokenizer, length=6, broken=lambda uid, sample: None):
+        self.policy, self.tokenizer, self.length, self.broken = policy, tokenizer, length, broken
+        self.calls = 0
+
+    @torch.no_grad()
+    def generate(self, prompts, num_generations, sampling, draws, watch=None):
+        self.calls += 1
+        return [Group(p, tuple(self.complete(p, i, sampling, draws) for i in range(num_generations))) for p in prompts]
+
+    def complete(self, prompt, sample, sampling, draws):
+        generator = torch.Generator().manual_seed(1000 * prompt.uid + 10 * sample + 7 * draws.step)
+        if reason := self.broken(prompt.uid, sample):
+            return Completion((), (), reason, "", self.policy.version)
+        ids, sampler, full, listed = [], [], [], []
+        for _ in range(2 + (prompt.uid + sample) % (self.length - 1)):
+            logits = self.policy.model(torch.tensor([[*prompt.token_ids, *ids]])).logits[0, -1:].float()
+            drawn = logits
+            if sampling.repetition_penalty != 1:
+                drawn = theirs(logits, (*prompt.token_ids, *ids), (0,), sampling.repetition_penalty)
+            kept = drawn[0].topk(sampling.top_k or drawn.shape[1]).indices
+            log_probs = torch.log_softmax(drawn[0, kept] / sampling.temperature, -1)
+            place = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
+            ids.append(int(kept[place]))
+            sampler.append(float(log_probs[place]))
+            full.append(float(torch.log_softmax(logits[0] / sampling.temperature, -1)[ids[-1]]))
+            listed.append(kept.numpy().astype(np.int32))
+        support = None
+        if sampling.record_support and sampling.top_k:
+            counts = np.array([len(tokens) for tokens in listed], np.int32)
+            support = Support(np.concatenate(listed), counts, np.zeros(len(ids), np.bool_))
+        return Completion(
+            tuple(ids),
+            tuple(sampler),
+            EOS,
+            self.tokenizer.decode(ids),
+            self.policy.version,
+            full_logps=tuple(full) if sampling.reweights else None,
+            support=support,
+        )
+
+
+def replaying(tokenizer, folder, *, broken=lambda uid, sample: None, **settings):
+    """A trainer with the plain engine, for training and for evaluation."""
+    trainer = make_trainer(tokenizer, folder, **settings)
+    trainer.engine = PlainEngine(trainer.policy, tokenizer, broken=broken)
+    return trainer
+
+
+def rows_of(folder, step=1):
+    return pyarrow.parquet.read_table(folder / "rollouts" / f"step-{step}.parquet").to_pylist()
+
+
+# Replay ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"repetition_penalty": 1.5}, {"top_k": 5, "repetition_penalty": 2}])
+def test_the_ratio_of_the_first_update_is_one(demo_tokenizer, tmp_path, sampling):
+    settings = {key: float(value) if key != "top_k" else value for key, value in sampling.items()}
+    trainer = replaying(demo_tokenizer, tmp_path / "run", max_steps=2, temperature=0.8, num_iterations=2, **settings)
+    for metrics in trainer.steps():
+        assert metrics["sampler/max_gap"] < 1e-5  # float32
+        assert metrics["sampler/mean_ratio"] == pytest.approx(1, abs=1e-6)
+        assert abs(metrics["sampler/log_ratio_min"]) < 1e-5
+        assert metrics["entropy"] <= math.log(settings.get("top_k", len(demo_tokenizer))) + 1e-6
+        assert metrics["grad_norm"] > 0
+
+
+def test_without_replay_the_mean_ratio_is_the_kept_mass(demo_tokenizer, tmp_path):
+    settings = {"max_steps": 1, "top_k": 5, "temperature": 0.8, "log_completions": True}
+    trainer = replaying(demo_tokenizer, tmp_path / "run", replay_sampling=False, **settings)
+    (metrics,) = trainer.steps()
+    assert metrics["sampler/max_gap"] < 1e-5  # like with like: over the whole vocabulary
+    rows = rows_of(tmp_path / "run")
+    # full - sampler is the log of the mass that top-k kept, whichever of the kept tokens was drawn
+    mass = [math.exp(f - s) for r in rows for f, s in zip(r["full_logps"], r["sampler_logps"], strict=True)]
+    assert metrics["sampler/mean_ratio"] == pytest.approx(sum(mass) / len(mass), abs=1e-5)
+    assert metrics["sampler/mean_ratio"] < 0.9
+    assert -metrics["sampler/log_ratio_min"] > 0.1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.2, "temperature": 1.5},
+        {"repetition_penalty": 1.6},
+        {"min_completion_length": 4},
+        {"top_k": 6, "top_p": 0.9, "repetition_penalty": 1.3, "temperature": 0.7},
+    ],
+)
+@pytest.mark.parametrize("replay", [True, False])
+def test_the_engine_and_the_update_agree(demo_tokenizer, tmp_path, sampling, replay):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, replay_sampling=replay, **sampling)
+    (metrics,) = trainer.steps()
+    assert metrics["sampler/max_gap"] < 1e-5  # float32
+    if replay:
+        assert metrics["sampler/mean_ratio"] == pytest.approx(1, abs=1e-6)
+    else:
+        assert metrics["sampler/log_ratio_min"] < -1e-3
+
+
+def test_replay_changes_the_update(demo_tokenizer, tmp_path):
+    trained = []
+    for replay in (True, False):
+        folder = tmp_path / str(replay)
+        trainer = replaying(demo_tokenizer, folder, max_steps=1, top_k=5, replay_sampling=replay)
+        trainer.train()
+        trained.append(parameters(trainer))
+    assert any(not torch.allclose(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"preset": "dapo", "beta": 0.1},
+        {"beta": 0.1, "kl": {"estimator": "full", "top_k": 3}, "entropy": {"coefficient": 2.0}},
+        {"beta": 0.1, "kl": {"estimator": "full", "direction": "forward"}, "top_entropy": 0.5},
+        {"ratio_anchor": "sampler"},
+        {"mismatch": ["weight", "off_policy_mask"]},
+    ],
+)
+def test_objectives_over_a_truncated_distribution(demo_tokenizer, tmp_path, objective):
+    trainer = replaying(demo_tokenizer, tmp_path / "run", max_steps=2, top_k=3, num_iterations=2, **objective)
+    for metrics in trainer.steps():
+        numbers = [value for value in metrics.values() if isinstance(value, float)]
+        assert all(map(math.isfinite, numbers))
+        assert 0 < metrics["entropy"] <= math.log(3) + 1e-6
+    if objective.get("beta"):
+        assert metrics["kl/k3"] > 0
+
+
+def test_the_gate_looks_at_what_was_drawn_from(demo_tokenizer, tmp_path):
+    """Truncated log-probs that say they were of the whole distribution are a sampler that disagrees."""
+    trainer = replaying(demo_tokenizer, tmp_path / "run", max_steps=1, top_k=2, replay_sampling=False)
+    honest = trainer.engine.complete
+
+    def claims(*arguments):
+        return dataclasses.replace(honest(*arguments), full_logps=None)
+
+    trainer.engine.complete = claims
+    with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
+        trainer.train()
+
+
+def replayed_batch(policy, objective):
+    """Groups drawn with top-k 4 by a policy; the current one is given."""
+
+    class Decoder:
+        def decode(self, ids):
+            return ""
+
+    sampling = Sampling(8, top_k=4, temperature=1.0)
+    prompts = [Prompt(p, p, tuple(range(2, 4 + p)), "", "", {}) for p in range(4)]
+    groups = PlainEngine(shifted_policy(), Decoder()).generate(prompts, 3, sampling, Draws(0, 0))
+    batch = assemble(groups, CPU)
+    old_N = policy_logps(shifted_policy(), batch, 1.0, 10_000)
+    torch.testing.assert_close(old_N, batch.sampler_logps_N, rtol=0, atol=2e-6)  # float32 in the engine
+    ref_N = policy_logps(policy, batch, 1.0, 10_000)
+    batch = dataclasses.replace(batch, old_logps_N=old_N, ref_logps_N=ref_N if objective.beta else None)
+    rewards = torch.rand(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return assign_advantages(batch, Scores(rewards, rewards[:, None], ("r",)), objective, 8)
+
+
+@pytest.mark.parametrize("budget", [1, 13, 40])
+def test_microbatches_change_nothing_under_supports(float64_policy, budget):
+    objective = PRESETS["default"].replace(beta=0.1, kl={"estimator": "full"}, top_entropy=0.6)
+    batch = replayed_batch(float64_policy, objective)
+    more = {"reference": shifted_policy(), "entropy_coefficient": 0.01}
+    whole, whole_result = gradient(float64_policy, batch, objective, 100_000, **more)
+    parts, parts_result = gradient(float64_policy, batch, objective, budget, **more)
+    assert whole_result.grad_norm > 1e-3
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert parts_result.statistics.sums == pytest.approx(whole_result.statistics.sums, rel=1e-9, abs=1e-12)
+
+
+def test_a_batch_keeps_supports_with_their_completions(float64_policy):
+    batch = replayed_batch(float64_policy, PRESETS["default"])
+    part = select(dataclasses.replace(batch, repetition_penalty=1.5), [7, 2])
+    assert part.supports == (batch.supports[7], batch.supports[2])
+    assert part.repetition_penalty == 1.5
+    assert part.full_logps_N is None
+
+
+def test_full_log_probs_are_kept_only_where_nothing_is_replayed():
+    full = Completion((3, 4), (-1.0, -1.0), EOS, "", 0, full_logps=(-1.5, -2.0))
+    plain = Completion((5,), (-0.5,), EOS, "", 0)
+    groups = [Group(Prompt(0, 0, (1,), "", "", {}), (full, plain))]
+    batch = assemble(groups, CPU)
+    assert batch.full_logps_N.tolist() == [-1.5, -2.0, -0.5]
+    assert batch.supports == ()
+    assert select(batch, [1]).full_logps_N.tolist() == [-0.5]
+    assert assemble(groups, CPU, repetition_penalty=1.5).full_logps_N is None
+    kept = Support(np.array([3, 4], np.int32), np.array([1, 1], np.int32), np.zeros(2, np.bool_))
+    replayed = [Group(groups[0].prompt, (dataclasses.replace(full, support=kept), plain))]
+    assert assemble(replayed, CPU).full_logps_N is None
+    assert assemble(replayed, CPU).supports == (kept, None)
+    assert assemble([Group(groups[0].prompt, (plain, plain))], CPU).full_logps_N is None
+
+
+# Forced tokens --------------------------------------------------------------------------------------------------------
+
+
+def forced_groups(policy, forced=(9, 11)):
+    """Two completions that begin with forced tokens, two that do not; log-probs of the drawn tokens as the policy
+    gives them."""
+    completions = []
+    for ids, count in (((*forced, 4, 6), 2), ((*forced, 8, 1, 7), 2), ((5, 6, 7), 0), ((8, 8), 0)):
+        logps = policy.logps([(2, 3)], [ids], 1.0).logps_N.tolist()
+        sampler = (0.0,) * count + tuple(logps[count:])
+        completions.append(Completion(ids, sampler, EOS, "", 0, num_forced=count))
+    return [Group(Prompt(0, 0, (2, 3), "", "", {}), tuple(completions))]
+
+
+def test_forced_tokens_are_not_in_the_loss(float64_policy):
+    with torch.no_grad():
+        groups = forced_groups(float64_policy)
+    batch = assemble(groups, CPU)
+    assert batch.loss_N.tolist() == [False, False, True, True] + [False, False, True, True, True] + [True] * 5
+    check_sampler_gap(float64_policy, batch, 1.0, 1000)  # only the drawn ones agree
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
+    scores = Scores(rewards, rewards[:, None], ("r",))
+    objective = PRESETS["default"].replace(
+        mismatch=[{"rule": "weight", "level": "sequence", "mode": "mask", "low": 0.99, "high": 1.01}]
+    )
+    batch = assign_advantages(batch, scores, objective, 8)
+    got, result = gradient(float64_policy, batch, objective, 1000)
+    sums = result.statistics.sums
+    assert sums["cause_masked"] == 4
+    assert sums["tokens"] == 10
+    assert sums["rule_tokens/weight"] == 0  # with the forced tokens' log-probs every such sequence would be dropped
+    assert sums["sampler_gap"] == pytest.approx(0, abs=1e-9)
+    # The same as when the forced tokens are the end of the prompt.
+    completions, drawn_N = groups[0].completions, batch.loss_N
+    plain = dataclasses.replace(
+        batch,
+        prompt_ids=tuple((2, 3, *c.token_ids[: c.num_forced]) for c in completions),
+        completion_ids=tuple(c.token_ids[c.num_forced :] for c in completions),
+        sequence_N=batch.sequence_N[drawn_N],
+        sampler_logps_N=batch.sampler_logps_N[drawn_N],
+        advantages_N=batch.advantages_N[drawn_N],
+        loss_N=batch.loss_N[drawn_N],
+    )
+    expected, _ = gradient(float64_policy, plain, objective, 1000)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_a_forced_token_is_no_sign_of_being_likely(float64_policy):
+    """Its log-prob of 0 is left out of a completion's mean, and its KL out of the reward."""
+    with torch.no_grad():
+        batch = assemble(forced_groups(float64_policy), CPU)
+    rewards = torch.ones(4, dtype=torch.float64)
+    scores = Scores(rewards, rewards[:, None], ("r",))
+    rare = PRESETS["default"].replace(unlikeliness=Unlikeliness(strength=0.5), scale="none", baseline="none")
+    got = assign_advantages(batch, scores, rare, 8).advantages_N
+    means = [batch.sampler_logps_N[(batch.sequence_N == s) & batch.loss_N].mean().item() for s in range(4)]
+    ranks = [sum(other < mean for other in means) for mean in means]
+    expected = torch.tensor([1 - 0.5 * rank / 4 for rank in ranks], dtype=torch.float64)
+    torch.testing.assert_close(got, expected[batch.sequence_N], rtol=0, atol=1e-12)
+
+    in_reward = PRESETS["default"].replace(
+        beta=1.0, kl={"place": "reward", "direction": "reverse"}, scale="none", baseline="none", credit="outcome"
+    )
+    old_N = torch.linspace(-2, -1, 14, dtype=torch.float64)
+    ref_N = torch.linspace(-1, -3, 14, dtype=torch.float64)
+    given = dataclasses.replace(batch, old_logps_N=old_N, ref_logps_N=ref_N)
+    got = assign_advantages(given, scores, in_reward, 8).advantages_N
+    kl_N = torch.where(batch.loss_N, old_N - ref_N, 0.0)
+    expected = 1 - torch.stack([kl_N[batch.sequence_N == s].sum() for s in range(4)])
+    torch.testing.assert_close(got, expected[batch.sequence_N], rtol=0, atol=1e-12)
+
+
+# Completions that failed ----------------------------------------------------------------------------------------------
+
+
+def test_failed_completions_are_left_out(demo_tokenizer, tmp_path):
+    """uid 0 loses one completion, uid 1 all of them, uid 2 all but one."""
+    lost = {(0, 1): ERROR, (2, 0): ERROR, (2, 1): CANCELLED, (2, 3): ERROR} | {(1, s): ERROR for s in range(4)}
+    seen = []
+
+    def reward(completions, completion_ids, **_):
+        seen.append([len(ids) for ids in completion_ids])
+        return digits_reward(completions)
+
+    trainer = replaying(
+        demo_tokenizer, tmp_path / "run", max_steps=1, top_k=5, rewards=reward, broken=lambda *key: lost.get(key)
+    )
+    seen.clear()
+    (metrics,) = trainer.steps()
+    assert [len(lengths) for lengths in seen] == [16 - 8]
+    assert min(seen[0]) > 0
+    assert metrics["completions/errors"] == 7
+    assert metrics["reward/unscored"] == 8
+    assert metrics["groups/sampled"] == 4
+    assert metrics["groups/left_out"] == 1
+    assert metrics["length/min"] >= 2
+    assert metrics["grad_norm"] > 0
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 16
+    for row in rows:
+        failed = row["finish_reason"] in ("error", "cancelled")
+        assert failed == (row["reward"] is None) == (row["advantage"] is None) == (row["token_ids"] == [])
+        assert row["num_forced"] == 0
+        assert len(row["full_logps"] or []) == len(row["token_ids"])
+    by_group = {
+        uid: [r["advantage"] for r in rows if r["group"] == uid and r["advantage"] is not None] for uid in (0, 2)
+    }
+    assert len(by_group[0]) == 3
+    assert sum(by_group[0]) == pytest.approx(0, abs=1e-6)  # the baseline is of the three
+    assert by_group[2] == [0.0]  # nothing to be compared with
+
+
+def test_a_run_of_whole_completions_has_no_errors_and_no_full_log_probs(demo_tokenizer, tmp_path):
+    trainer = replaying(demo_tokenizer, tmp_path / "run", max_steps=1)
+    (metrics,) = trainer.steps()
+    assert metrics["completions/errors"] == 0
+    assert "full_logps" not in rows_of(tmp_path / "run")[0]
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["completions/errors"] == 0
+
+
+def test_a_step_of_errors_alone_stops_the_run(demo_tokenizer, tmp_path):
+    def no_reward(completions, **_):
+        return [1.0] * len(completions)
+
+    trainer = replaying(demo_tokenizer, tmp_path / "run", max_steps=2, rewards=no_reward, broken=lambda *_: ERROR)
+    before = parameters(trainer)
+    with pytest.raises(NonFiniteError, match="none of the step's 16 completions .* newest checkpoint"):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+
+
+def test_dynamic_sampling_replaces_groups_that_failed(demo_tokenizer, tmp_path):
+    trainer = replaying(
+        demo_tokenizer,
+        tmp_path / "run",
+        max_steps=1,
+        group_filter="dynamic_sampling",
+        broken=lambda uid, _: ERROR if uid < 4 else None,
+    )
+    (metrics,) = trainer.steps()
+    assert metrics["groups/rounds"] > 1
+    assert metrics["completions/errors"] == 16
+    assert metrics["updates"] == 1
+
+
+def test_rewards_per_token_without_failed_completions(demo_tokenizer, tmp_path):
+    lost = {(0, 0): ERROR, (3, 3): ERROR}
+
+    def reward(completions, completion_ids, **_):
+        return [[float(token) / 100 for token in ids] for ids in completion_ids]
+
+    trainer = replaying(
+        demo_tokenizer,
+        tmp_path / "run",
+        max_steps=1,
+        rewards=reward,
+        credit="given",
+        scale="none",
+        baseline="none",
+        broken=lambda *key: lost.get(key),
+    )
+    (metrics,) = trainer.steps()
+    assert metrics["reward/unscored"] == 2
+    for row in rows_of(tmp_path / "run"):
+        if row["finish_reason"] != "error":
+            assert row["token_advantages"] == pytest.approx([token / 100 for token in row["token_ids"]])
+
+
+def test_a_failed_completion_of_some_tokens_has_no_reward_per_token():
+    whole = Completion((3, 4), (-1.0, -1.0), EOS, "ab", 0)
+    failed = Completion((5, 6, 7), (-1.0,) * 3, ERROR, "cde", 0)
+    groups = [Group(Prompt(0, 0, (1,), "", "", {}), (failed, whole))]
+    scores = RewardRunner([lambda completion_ids, **_: [[1.0] * len(ids) for ids in completion_ids]], per_token=True)
+    got = scores.score(groups)
+    assert got.token_rewards_N.isnan().tolist() == [True] * 3 + [False] * 2
+    rollout = Rollout.of(groups, got, PRESETS["default"])
+    assert rollout.scores.token_rewards_N.tolist() == [1.0, 1.0]
+    assert rollout.used_S == [1]
+    assert rollout.groups == [Group(groups[0].prompt, (whole,))]
+
+
+def test_no_function_is_called_where_nothing_is_usable():
+    failed = Completion((), (), ERROR, "", 0)
+
+    def never(**_):
+        raise AssertionError
+
+    got = RewardRunner([never]).score([Group(Prompt(0, 0, (1,), "", "", {}), (failed, failed))])
+    assert got.rewards_S.isnan().all()
+    assert got.by_function_SK.shape == (2, 1)
+
+
+def test_a_failed_completion_is_unscored_in_an_evaluation(demo_tokenizer, tmp_path):
+    lost = {(0, 0): ERROR, (1, 0): ERROR, (1, 1): ERROR}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:3], num_generations_eval=2, top_k=5)
+    trainer.engine = PlainEngine(trainer.policy, demo_tokenizer, broken=lambda *key: lost.get(key))
+    evaluation = trainer.evaluation()
+    texts = [[c.text for c in group.completions if c.finish_reason is not ERROR] for group in evaluation.groups]
+    means = [np.mean(digits_reward(own)) for own in texts if own]
+    assert len(means) == 2
+    assert evaluation.reward.mean == pytest.approx(np.mean(means))
+
+
+# What the start says ----------------------------------------------------------------------------------------------------
+
+
+def test_every_sampling_setting_is_said(demo_tokenizer, tmp_path):
+    settings = {"top_p": 0.9, "repetition_penalty": 1.1, "min_completion_length": 2, "regex": "[0-9]+"}
+    text = make_trainer(demo_tokenizer, tmp_path / "run", **settings).describe()
+    assert (
+        "sampling: temperature 1, top-k off, top-p 0.9, min-p off, repetition penalty 1.1, regex '[0-9]+', "
+        "2 to 10 tokens, stop strings none, replayed in the update, end tokens" in text
+    )
+    text = make_trainer(demo_tokenizer, tmp_path / "run", top_k=5, replay_sampling=False).describe()
+    assert "top-k 5, top-p off" in text
+    assert "not replayed in the update" in text
+    assert "replayed" not in make_trainer(demo_tokenizer, tmp_path / "run").describe()
