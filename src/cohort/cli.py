@@ -10,7 +10,7 @@ import argparse  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from typing import TYPE_CHECKING  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from cohort.errors import CohortError, ConfigError  # noqa: E402
 
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit code: 0, 2 for a mistake in what was asked for, 1 when the
-    machine failed, 130 when interrupted.
+    machine failed, 130 when interrupted, 141 when nobody reads what is printed.
     """
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
     if overrides and options.command == "objective" and "=" in overrides[0] and not overrides[0].startswith("-"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}; did you mean --set {' '.join(overrides)}?")
+    if options.command == "generate":
+        options.prompt, overrides = more_prompts(options.prompt, overrides)
     if overrides and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 train(options, overrides)
             case "objective":
                 objective(options)
+            case "generate":
+                return generate(options)
             case "config":
                 from cohort.config import annotated_toml
 
@@ -90,8 +94,75 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PART=VALUE",
         help="change parts of it, as in trust_region.high=1.4",
     )
+    add_generate(commands)
     commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
     return parser
+
+
+def add_generate(commands: Any) -> None:
+    """``cohort generate`` and its options. Their defaults stand in ``cohort.generate.Request``."""
+    parser = commands.add_parser(
+        "generate",
+        help="sample from a model: one prompt on the terminal, or a file of them",
+        usage="cohort generate MODEL [PROMPT ...] [--prompts FILE] [--output FILE.jsonl] [options]",
+        epilog="The same seed gives the prompt at the same place the same completions, whatever else is asked. "
+        "A prompt that begins with a dash goes after '--'.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder (also a run's checkpoint) or a hub id")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="*", default=[], help="'-', or none and a pipe: all of stdin")
+    switch = {"action": "store_true"}
+    groups: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
+        "prompts": {
+            "--prompts FILE": ({}, "a prompt per line (.txt), or rows (.jsonl, .parquet)"),
+            "--prompt-column NAME": ({}, "the rows' prompt: a string or a list of chat messages (prompt)"),
+            "--chat": (switch, "put strings through the chat template too; lists of messages always go through it"),
+            "--system TEXT": ({}, "a system message before the prompt; implies --chat"),
+        },
+        "sampling": {
+            "--n N": ({"type": int}, "completions per prompt (1)"),
+            "--max-tokens N": ({"type": int}, "cut a completion after so many (256, or what the context leaves)"),
+            "--min-tokens N": ({"type": int}, "no end before so many (0)"),
+            "--temperature T": ({"type": float}, "divides the logits; 0: greedy (1)"),
+            "--top-k K": ({"type": int}, "draw from the k likeliest tokens; 0: all (0)"),
+            "--top-p P": ({"type": float}, "draw from the likeliest tokens that reach p together (1)"),
+            "--min-p P": ({"type": float}, "draw from tokens at least p times as likely as the likeliest (0)"),
+            "--repetition-penalty R": ({"type": float}, "divides logits of tokens that were seen (1)"),
+            "--stop TEXT": ({"action": "append"}, "ends a completion, and stays in it; may be repeated"),
+            "--prefix TEXT": ({}, "every completion begins with it"),
+            "--regex REGEX": ({}, "the completion matches it as a whole"),
+            "--json-schema SCHEMA": ({}, "the completion is JSON that it accepts: JSON text or a .json file"),
+            "--seed N": ({"type": int}, "of the random numbers (0)"),
+        },
+        "engine": {
+            "--precision P": ({"choices": ["auto", "float32", "bfloat16", "float64"]}, "what is computed in (auto)"),
+            "--device NAME": ({}, "auto, cpu, cuda, cuda:1 (auto)"),
+            "--batch-size N": ({"type": int}, "completions decoded at a time, at most (256)"),
+            "--cache-tokens N": ({"type": int}, "tokens whose keys and values are held (what fits half the memory)"),
+            "--trust-remote-code": (switch, "run code from the model's folder"),
+        },
+        "output": {
+            "--output FILE": ({}, "a line of JSON per completion, in order; '-': to stdout"),
+            "--overwrite": (switch, "write FILE even if it exists"),
+            "--quiet": (switch, "nothing on stderr but errors"),
+        },
+    }
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag, (settings, text) in flags.items():
+            name, _, metavar = flag.partition(" ")
+            group.add_argument(name, help=text, **({"metavar": metavar} if metavar else {}), **settings)
+
+
+def more_prompts(prompts: Sequence[str], left_over: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Prompts that stand after an option, which argparse leaves over; and what is then left over still."""
+    before = list(left_over)
+    after = before[before.index("--") + 1 :] if "--" in before else []
+    before = before[: before.index("--")] if "--" in before else before
+    if unknown := [text for text in before if text.startswith("-") and text != "-" and " " not in text]:
+        return list(prompts), unknown
+    return [*prompts, *before, *after], []
 
 
 def demo(options: argparse.Namespace) -> None:
@@ -145,6 +216,14 @@ def objective(options: argparse.Namespace) -> None:
 
     try_own_functions(resolved)
     print(explain(resolved))
+
+
+def generate(options: argparse.Namespace) -> int:
+    """``cohort generate``; its exit code."""
+    from cohort.generate import Request
+    from cohort.generate import generate as generate_all
+
+    return generate_all(Request(**{name: value for name, value in vars(options).items() if name != "command"}))
 
 
 def what_is_left(trainer: GRPOTrainer) -> str:

@@ -189,3 +189,9 @@ def test_order_depends_on_seed_and_epoch_alone():
 def test_without_shuffling_the_files_order_stays(demo_tokenizer):
     prompts = stream(demo_tokenizer, 5, seed=0, shuffle=False)
     assert [p.row_index for step in range(3) for p in prompts.take(2 * step, 2)] == [0, 1, 2, 3, 4, 0]
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_row(demo_tokenizer):
+    # JSON can spell it, UTF-8 cannot; it used to be a bare TypeError of the tokenizer's.
+    with pytest.raises(DataError, match="the training data, row 1: the tokenizer refused the prompt"):
+        PromptSet([{"prompt": "1+2"}, {"prompt": "\ud800"}], demo_tokenizer, DataConfig())

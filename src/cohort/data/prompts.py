@@ -144,7 +144,10 @@ def _fill_template(template: str, row: Row, where: str) -> str:
 
 def _tokenize(prompt: str | list[Message], tokenizer: Any, where: str) -> list[int]:
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        try:
+            ids: list[int] = tokenizer(prompt)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+            raise DataError(f"{where}: the tokenizer refused the prompt {prompt[:60]!r}: {error}") from error
         return ids
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cohort.config import GRPOConfig, RolloutConfig, Schedule
+from cohort.config import GRPOConfig, Schedule
 from cohort.objective import explain
 from cohort.rollout import Sampling
 
@@ -44,13 +44,17 @@ def describe_run(
     schedule."""
     count = sum(parameter.numel() for parameter in policy.model.parameters())
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
-    rollout, optim = config.rollout, config.optim
+    optim, sampling = config.optim, Sampling.of(config.rollout)
+    replayed = ""
+    if sampling.reweights:
+        replayed = ", replayed in the update" if config.rollout.replay_sampling else ", not replayed in the update"
     warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
     return "\n".join(
         [
             f"model: {type(policy.model).__name__}, {count:,} parameters, {policy.precision}, on {policy.device}",
             f"sampler: {engine.backend.description}",
-            f"sampling: {describe_sampling(rollout)}, end tokens {ends or 'none: every completion runs to its limit'}",
+            f"sampling: {sampling.describe()}{replayed}",
+            f"end tokens: {ends or 'none: every completion runs to its limit'}",
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
             explain(objective),
             f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
@@ -59,32 +63,6 @@ def describe_run(
             f"seed: {config.run.seed}",
         ]
     )
-
-
-def describe_sampling(rollout: RolloutConfig) -> str:
-    """Every setting that a draw depends on, those that are off too.
-
-    >>> describe_sampling(RolloutConfig(top_p=0.9)).split(", stop")[0]
-    'temperature 1, top-k off, top-p 0.9, min-p off, repetition penalty off, no grammar, 0 to 256 tokens'
-    """
-    numbers = (
-        ("top-k", rollout.top_k, 0),
-        ("top-p", rollout.top_p, 1),
-        ("min-p", rollout.min_p, 0),
-        ("repetition penalty", rollout.repetition_penalty, 1),
-    )
-    grammar = f"JSON schema {rollout.json_schema}" if rollout.json_schema is not None else "no grammar"
-    grammar = f"regex {rollout.regex!r}" if rollout.regex is not None else grammar
-    parts = [f"temperature {rollout.temperature:g}"]
-    parts += [f"{name} {'off' if value == off else format(value, 'g')}" for name, value, off in numbers]
-    parts += [
-        grammar,
-        f"{rollout.min_completion_length} to {rollout.max_completion_length} tokens",
-        f"stop strings {list(rollout.stop) or 'none'}",
-    ]
-    if Sampling.of(rollout).reweights:
-        parts.append("replayed in the update" if rollout.replay_sampling else "not replayed in the update")
-    return ", ".join(parts)
 
 
 class _Bar(Progress):

@@ -93,6 +93,29 @@ class Sampling:
             record_support=config.replay_sampling,
         )
 
+    def describe(self) -> str:
+        """Every setting that a draw depends on, those that are off too.
+
+        >>> Sampling(256, top_p=0.9).describe().split(", no grammar")[0]
+        'temperature 1, top-k off, top-p 0.9, min-p off, repetition penalty off'
+        """
+        numbers = (
+            ("top-k", self.top_k, 0),
+            ("top-p", self.top_p, 1),
+            ("min-p", self.min_p, 0),
+            ("repetition penalty", self.repetition_penalty, 1),
+        )
+        grammar = "no grammar" if self.json_schema is None else f"JSON schema {self.json_schema}"
+        return ", ".join(
+            [
+                f"temperature {self.temperature:g}" if self.temperature else "greedy",
+                *(f"{name} {'off' if value == off else format(value, 'g')}" for name, value, off in numbers),
+                grammar if self.regex is None else f"regex {self.regex!r}",
+                f"stop strings {list(self.stop) or 'none'}",
+                f"{self.min_completion_length} to {self.max_completion_length} tokens",
+            ]
+        )
+
     @property
     def reweights(self) -> bool:
         """Whether the distribution drawn from can differ from the full softmax at the same temperature."""

@@ -60,10 +60,13 @@ class _WithCache:
     @property
     def token_bytes(self) -> int:
         """An estimate from the model's settings: attention in every layer."""
-        config = self.policy.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(config.num_hidden_layers * 2 * heads * width * self.policy.precision.compute.itemsize)
+        config = self.policy.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+        if not isinstance(heads, int) or not layers or not hidden:
+            return 0  # no budget can be worked out: max_batch_size alone decides
+        width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+        return int(layers * 2 * heads * width * self.policy.precision.compute.itemsize)
 
     def begin(self, capacity: Capacity) -> None:
         """See ``Backend``. transformers' cache grows as it needs to."""

@@ -75,6 +75,7 @@ class LeanBackend:
         assert self._cache is not None
         return self._cache
 
+    @torch.inference_mode()
     def begin(self, capacity: Capacity) -> None:
         """See ``Backend``."""
         self._read_adapters()
@@ -108,18 +109,22 @@ class LeanBackend:
         """See ``Backend``."""
         self._cache = None
 
+    @torch.inference_mode()
     def add_rows(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.add_rows(prompts)
 
+    @torch.inference_mode()
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.remove_rows(rows)
 
+    @torch.inference_mode()
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.remove_prompts(prompts)
 
+    @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``. Prompts are laid end to end, without padding between them."""
         logits = []
@@ -175,6 +180,7 @@ class LeanBackend:
             out = torch.softmax(scores, -1) @ v.repeat_interleave(share, 1)
         return out[0].transpose(0, 1)
 
+    @torch.inference_mode()
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
         cache, count = self.cache, len(tokens_S)

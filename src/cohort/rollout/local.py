@@ -90,9 +90,10 @@ class LocalEngine:
         self.backend.begin(capacity)
         try:
             work.run()
+            completions = work.completions()
         finally:
             self.backend.end()
-        return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, work.completions(), strict=True)]
+        return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, completions, strict=True)]
 
     def _check_lengths(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> None:
         context = context_length(self.policy.model.config)

@@ -215,7 +215,8 @@ def invert(weights_SV: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor, Tens
     place_S, _, _ = _stretch(inner_SW, within_S)
     picked_S = inner_SW[rows_S, place_S]
     logps_S = (picked_S.log() - totals_S.log()).to(weights_SV.dtype)
-    return block_S * BLOCK + place_S, logps_S, logps_S.isfinite()
+    # The clamp is for rows that are not valid: theirs may have ended in the padding.
+    return (block_S * BLOCK + place_S).clamp(max=vocabulary - 1), logps_S, logps_S.isfinite()
 
 
 def _stretch(weights_SN: Tensor, shares_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,441 @@
+"""``cohort generate`` through the command line: what it draws, shows and writes, and what it refuses before a model is
+loaded."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cohort.cli import main
+from cohort.config import DataConfig
+from cohort.data import PromptSet
+from cohort.generate import run as run_module
+from cohort.generate.show import InOrder, TextStream, record
+from cohort.policy import Policy, Precision, end_token_ids, load_model
+from cohort.rollout import Draws, LocalEngine, Purpose, Sampling
+from cohort.rollout.rows import decode
+from cohort.types import Completion, FinishReason, Group
+from tests.conftest import DEMO_MODEL
+from tests.test_cli import byte_tokenizer, model_folder  # noqa: F401  (a fixture)
+
+MODEL = str(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    from cohort.policy import load_tokenizer
+
+    tokenizer = load_tokenizer(MODEL)
+    precision = Precision(torch.float32, torch.float32)
+    model = load_model(MODEL, precision, torch.device("cpu"))
+    return LocalEngine(Policy(model, precision), tokenizer, end_token_ids(model, tokenizer))
+
+
+def drawn(engine, contents, n=1, seed=0, chat=True, **sampling):
+    """What the engine gives for the same prompts, a list of completions per prompt."""
+    rows = [{"prompt": content} for content in contents]
+    prompts = PromptSet(rows, engine.tokenizer, DataConfig(format="chat" if chat else "auto")).all()
+    settings = Sampling(**{"max_completion_length": 24} | sampling)
+    return [group.completions for group in engine.generate(prompts, n, settings, Draws(seed, 0, Purpose.EVAL))]
+
+
+def run(*arguments):
+    return main(["generate", MODEL, "--precision", "float32", "--max-tokens", "24", *arguments])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def questions():
+    return ["3478+5869", "1111+2222", "98+7", "1+1", "4444+5555"]
+
+
+@pytest.fixture
+def prompts_file(tmp_path, questions):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(questions) + "\n\n")
+    return path
+
+
+def test_one_completion_is_streamed(engine, capsys, monkeypatch):
+    pieces = []
+    monkeypatch.setattr(run_module, "put_out", pieces.append)
+    assert run("3478+5869", "--chat", "--seed", "3") == 0
+    ((expected,),) = drawn(engine, ["3478+5869"], seed=3)
+    assert "".join(pieces) == expected.text + "\n"
+    assert len(pieces) == len(expected.token_ids) + 1  # a piece per token of a text that was cut, and the line break
+    assert expected.finish_reason == "length"
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "path: lean" in said.err
+    assert "sampling: temperature 1, top-k off, top-p off, min-p off, repetition penalty off, no grammar" in said.err
+    assert "stop strings none, 0 to 24 tokens, seed 3" in said.err
+    assert "end tokens: '<|end|>' (1)" in said.err
+    assert f"1 completion ({expected.finish_reason} 1), {len(expected.token_ids)} tokens in " in said.err
+
+
+def test_quiet_and_the_terminal(engine, capsys):
+    assert run("3478+5869", "--quiet", "--temperature", "0") == 0
+    ((expected,),) = drawn(engine, ["3478+5869"], chat=False, temperature=0)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (expected.text + "\n", "")
+    assert run("3478+5869", "--chat") == 0
+    assert "hint" not in capsys.readouterr().err
+    assert run("3478+5869") == 0
+    assert "hint: the model has a chat template; --chat" in capsys.readouterr().err
+
+
+def test_several_completions_are_printed_in_order(engine, capsys):
+    assert run("98+7", "3478+5869", "--n", "2", "--chat", "--batch-size", "1") == 0
+    expected = ""
+    for index, group in enumerate(drawn(engine, ["98+7", "3478+5869"], n=2)):
+        for sample, one in enumerate(group):
+            head = f"--- prompt {index} {['98+7', '3478+5869'][index]!r}, completion {sample}"
+            expected += f"{head} ({one.finish_reason}, {len(one.token_ids)} tokens)\n{one.text}\n\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_file_of_prompts_to_a_file_of_completions(engine, capsys, tmp_path, prompts_file, questions):
+    out = tmp_path / "out.jsonl"
+    arguments = ["--prompts", str(prompts_file), "--n", "3", "--chat", "--top-k", "4", "--output", str(out)]
+    assert run(*arguments) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "15 completions" in said.err
+    groups = drawn(engine, questions, n=3, top_k=4)
+    assert lines(out) == [
+        {
+            "prompt": questions[index],
+            "prompt_index": index,
+            "sample_index": sample,
+            "text": one.text,
+            "token_ids": list(one.token_ids),
+            "logps": pytest.approx(one.sampler_logps, abs=1e-5),  # other shapes: float32 rounding
+            "full_logps": pytest.approx(one.full_logps, abs=1e-5),
+            "finish_reason": one.finish_reason,
+        }
+        for index, group in enumerate(groups)
+        for sample, one in enumerate(group)
+    ]
+    assert run(*arguments) == 2
+    assert f"--output {out} exists: give another file, or --overwrite" in capsys.readouterr().err
+    assert run(*arguments, "--overwrite", "--seed", "1") == 0
+    assert [line["token_ids"] for line in lines(out)] != [list(one.token_ids) for group in groups for one in group]
+
+
+def test_what_else_is_asked_changes_no_completion(tmp_path, prompts_file, questions, capsys):
+    out, first = tmp_path / "out.jsonl", tmp_path / "first.jsonl"
+    assert run("--prompts", str(prompts_file), "--chat", "--batch-size", "1", "--output", str(out)) == 0  # two calls
+    assert run(questions[0], "98765+43210", "--chat", "--n", "2", "--output", str(first)) == 0
+    assert lines(out)[0]["token_ids"] == lines(first)[0]["token_ids"]
+    whole = tmp_path / "whole.jsonl"
+    assert run("--prompts", str(prompts_file), "--chat", "--output", str(whole)) == 0
+    assert [line["token_ids"] for line in lines(whole)] == [line["token_ids"] for line in lines(out)]
+
+
+def test_rows_keep_their_columns(engine, tmp_path, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    messages = [{"role": "user", "content": "98+7"}]
+    rows = [{"q": messages, "answer": 105, "text": "mine", "row.text": "?"}, {"q": messages, "answer": None}]
+    for name in ("in.jsonl", "in.parquet"):
+        out = tmp_path / f"{name}.out"
+        if name == "in.jsonl":
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+        assert run("--prompts", str(tmp_path / name), "--prompt-column", "q", "--output", str(out)) == 0
+        first, second = lines(out)
+        ((expected,), _) = drawn(engine, ["98+7"] * 2)
+        assert first["text"] == expected.text
+        assert first["prompt"] == messages
+        assert (first["answer"], first["row.row.text"], first["row.text"]) == (105, "mine", "?")
+        assert second["answer"] is None
+        assert "hint" not in capsys.readouterr().err
+
+
+def test_a_line_is_json_whatever_the_row_holds():
+    import datetime
+
+    completion = Completion((1,), (-0.5,), FinishReason.EOS, "x", 0)
+    row = {"prompt": "p", "nan": [float("nan")], "day": datetime.date(2024, 1, 2), "inner": {"a": (1, None)}}
+    line = record(row, 0, 0, completion)
+    assert (line["nan"], line["day"], line["inner"]) == ([None], "2024-01-02", {"a": [1, None]})
+    assert "full_logps" not in line
+    json.dumps(line, allow_nan=False)
+
+
+def test_standard_input(engine, capsys, monkeypatch):
+    ((expected,),) = drawn(engine, ["98+7"])
+    for arguments in ([], ["-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("98+7\n"))
+        assert run("--chat", *arguments) == 0
+        assert capsys.readouterr().out == expected.text + "\n"
+
+
+def test_prompts_after_options_and_after_dashes(capsys):
+    assert run("--n", "1", "98+7", "--seed", "1", "1+1", "--", "-5") == 0
+    out = capsys.readouterr().out
+    assert ["prompt 0 '98+7'" in out, "prompt 1 '1+1'" in out, "prompt 2 '-5'" in out] == [True] * 3
+    with pytest.raises(SystemExit):
+        run("98+7", "--temperatur", "1")
+    assert "unrecognized arguments: --temperatur" in capsys.readouterr().err
+
+
+def test_sampling_flags_reach_the_engine(engine, capsys):
+    flags = {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+    arguments = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert run("98+7", "--chat", *arguments, "--min-tokens", "20", "--stop", "5", "--stop", "x") == 0
+    settings = flags | {"min_completion_length": 20, "stop": ("5", "x")}
+    ((expected,),) = drawn(engine, ["98+7"], **settings)
+    assert capsys.readouterr().out == expected.text + "\n"
+    assert run("98+7", "--chat", "--prefix", "9+9=") == 0
+    forced = tuple(engine.tokenizer("9+9=", add_special_tokens=False)["input_ids"])
+    ((expected,),) = drawn(engine, ["98+7"], forced_ids=forced)
+    assert capsys.readouterr().out == expected.text + "\n"
+    assert expected.text.startswith("9+9=")
+
+
+def test_grammars(engine, capsys, tmp_path, model_folder):  # noqa: F811
+    pytest.importorskip("llguidance")
+    assert run("98+7", "--regex", "[0-4]{3}") == 0
+    ((expected,),) = drawn(engine, ["98+7"], chat=False, regex="[0-4]{3}")
+    assert capsys.readouterr().out == expected.text + "\n"
+    (tmp_path / "schema.json").write_text('{"type": "boolean"}')
+    for schema in ('{"type": "boolean"}', str(tmp_path / "schema.json")):
+        assert main(["generate", str(model_folder), "x", "--json-schema", schema, "--quiet"]) == 0
+        assert capsys.readouterr().out.strip() in ("true", "false")
+
+
+def test_without_max_tokens_the_context_is_the_limit(capsys, tmp_path):
+    out = tmp_path / "out.jsonl"
+    arguments = ["generate", MODEL, "1" * 250, "1" * 240, "--min-tokens", "5", "--output", str(out)]
+    assert main(arguments) == 0
+    assert "5 to 6 tokens, for other prompts up to 16, as the context leaves" in capsys.readouterr().err
+    assert [len(line["token_ids"]) <= most for line, most in zip(lines(out), (6, 16), strict=True)] == [True, True]
+
+
+MISTAKES = {
+    "no prompt": ([], "no prompt: give one or more as arguments"),
+    "empty prompt": (["a", " "], "prompt 1 of the command line is empty"),
+    "two stdins": (["-", "-"], "one prompt only"),
+    "empty stop": (["a", "--stop", ""], "--stop must not be empty"),
+    "temperature": (["a", "--temperature", "-1"], "temperature must be 0 (greedy) or above, got -1.0"),
+    "n": (["a", "--n", "0"], "--n must be at least 1, got 0"),
+    "seed": (["a", "--seed", "-1"], "--seed must be between"),
+    "limits": (["a", "--min-tokens", "25"], "--min-tokens must be between 0 and --max-tokens (24), got 25"),
+    "grammars": (["a", "--regex", "a", "--json-schema", "{}"], "exclude each other"),
+    "regex": (["1", "--regex", "("], "cannot be compiled"),
+    "schema": (["1", "--json-schema", "{"], "expected a JSON schema"),
+    "schema file": (["1", "--json-schema", "nope.json"], "cannot read nope.json"),
+    "prefix outside the grammar": (["1", "--regex", "[0-4]+", "--prefix", "9"], "set --prefix that begin"),
+    "prefix too long": (["1", "--prefix", "1" * 25], "--prefix must be at most --max-tokens (24) tokens"),
+    "both": (["a", "--prompts", "good.txt"], "not both"),
+    "no file": (["--prompts", "nope.txt"], "no file of prompts nope.txt"),
+    "no rows file": (["--prompts", "nope.jsonl"], "no data file nope.jsonl"),
+    "no name of a data set": (["--prompts", "gsm8k"], "expected a .txt, .jsonl or .parquet file"),
+    "blank": (["--prompts", "blank.txt"], "blank.txt has no prompts"),
+    "bytes": (["--prompts", "latin.txt"], "latin.txt, line 2: not UTF-8"),
+    "malformed": (["--prompts", "torn.jsonl"], "torn.jsonl, line 3: not valid JSON"),
+    "column": (["--prompts", "rows.jsonl", "--prompt-column", "x"], "no column 'x'; the row has: prompt, system. Set"),
+    "empty row": (["--prompts", "empty.jsonl"], "empty.jsonl, row 1: the prompt is empty"),
+    "system twice": (["--prompts", "rows.jsonl", "--system", "s"], "has a system message of its own; unset --system"),
+    "too long": (["1" * 250, "--chat"], "prompt 0 ('<|user|>111"),
+    "too long for all": (["--prompts", "long.txt", "--max-tokens", "9"], "more than the model's context of 256"),
+    "surrogate": (["a\udc80"], "the command line, row 0: the prompt is not UTF-8 text"),
+    "surrogate row": (["--prompts", "half.jsonl"], "half.jsonl, row 1: the prompt is not UTF-8 text"),
+    "surrogate stop": (["a", "--stop", "\udc80"], "--stop is not UTF-8 text"),
+    "folder of output": (["a", "--output", "nowhere/o.jsonl"], "no folder nowhere"),
+    "output a folder": (["a", "--output", "."], "is a folder"),
+    "output the prompts": (["--prompts", "good.txt", "--output", "./good.txt", "--overwrite"], "the file of prompts"),
+    "device": (["1", "--device", "xyz"], "--device 'xyz' cannot be used here"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_answered_before_the_model_is_loaded(mistake, tmp_path, capsys, monkeypatch):
+    if mistake in ("regex", "prefix outside the grammar"):
+        pytest.importorskip("llguidance")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(run_module, "load_model", lambda *a, **k: pytest.fail("loaded"))
+    Path("good.txt").write_text("1\n")
+    Path("blank.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes(b"a\n\xe9b\n")
+    Path("torn.jsonl").write_text('{"prompt": "a"}\n\n{"prompt":\n')
+    Path("empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    Path("rows.jsonl").write_text(json.dumps({"prompt": [{"role": "system", "content": "x"}], "system": 1}) + "\n")
+    Path("half.jsonl").write_text('{"prompt": "a"}\n{"prompt": "\\ud800"}\n')
+    Path("long.txt").write_text("1\n" + "1" * 250 + "\n")
+    arguments, message = MISTAKES[mistake]
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+
+
+def test_models_that_are_none(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run" / "checkpoints" / "step-9").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-10").mkdir()
+    assert main(["generate", str(tmp_path / "run"), "a"]) == 2
+    assert "step-10" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "nope"), "a"]) == 2
+    assert "no model folder" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert run() == 2
+    assert "the prompt from standard input is empty" in capsys.readouterr().err
+
+
+def test_ctrl_c_writes_what_has_ended(tmp_path, capsys, monkeypatch, prompts_file):
+    class Interrupting(run_module.Meter):  # in the midst of the third and fourth completion
+        live = True
+        counted = 0
+
+        @property
+        def tokens(self):
+            return self.counted
+
+        @tokens.setter
+        def tokens(self, value):
+            if value == 58:
+                os.kill(os.getpid(), signal.SIGINT)
+            self.counted = value
+
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    arguments = ["--prompts", str(prompts_file), "--chat", "--batch-size", "2"]
+    assert run(*arguments, "--output", str(whole)) == 0
+    monkeypatch.setattr(run_module, "Meter", Interrupting)
+    assert run(*arguments, "--output", str(out)) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    reasons = []
+    for got, expected in zip(lines(out), lines(whole), strict=True):
+        reasons.append(got["finish_reason"])
+        assert got["token_ids"] == expected["token_ids"][: len(got["token_ids"])]
+        assert (got["finish_reason"] == "cancelled") or got == expected
+    assert sorted(reasons)[:3] == ["cancelled"] * 3
+    assert sorted(reasons)[3] != "cancelled"
+    assert sorted(len(line["token_ids"]) > 0 for line in lines(out)) == [False, True, True, True, True]
+
+
+def test_ctrl_c_in_a_stream(engine, capsys, monkeypatch):
+    pieces = []
+
+    def put(text):
+        pieces.append(text)
+        if len(pieces) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run_module, "put_out", put)
+    assert run("3478+5869", "--chat") == 130
+    ((whole,),) = drawn(engine, ["3478+5869"])
+    assert "".join(pieces) == decode(engine.tokenizer, whole.token_ids[:5]) + "\n"
+
+
+def test_an_error_keeps_what_has_ended(tmp_path, monkeypatch, prompts_file):
+    def fail_at_the_second(self):
+        self.ended = getattr(self, "ended", 0) + 1
+        if self.ended == 3:
+            raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(run_module.Meter, "advance", fail_at_the_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run("--prompts", str(prompts_file), "--chat", "--output", str(tmp_path / "out.jsonl"))
+    assert len(lines(tmp_path / "out.jsonl")) == 2
+
+
+def test_completions_that_cannot_be_drawn_are_an_error(capsys, monkeypatch):
+    class Broken(LocalEngine):
+        def generate(self, prompts, count, *_):
+            failed = Completion((5,), (-1.0,), FinishReason.ERROR, "5", 0)
+            return [Group(prompt, (failed,) * count) for prompt in prompts]
+
+    monkeypatch.setattr(run_module, "LocalEngine", Broken)
+    assert run("1", "2") == 2
+    said = capsys.readouterr()
+    assert "2 of 2 completions could not be drawn" in said.err
+    assert "prompt 1 '2' (error, 1 tokens)" in said.out
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = [sys.executable, "-m", "cohort", "generate", MODEL, "98+7", "--n", "40", "--chat", "--quiet"]
+    command += ["--batch-size", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline().startswith(b"--- completion 0 (")
+    process.stdout.close()
+    assert process.wait() == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def streamed(tokenizer, tokens):
+    """The pieces of a stream; what they are together is what the tokens decode to."""
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(token) for token in tokens]
+    pieces.append(stream.rest(decode(tokenizer, tokens)))
+    assert "".join(pieces) == decode(tokenizer, tokens)
+    return pieces
+
+
+def test_a_stream_holds_back_parts_of_characters(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path)
+    tokens = tokenizer("a€b😀")["input_ids"]
+    assert streamed(tokenizer, tokens) == ["a", "", "", "€", "b", "", "", "", "😀", ""]
+    end = tokenizer.eos_token_id
+    assert streamed(tokenizer, [*tokens[:3], end]) == ["a", "", "", "", "\ufffd"]  # cut inside a character
+    long = tokenizer("naïve café 日本語のテキスト 👩‍👩‍👧 " * 8)["input_ids"]
+    assert max(map(len, streamed(tokenizer, long))) == 1
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):  # bytes that are no text
+        streamed(tokenizer, torch.randint(len(tokenizer), (90,), generator=generator).tolist())
+
+
+def test_a_stream_over_byte_fallback_and_leading_spaces():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "▁a": 257, "b": 258, "▁": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    e = [1 + 0xC3, 1 + 0xA9]
+    assert streamed(fast, [257, 258, *e, 257, 257]) == ["a", "b", "", "", "é a", " a", ""]
+    # The decoder judges a run of bytes as a whole: one that is not finished spoils the character before it.
+    assert streamed(fast, [258, *e, e[0]]) == ["b", "", "", "", "\ufffd" * 3]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        streamed(fast, [257 + i if i < 3 else e[i % 2] for i in torch.randint(5, (90,), generator=generator).tolist()])
+
+
+def test_completions_go_out_in_order():
+    written = []
+    results = InOrder(6, 2, lambda index, sample, completion: written.append((index, sample)))
+    one = Completion((1, 2), (0.0, 0.0), FinishReason.EOS, "", 0)
+    for place in ((0, 1), (2, 0), (0, 0), (0, 0), (1, 1)):
+        results.put(*place, one)
+    assert written == [(0, 0), (0, 1)]
+    results.rest()
+    assert written == [(0, 0), (0, 1), (1, 1), (2, 0)]
+    assert results.count(FinishReason.EOS) == 4
+    assert results.summary(2.0) == "6 completions (eos 4), 8 tokens in 2.00 s: 4 tokens/s"
+
+
+def test_a_terminal_is_not_given_orders(capsys, monkeypatch):
+    from cohort.generate.show import put_out
+
+    put_out("\x1b[2Ja\tb\n")
+    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    put_out("\x1b[2Ja\tb\n")
+    assert capsys.readouterr().out == "␛[2Ja\tb\n"
