@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cohort.errors import ModelError
 from cohort.policy import Policy, Precision
 from cohort.rollout import Draws, LocalEngine, Sampling
 from cohort.types import Prompt
@@ -50,8 +49,14 @@ def test_sampler_and_trainer_agree(family):
     torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32, sums in another order
 
 
-def test_recurrent_models_are_refused_by_name():
+def test_recurrent_models_are_sampled_too_and_the_way_is_named():
+    torch.manual_seed(0)
     config = AutoConfig.for_model("mamba", **COMMON, hidden_size=32, num_hidden_layers=1, state_size=8)
     policy = Policy(AutoModelForCausalLM.from_config(config), Precision(torch.float32, torch.float32))
-    with pytest.raises(ModelError, match="MambaForCausalLM takes no past_key_values"):
-        LocalEngine(policy, LetterTokenizer(), (1,))
+    engine = LocalEngine(policy, LetterTokenizer(), (1,))
+    assert engine.backend.description.startswith("without a cache: every token computes the whole text anew")
+    (group,) = engine.generate([Prompt(0, 0, PROMPTS[0], "", "", {})], 4, Sampling(8), Draws(0, 0))
+    with torch.no_grad():
+        logps, *_ = policy.logps([PROMPTS[0]] * 4, [c.token_ids for c in group.completions], 1.0)
+    sampled = torch.tensor([lp for c in group.completions for lp in c.sampler_logps])
+    torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32, sums in another order

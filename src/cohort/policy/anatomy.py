@@ -178,9 +178,10 @@ class Anatomy:
             found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
         return found
 
-    def adapters(self) -> list[tuple[int, int, float]]:
-        """Which adapters are active: their matrices' identities, and their scales."""
-        return [(id(each.a), id(each.b), each.scale) for linear in self.linears() for each in linear.adapters]
+    def identity(self) -> list[object]:
+        """Which parameters, and which adapters at which scales, a forward pass reads."""
+        scales = [adapter.scale for linear in self.linears() for adapter in linear.adapters]
+        return [*map(id, self.parameters()), *scales]
 
     def linears(self) -> list[Linear]:
         """All of them, the head last."""

@@ -31,12 +31,17 @@ def choose_backend(policy: Policy) -> Backend:
     """
     failures: list[str] = []
     for backend in _candidates(policy, failures):
-        gap = logit_gap(backend, policy)
+        name = backend.description.split(" (")[0]
+        try:
+            gap = logit_gap(backend, policy)
+        except Exception as error:  # models bring their own code, and their caches their own ideas
+            failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            continue
         if gap <= MAX_GAP[policy.precision.compute]:
             if failures:
                 backend.description += f" ({'; '.join(failures)})"
             return backend
-        failures.append(f"{backend.description.split(' (')[0]}: off by {gap:.2g} from the model's forward pass")
+        failures.append(f"{name}: off by {gap:.2g} from the model's forward pass")
     raise ModelError(f"{type(policy.model).__name__} cannot be sampled from: {'; '.join(failures)}")
 
 

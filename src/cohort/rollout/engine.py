@@ -73,6 +73,7 @@ class Sampling:
             "forced_ids",
             f"at most max_completion_length ({self.max_completion_length}) tokens",
         )
+        check(all(token >= 0 for token in self.forced_ids), "forced_ids", "token ids, none below 0")
         if self.regex is not None and self.json_schema is not None:
             raise ConfigError("regex and json_schema exclude each other: set one of them")
 

@@ -154,11 +154,12 @@ class RefillBackend(_WithCache):
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
         self._held: list[list[tuple[Tensor, Tensor]]] = []  # per prompt and layer: keys and values, [heads, tokens, D]
+        self._template: Any = None  # a cache whose layers the rows' keys and values are put into
 
     def end(self) -> None:
         """See ``Backend``."""
         super().end()
-        self._held = []
+        self._held, self._template = [], None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""

@@ -78,7 +78,7 @@ class LeanBackend:
     @torch.inference_mode()
     def begin(self, capacity: Capacity) -> None:
         """See ``Backend``."""
-        self._read_adapters()
+        self._read_model()
         self.weights.refresh(self.policy.version)
         longest = capacity.prompt_length + capacity.completion_length
         self._ropes = self.anatomy.rope_tables(longest, self._wide)
@@ -92,17 +92,15 @@ class LeanBackend:
             group_rows=self.anatomy.num_heads // self.anatomy.num_key_value_heads,
         )
 
-    def _read_adapters(self) -> None:
-        """Adapters may have been switched on, off or to others since."""
-        if not hasattr(self.policy.model, "get_base_model"):
-            return
+    def _read_model(self) -> None:
+        """Parameters may have been exchanged since, and adapters switched on, off or to others."""
         try:
             anatomy = Anatomy.of(self.policy.model)
         except UnknownAnatomy as unknown:
             raise ModelError(
                 f"the model was changed after the engine was made, which needs a new one: {unknown}"
             ) from None
-        if anatomy.adapters() != self.anatomy.adapters():
+        if anatomy.identity() != self.anatomy.identity():
             self.anatomy, self.weights = anatomy, Weights(anatomy, self.weights.dtype)
 
     def end(self) -> None:

@@ -76,7 +76,7 @@ class LocalEngine:
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(samplings) != len(prompts):
             raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts: give one, or one each")
-        self._check_lengths(prompts, samplings)
+        self._check(prompts, samplings)
         capacity = plan(
             [len(prompt.token_ids) for prompt in prompts],
             num_generations,
@@ -95,10 +95,14 @@ class LocalEngine:
             self.backend.end()
         return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, completions, strict=True)]
 
-    def _check_lengths(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> None:
+    def _check(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> None:
         context = context_length(self.policy.model.config)
         for prompt, sampling in zip(prompts, samplings, strict=True):
             length, limit = len(prompt.token_ids), sampling.max_completion_length
+            if sampling.forced_ids and max(sampling.forced_ids) >= self.policy.vocab_size:
+                raise ConfigError(
+                    f"forced_ids holds {max(sampling.forced_ids)}, and the model has {self.policy.vocab_size} tokens"
+                )
             if not length:
                 raise DataError(f"prompt {prompt.uid} has no tokens")
             if context is not None and length + limit > context:

@@ -54,16 +54,18 @@ class RowSettings:
             values = [getattr(sampling, name) for sampling in samplings]
             if all(value == off for value in values):
                 return None
-            return torch.tensor(values, device=device)[:, None]
+            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
         temperatures = [sampling.temperature or 1.0 for sampling in samplings]
         one = temperatures[0] if len(set(temperatures)) == 1 else None
         greedy = [sampling.temperature == 0 for sampling in samplings]
         top_k = column("top_k", 0)
         return cls(
-            temperatures_S1=torch.tensor(temperatures, device=device)[:, None] if one is None else one,
+            temperatures_S1=torch.tensor(temperatures, dtype=torch.float64, device=device)[:, None]
+            if one is None
+            else one,
             greedy_S=torch.tensor(greedy, device=device) if any(greedy) else None,
-            top_k_S=None if top_k is None else top_k[:, 0],
+            top_k_S=None if top_k is None else top_k[:, 0].long(),
             top_p_S1=column("top_p", 1),
             min_p_S1=column("min_p", 0),
             penalties_S1=column("repetition_penalty", 1),
@@ -190,7 +192,7 @@ def keep_min_p(scores_SV: Tensor, min_p_S1: Tensor) -> Tensor:
     tensor([[0.5000, 0.3000, 0.0000]])
     """
     top_S1 = scores_SV.amax(-1, keepdim=True)
-    return scores_SV.masked_fill(scores_SV - top_S1 < min_p_S1.to(scores_SV.dtype).log(), -torch.inf)
+    return scores_SV.masked_fill(scores_SV - top_S1 < min_p_S1.log().to(scores_SV.dtype), -torch.inf)
 
 
 def invert(weights_SV: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:

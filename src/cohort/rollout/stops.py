@@ -30,8 +30,10 @@ class StopStrings:
         """Whether the newest token completed a stop string."""
         if not self._stops or not self._can_complete(token_ids[-1]):
             return False
-        tail = self._decode(token_ids[-self.tail :])
-        return any(stop in tail for stop in self._stops)
+        before, text = self._decode(token_ids[-self.tail : -1]), self._decode(token_ids[-self.tail :])
+        same = next((n for n, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
+        # What stood there before is no news: it was let pass, as the completion was too short to end.
+        return any(text.find(stop, max(0, same - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _can_complete(self, token: int) -> bool:
         """Whether the token may bring a stop's last character. Most cannot, and spare the completion's decoding."""

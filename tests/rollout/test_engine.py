@@ -1,0 +1,565 @@
+"""The engine's behaviour: greedy text as transformers writes it, every kind of end, wrong inputs, who watches, what goes
+wrong in one row only."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from cohort.errors import ConfigError, DataError
+from cohort.policy import Policy, Precision
+from cohort.rollout import Draws, LocalEngine, Sampling, Watch
+from cohort.rollout.grammar import _byte_letters
+from cohort.rollout.lean import LeanBackend
+from cohort.types import FinishReason, Prompt
+from tests.conftest import tiny_llama
+from tests.rollout import test_generic, test_lean
+from tests.rollout.test_local_engine import LetterTokenizer, prompts
+
+FLOAT32 = Precision(torch.float32, torch.float32)
+FLOAT64 = Precision(torch.float64, torch.float64)
+PROMPTS = prompts((5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3))
+WAYS = ["lean", "refilled", "in turns", "equal turns", "no cache"]
+
+
+@functools.cache
+def of_way(way, dtype=torch.float32):
+    """A small policy that is sampled in each way. No test changes its weights."""
+    family = {"refilled": "gpt2", "in turns": "phi3 window", "equal turns": "lfm2", "no cache": "rwkv"}.get(way)
+    model = tiny_llama() if way == "lean" else test_generic.made(family)
+    return Policy(model.to(dtype), Precision(dtype, dtype))
+
+
+@functools.cache
+def backend_of(way, dtype=torch.float32):
+    return engine_of(of_way(way, dtype)).backend
+
+
+def engine_of(policy, ends=(1,), **settings):
+    return LocalEngine(policy, LetterTokenizer(), ends, **settings)
+
+
+def flat(groups):
+    return [completion for group in groups for completion in group.completions]
+
+
+def of_texts(texts):
+    return [Prompt(uid, uid, tuple(ids), "", "", {}) for uid, ids in enumerate(texts)]
+
+
+# Greedy
+
+
+GREEDY = {
+    "plain": ({}, {}),
+    "penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "minimum": ({"min_completion_length": 9}, {"min_new_tokens": 9}),
+    "both": (
+        {"repetition_penalty": 1.8, "min_completion_length": 14},
+        {"repetition_penalty": 1.8, "min_new_tokens": 14},
+    ),
+}
+GREEDY_FAMILIES = ["llama", "mistral window, ratio 4", "gemma3", "qwen2", "gpt2", "phi3 window", "qwen3_next"]
+
+
+@pytest.mark.parametrize("kind", GREEDY)
+@pytest.mark.parametrize("family", GREEDY_FAMILIES)
+def test_greedy_is_transformers_generate_token_for_token(family, kind):
+    lean = family in test_lean.FAMILIES
+    policy, engine = test_lean.in_float32(family) if lean else (None, test_generic.engine_of(family))
+    policy = policy or engine.policy
+    ours, theirs = GREEDY[kind]
+    texts = [(7,), (5, 9, 20), tuple(range(3, 25)), (30, 31, 2)]
+    ends = (1, 6)
+    engine = LocalEngine(policy, LetterTokenizer(), ends, max_batch_size=3)
+    completions = flat(engine.generate(of_texts(texts), 1, Sampling(16, temperature=0.0, **ours), Draws(0, 0)))
+    for text, completion in zip(texts, completions, strict=True):
+        settings = GenerationConfig(
+            do_sample=False, max_new_tokens=16, eos_token_id=list(ends), pad_token_id=0, use_cache=False, **theirs
+        )
+        ids = torch.tensor([text])
+        out = policy.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        assert completion.token_ids == tuple(out[0, len(text) :].tolist())
+        assert completion.sampler_logps == (0.0,) * len(completion.token_ids)
+    assert len({completion.token_ids for completion in completions}) > 1
+
+
+def test_greedy_completions_of_a_group_are_one():
+    groups = engine_of(of_way("lean")).generate(PROMPTS, 5, Sampling(12, temperature=0.0), Draws(0, 0))
+    assert all(len({c.token_ids for c in group.completions}) == 1 for group in groups)
+
+
+# Ends
+
+
+PIECES = ["a", "b", "c", "ab", "bc", "abc", "ca", " a", "é", "€", "aé"]
+SPECIAL = ["<pad>", "<end>"]
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    """All bytes, and pieces of one to three characters, some of several bytes; no merges are needed to decode."""
+    shown = {byte: letter for letter, byte in _byte_letters().items()}
+    spelled = ["".join(shown[byte] for byte in piece.encode()) for piece in PIECES]
+    vocabulary = dict.fromkeys([*SPECIAL, *spelled, *(shown[byte] for byte in range(256))])
+    backend = Tokenizer(models.WordLevel({token: place for place, token in enumerate(vocabulary)}, unk_token="<pad>"))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    ids = {spelled: tokenizer.convert_tokens_to_ids(spelled) for spelled in vocabulary}
+    by_bytes = {bytes(_byte_letters()[letter] for letter in spelled): ids[spelled] for spelled in list(vocabulary)[2:]}
+    return tokenizer, by_bytes
+
+
+class Scripted:
+    """A backend whose logits leave only the token that is written down for the row, whatever was before."""
+
+    refills, mixed_lengths, token_bytes, description = True, True, 8, "scripted"
+
+    def __init__(self, vocabulary, scripts):
+        self.vocabulary, self.scripts = vocabulary, scripts
+
+    def _logits(self, rows):
+        logits = torch.full((len(rows), self.vocabulary), -torch.inf)
+        for place, (script, done) in enumerate(rows):
+            logits[place, self.scripts[script][min(done, len(self.scripts[script]) - 1)]] = 0.0
+        return logits
+
+    def begin(self, capacity):
+        self.held, self.rows = [], []
+
+    def end(self):
+        self.held, self.rows = [], []
+
+    def prefill(self, texts):
+        new = [text[0] for text in texts]  # a prompt is the number of its script
+        self.held += new
+        return self._logits([(script, 0) for script in new])
+
+    def add_rows(self, places):
+        self.rows += [[self.held[place], 0] for place in places]
+
+    def step(self, tokens_S):
+        assert len(tokens_S) == len(self.rows)
+        for row in self.rows:
+            row[1] += 1
+        return self._logits(self.rows)
+
+    def remove_rows(self, rows):
+        self._remove(self.rows, rows)
+
+    def remove_prompts(self, places):
+        self._remove(self.held, places)
+
+    def _remove(self, entries, removed):
+        gone = set(removed)
+        left = len(entries) - len(gone)
+        movers = [entries[place] for place in range(left, len(entries)) if place not in gone]
+        for hole, entry in zip(sorted(place for place in gone if place < left), movers, strict=True):
+            entries[hole] = entry
+        del entries[left:]
+
+
+def scripted(tokenizer, vocabulary, scripts, ends=(1,), **settings):
+    policy = Policy(tiny_llama(vocabulary, max_position_embeddings=4096), FLOAT32)
+    engine = LocalEngine(policy, tokenizer, ends, **settings)
+    engine.backend = Scripted(vocabulary, scripts)
+    return engine
+
+
+def test_a_stop_string_ends_at_the_first_token_whose_text_completes_it(byte_level):
+    tokenizer, by_bytes = byte_level
+    ids = {piece: by_bytes[piece.encode()] for piece in PIECES}
+    letters = [by_bytes[byte.to_bytes()] for byte in b"x\xc3\xa9\xe2\x82\xac"]  # é and € byte by byte
+    alphabet = [*ids.values(), *letters]
+    scripts = [list(script) for script in itertools.product(alphabet, repeat=3)][::3]
+    scripts += [[letters[0]] * 9 + script for script in scripts[::7]]  # after more text than is looked at again
+    stops = ["a", "b", "é", "€", "ab", "bc", "ca", "a ", " a", "éa", "aé", "€€", "abc", "cab", "bca", "a a", "é€a"]
+    engine = scripted(tokenizer, len(tokenizer), scripts, ends=())
+    texts = [Prompt(n, n, (n,), "", "", {}) for n in range(len(scripts))]
+    for stop in stops:
+        samplings = [Sampling(len(script), stop=(stop,)) for script in scripts]
+        for script, completion in zip(scripts, flat(engine.generate(texts, 1, samplings, Draws(0, 0))), strict=True):
+            upto = [tokenizer.decode(script[: n + 1]) for n in range(len(script))]
+            first = next((n for n, text in enumerate(upto) if stop in text), None)
+            wanted = script if first is None else script[: first + 1]
+            assert completion.token_ids == tuple(wanted), (stop, upto)
+            assert completion.finish_reason is (FinishReason.LENGTH if first is None else FinishReason.STOP)
+
+
+def test_of_several_stop_strings_the_first_completed_ends(byte_level):
+    tokenizer, by_bytes = byte_level
+    script = [by_bytes[piece.encode()] for piece in ("c", "é", "ab", "c", "€")]
+    for stops, length in (
+        (("€", "bc"), 4),
+        (("bc", "€"), 4),
+        (("é", "€"), 2),
+        (("x", "€"), 5),
+        (("éa", "abc"), 3),
+        (("x", "y"), 5),
+    ):
+        engine = scripted(tokenizer, len(tokenizer), [script], ends=())
+        (completion,) = flat(engine.generate(of_texts([(0,)]), 1, Sampling(5, stop=stops), Draws(0, 0)))
+        assert len(completion.token_ids) == length, stops
+
+
+def test_a_stop_string_that_is_complete_before_the_minimum_ends_nothing(byte_level):
+    tokenizer, by_bytes = byte_level
+    script = [by_bytes[piece.encode()] for piece in ("a", "b", "c", "b", "c", "a", "b", "a")]
+    engine = scripted(tokenizer, len(tokenizer), [script], ends=())
+    # "ab" is complete at token 2, before 4 tokens are; the next one at token 7. Token 4 brings a "b" that completes
+    # nothing.
+    sampling = Sampling(8, stop=("ab",), min_completion_length=4)
+    (completion,) = flat(engine.generate(of_texts([(0,)]), 1, sampling, Draws(0, 0)))
+    assert len(completion.token_ids) == 7
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_an_end_token_goes_before_a_stop_string_and_before_the_limit(byte_level):
+    tokenizer, by_bytes = byte_level
+    a = by_bytes[b"a"]
+    engine = scripted(tokenizer, len(tokenizer), [[a, a, 1], [a, a, a], [a, 0, a]], ends=(1, 0))
+    completions = flat(
+        engine.generate(of_texts([(0,), (1,), (2,)]), 1, Sampling(3, stop=("aaa", "<end>")), Draws(0, 0))
+    )
+    assert [c.finish_reason for c in completions] == [FinishReason.EOS, FinishReason.STOP, FinishReason.EOS]
+    assert [c.token_ids for c in completions] == [(a, a, 1), (a, a, a), (a, 0)]
+    assert [c.text for c in completions] == ["aa", "aaa", "a"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_end_tokens_and_ends_at_the_limit(way):
+    policy = of_way(way)
+    free = flat(engine_of(policy, ends=()).generate(PROMPTS, 6, Sampling(12), Draws(3, 0)))
+    ends = {1, 20, 21, 9, 5, 33}
+    held = flat(engine_of(policy, ends=ends, max_batch_size=5).generate(PROMPTS, 6, Sampling(12), Draws(3, 0)))
+    at_limit = 0
+    for loose, ended in zip(free, held, strict=True):
+        place = next((n for n, token in enumerate(loose.token_ids) if token in ends), None)
+        assert ended.token_ids == (loose.token_ids if place is None else loose.token_ids[: place + 1])
+        assert ended.finish_reason is (FinishReason.LENGTH if place is None else FinishReason.EOS)
+        if place:
+            limit = Sampling(place + 1)
+            one = Prompt(free.index(loose) // 6, 0, PROMPTS[free.index(loose) // 6].token_ids, "", "", {})
+            (group,) = engine_of(policy, ends=ends).generate([one], 6, limit, Draws(3, 0)) if at_limit < 2 else [None]
+            if group is not None:
+                assert group.completions[free.index(loose) % 6].finish_reason is FinishReason.EOS
+                at_limit += 1
+    assert at_limit
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_of_1_to_100_tokens_in_one_call(way):
+    policy = of_way(way)
+    texts = of_texts([[3 + (7 * n + place) % 30 for place in range(n)] for n in (1, 100, 2, 64, 17, 33, 8)])
+    groups = engine_of(policy, max_batch_size=4).generate(texts, 2, Sampling(6), Draws(0, 0))
+    pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
+    with torch.no_grad():
+        trained, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
+    torch.testing.assert_close(sampled, trained, rtol=0, atol=3e-5)  # float32, a recurrence of 100 tokens
+
+
+# Wrong inputs
+
+
+def test_a_prompt_that_does_not_fit_is_named():
+    engine = engine_of(of_way("lean"))
+    long = [Prompt(41, 0, tuple([5] * 120), "the text of it", "", {})]
+    with pytest.raises(
+        DataError, match=r"prompt 41 \('the text of it'\) has 120 tokens.* may have 9 .*context holds 128"
+    ):
+        engine.generate([*PROMPTS, *long], 2, Sampling(9), Draws(0, 0))
+    assert len(engine.generate(long, 2, Sampling(8), Draws(0, 0))) == 1
+    # Each prompt's own limit counts.
+    mixed = engine.generate([*PROMPTS[:1], *long], 1, [Sampling(100), Sampling(8)], Draws(0, 0))
+    assert len(mixed[0].completions[0].token_ids) > 8 or mixed[0].completions[0].finish_reason is FinishReason.EOS
+
+
+def test_an_empty_prompt_is_named():
+    with pytest.raises(DataError, match="prompt 1 has no tokens"):
+        engine_of(of_way("lean")).generate(of_texts([(3,), ()]), 2, Sampling(9), Draws(0, 0))
+
+
+@pytest.mark.parametrize("way", WAYS[:4])
+def test_a_budget_that_holds_no_completion_is_an_error_and_one_that_holds_one_is_enough(way):
+    policy = of_way(way)
+    plain = flat(engine_of(policy).generate(PROMPTS, 2, Sampling(9), Draws(0, 0)))
+    tight = flat(engine_of(policy, cache_tokens=16).generate(PROMPTS, 2, Sampling(9), Draws(0, 0)))
+    assert [c.token_ids for c in tight] == [c.token_ids for c in plain]
+    with pytest.raises(ConfigError, match=r"a prompt of 7 needs keys and values of 16 tokens.*cache_tokens is 15"):
+        engine_of(policy, cache_tokens=15).generate(PROMPTS, 2, Sampling(9), Draws(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"stop": ("a", "")}, "stop"),
+        ({"stop": "a"}, "stop"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"min_completion_length": 10}, "min_completion_length"),
+        ({"min_completion_length": -1}, "min_completion_length"),
+        ({"forced_ids": (3,) * 10}, "forced_ids"),
+        ({"forced_ids": (3, -1)}, "forced_ids"),
+        ({"max_completion_length": 0}, "max_completion_length"),
+        ({"regex": "a", "json_schema": "{}"}, "regex and json_schema"),
+    ],
+)
+def test_settings_out_of_range_are_errors_by_name(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        Sampling(**({"max_completion_length": 9} | settings))
+
+
+def test_a_forced_token_that_the_model_has_not_is_an_error():
+    with pytest.raises(ConfigError, match="forced_ids"):
+        engine_of(of_way("lean")).generate(PROMPTS, 1, Sampling(4, forced_ids=(37,)), Draws(0, 0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_as_many_settings_as_prompts(count):
+    with pytest.raises(ConfigError, match=f"{count} sampling settings for 4 prompts"):
+        engine_of(of_way("lean")).generate(PROMPTS, 1, [Sampling(4)] * count, Draws(0, 0))
+
+
+def test_no_prompts_give_no_groups():
+    assert engine_of(of_way("lean")).generate([], 3, Sampling(4), Draws(0, 0)) == []
+    assert engine_of(of_way("lean")).generate([], 3, [], Draws(0, 0)) == []
+
+
+# What goes wrong in one row
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", [{}, {"top_k": 20}, {"repetition_penalty": 1.2, "stop": ("zz",)}])
+def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way, settings):
+    poison = 20
+    policy = Policy(type(of_way(way).model)(of_way(way).model.config), FLOAT32)
+    policy.model.load_state_dict(of_way(way).model.state_dict())
+    embedding = policy.model.get_input_embeddings()
+    embedding.register_forward_hook(
+        lambda module, args, output: output.masked_fill((args[0] == poison)[..., None], torch.nan)
+    )
+    texts = [prompt for prompt in PROMPTS if poison not in prompt.token_ids]
+    sampling = Sampling(16, **settings)
+    free = flat(engine_of(of_way(way), max_batch_size=7).generate(texts, 12, sampling, Draws(0, 0)))
+    engine = engine_of(policy, max_batch_size=7)
+    assert type(engine.backend) is type(backend_of(way))
+    poisoned = flat(engine.generate(texts, 12, sampling, Draws(0, 0)))
+    errors = 0
+    for loose, held in zip(free, poisoned, strict=True):
+        place = loose.token_ids.index(poison) if poison in loose.token_ids[:-1] else None
+        if place is None:
+            assert (held.token_ids, held.finish_reason) == (loose.token_ids, loose.finish_reason)
+            assert held.sampler_logps == pytest.approx(loose.sampler_logps, abs=1e-5)  # float32
+        else:
+            errors += 1
+            assert held.finish_reason is FinishReason.ERROR
+            assert held.token_ids == loose.token_ids[: place + 1]
+            assert len(held.sampler_logps) == place + 1
+            assert held.support is None or len(held.support.counts_N) == place + 1
+    assert 0 < errors < len(free)
+
+
+def test_a_prompt_of_no_numbers_ends_its_group_and_no_other():
+    policy = Policy(tiny_llama(), FLOAT32)
+    engine = engine_of(policy)
+    clean = flat(engine.generate(PROMPTS, 3, Sampling(8), Draws(0, 0)))
+    policy.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output.masked_fill((args[0] == 31)[..., None], torch.nan)
+    )
+    for size in (2, 256):
+        engine.max_batch_size = size
+        for group, wanted in zip(
+            engine.generate(PROMPTS, 3, Sampling(8, stop=("\x7f",)), Draws(0, 0)),
+            [clean[n : n + 3] for n in (0, 3, 6, 9)],
+            strict=True,
+        ):
+            if 31 in group.prompt.token_ids:
+                assert {c.finish_reason for c in group.completions} == {FinishReason.ERROR}
+                assert {c.token_ids for c in group.completions} == {()}
+                assert {c.text for c in group.completions} == {""}
+                assert group.usable.completions == ()
+            elif not any(31 in c.token_ids for c in wanted):
+                assert [c.token_ids for c in group.completions] == [c.token_ids for c in wanted]
+
+
+def test_others_are_bit_equal_beside_a_row_that_fails():
+    """At the same places in the same batch: until the first failure, and for whole runs where none moves."""
+    policy, poisoned = (Policy(tiny_llama(), FLOAT32) for _ in range(2))
+    poisoned.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output.masked_fill((args[0] == 20)[..., None], torch.nan)
+    )
+    texts = [prompt for prompt in PROMPTS if 20 not in prompt.token_ids]
+    free, held = (flat(engine_of(p).generate(texts, 12, Sampling(16), Draws(0, 0))) for p in (policy, poisoned))
+    same = [one for one, other in zip(free, held, strict=True) if other.finish_reason is not FinishReason.ERROR]
+    assert 0 < len(same) < len(free)
+    for one, other in zip(free, held, strict=True):
+        if other.finish_reason is not FinishReason.ERROR:
+            assert one == other
+
+
+# Who watches
+
+
+class Events:
+    """Everything that is told, in order; and whether to call off."""
+
+    def __init__(self, cancel_at=None):
+        self.tokens, self.completions, self.asked, self.cancel_at = [], [], 0, cancel_at
+
+    def watch(self):
+        return Watch(
+            self.tokens.append,
+            lambda *told: self.completions.append(told),
+            None if self.cancel_at is None else self._ask,
+        )
+
+    def _ask(self):
+        self.asked += 1
+        return self.asked > self.cancel_at
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_events_add_up_to_the_completions(way):
+    events = Events()
+    engine = engine_of(of_way(way), max_batch_size=5)
+    sampling = [Sampling(9, stop=("e",)), Sampling(12), Sampling(4, top_k=9), Sampling(7, temperature=0.3)]
+    plain = engine.generate(PROMPTS, 4, sampling, Draws(0, 0))
+    groups = engine.generate(PROMPTS, 4, sampling, Draws(0, 0), events.watch())
+    assert flat(groups) == flat(plain)  # watching changes no draw
+    told = {}
+    for event in events.tokens:
+        key = (event.prompt_index, event.sample)
+        assert event.position == len(told.setdefault(key, []))
+        assert not told[key] or told[key][-1].finish_reason is None  # nothing after the last one
+        told[key].append(event)
+    for index, group in enumerate(groups):
+        for sample, completion in enumerate(group.completions):
+            mine = told.pop((index, sample))
+            assert tuple(event.token_id for event in mine) == completion.token_ids
+            assert tuple(event.logp for event in mine) == completion.sampler_logps
+            assert mine[-1].finish_reason is completion.finish_reason
+    assert not told
+    assert sorted((index, sample) for index, sample, _ in events.completions) == [
+        (index, sample) for index in range(4) for sample in range(4)
+    ]
+    assert all(groups[index].completions[sample] == completion for index, sample, completion in events.completions)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 5, 9, 14])
+@pytest.mark.parametrize("way", WAYS)
+def test_called_off_what_is_done_is_whole_and_the_rest_is_the_beginning_of_what_it_would_be(way, step):
+    engine = engine_of(of_way(way), max_batch_size=5)
+    whole = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    events = Events(cancel_at=step)
+    groups = engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0), events.watch())
+    cut = flat(groups)
+    assert events.asked == step + 1
+    assert all(len(group.completions) == 4 for group in groups)
+    cancelled = [c for c in cut if c.finish_reason is FinishReason.CANCELLED]
+    assert cancelled
+    for one, other in zip(cut, whole, strict=True):
+        if one.finish_reason is FinishReason.CANCELLED:
+            assert one.token_ids == other.token_ids[: len(one.token_ids)]
+            assert one.sampler_logps == pytest.approx(other.sampler_logps[: len(one.token_ids)], abs=1e-5)  # float32
+            assert len(one.token_ids) < len(other.token_ids)
+            assert one.weights_version == other.weights_version
+        else:
+            assert one.token_ids == other.token_ids
+            assert one.finish_reason is other.finish_reason
+    assert sum(len(c.token_ids) for c in cut) == len(events.tokens)
+    assert max((len(c.token_ids) for c in cancelled), default=0) <= step
+    told = {(index, sample): completion for index, sample, completion in events.completions}
+    assert len(told) == len(events.completions)  # once each
+    assert all(groups[index].completions[sample] == completion for (index, sample), completion in told.items())
+    begun = {(event.prompt_index, event.sample) for event in events.tokens}
+    assert begun <= set(told)
+    again = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    assert [c.token_ids for c in again] == [c.token_ids for c in whole]
+
+
+@pytest.mark.parametrize("kind", ["on_token", "on_completion", "cancelled"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_of_who_watches_leaves_the_engine_as_it_was(way, kind):
+    engine = engine_of(of_way(way), max_batch_size=5)
+    plain = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    calls = itertools.count()
+
+    def fail(*_):
+        if next(calls) == 7:
+            raise RuntimeError("who watches")
+
+    with pytest.raises(RuntimeError, match="who watches"):
+        engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0), Watch(**{kind: fail}))
+    again = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    assert [(c.token_ids, c.finish_reason) for c in again] == [(c.token_ids, c.finish_reason) for c in plain]
+
+
+def test_an_engine_may_be_used_by_who_watches_it_only_after_the_call():
+    """Another engine over the same policy may be used in between."""
+    policy = of_way("lean")
+    plain = flat(engine_of(policy).generate(PROMPTS, 2, Sampling(6), Draws(0, 0)))
+    inner = []
+    watch = Watch(
+        on_completion=lambda *_: inner.append(engine_of(policy).generate(PROMPTS[:1], 1, Sampling(3), Draws(1, 0)))
+    )
+    assert flat(engine_of(policy).generate(PROMPTS, 2, Sampling(6), Draws(0, 0), watch)) == plain
+    assert len({flat(groups)[0].token_ids for groups in inner}) == 1
+
+
+# Settings of their own
+
+
+OWN = [
+    Sampling(9),
+    Sampling(12, temperature=0.7, top_p=0.9),
+    Sampling(4, temperature=0.0),
+    Sampling(9, repetition_penalty=1.4, stop=("e", "zz")),
+    Sampling(11, top_k=5, min_completion_length=6),
+    Sampling(9, forced_ids=(9, 9, 4), min_p=0.05),
+    Sampling(9, temperature=1.9, record_support=False, top_k=3),
+    Sampling(10, min_completion_length=10),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", WAYS)
+def test_settings_of_each_prompt_are_those_it_would_have_alone(way, dtype):
+    if way == "no cache" and dtype == torch.float64:
+        pytest.skip("rwkv's kernel is float32's")
+    texts = of_texts([(5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3), (9, 8), (3, 3), (8, 14, 20), (11,)])
+    engine = engine_of(of_way(way, dtype), max_batch_size=7)
+    together = engine.generate(texts, 3, OWN, Draws(4, 0))
+    # float64: settings as exact as alone, but norms that are float32's.
+    bound = 1e-5 if dtype is torch.float32 else 1e-7
+    for text, sampling, group in zip(texts, OWN, together, strict=True):
+        (alone,) = engine.generate([text], 3, sampling, Draws(4, 0))
+        for one, other in zip(group.completions, alone.completions, strict=True):
+            assert (one.token_ids, one.finish_reason, one.text) == (other.token_ids, other.finish_reason, other.text)
+            assert one.num_forced == other.num_forced
+            assert one.support == other.support
+            assert one.sampler_logps == pytest.approx(other.sampler_logps, abs=bound)
+            assert (one.full_logps is None) == (other.full_logps is None)
+            assert one.full_logps is None or one.full_logps == pytest.approx(other.full_logps, abs=bound)
+
+
+def test_the_path_of_each_way_is_the_one_meant():
+    assert isinstance(backend_of("lean"), LeanBackend)
+    for way, words in zip(
+        WAYS[1:],
+        (test_generic.REFILL, test_generic.TURNS, test_generic.EQUAL_TURNS, test_generic.RECOMPUTE),
+        strict=True,
+    ):
+        assert words in backend_of(way).description

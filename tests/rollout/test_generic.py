@@ -1,0 +1,378 @@
+"""Models that the lean path does not know: which way they are sampled, and that it is right."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cohort.errors import ConfigError
+from cohort.policy import Policy, Precision
+from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout.backend import Capacity
+from cohort.rollout.choose import logit_gap
+from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
+from tests.rollout.test_local_engine import LetterTokenizer, prompts
+
+FLOAT32 = Precision(torch.float32, torch.float32)
+COMMON = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "initializer_range": 0.2}
+SMALL = COMMON | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+UNGROUPED = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+BARE = COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
+EXPERTS = SMALL | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+
+REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = "rows refilled", "in turns", "prompts of equal length", "without a cache"
+
+FAMILIES = {
+    # Absolute positions, rotations, ALiBi, biases, parallel blocks, experts: keys and values alone.
+    "gpt2": (GPT2, REFILL),
+    "gpt_neox": (UNGROUPED, REFILL),
+    "gpt_bigcode": (GPT2, REFILL),
+    "gptj": (GPT2 | {"rotary_dim": 4}, REFILL),
+    "gpt_neo": (
+        BARE | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+        REFILL,
+    ),
+    "phi": (SMALL, REFILL),
+    "phi3": (SMALL, REFILL),
+    "olmo2": (SMALL, REFILL),
+    "cohere": (SMALL, REFILL),
+    "glm4": (SMALL | {"head_dim": 8}, REFILL),
+    "opt": (
+        BARE | {"ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32, "init_std": 0.2},
+        REFILL,
+    ),
+    "bloom": (COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, REFILL),
+    "falcon": (BARE | {"num_attention_heads": 4}, REFILL),
+    "falcon alibi": (BARE | {"num_attention_heads": 4, "alibi": True}, REFILL),
+    "mpt": (COMMON | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}, REFILL),
+    "stablelm": (SMALL, REFILL),
+    "mixtral": (SMALL | {"num_local_experts": 4}, REFILL),
+    "qwen3_moe": (EXPERTS, REFILL),
+    "deepseek_v3": (  # keys and values of different width
+        SMALL
+        | {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+        REFILL,
+    ),
+    # A window in some layers, or in all.
+    "phi3 window": (SMALL | {"sliding_window": 6}, TURNS),
+    "starcoder2": (SMALL | {"sliding_window": 6}, TURNS),
+    "cohere2": (SMALL | MIXED, TURNS),
+    "gpt_oss": (
+        SMALL
+        | {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        TURNS,
+    ),
+    # States.
+    "jamba": (
+        SMALL
+        | {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        EQUAL_TURNS,
+    ),
+    "qwen3_next": (
+        EXPERTS
+        | {
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        EQUAL_TURNS,
+    ),
+    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, EQUAL_TURNS),
+    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, EQUAL_TURNS),
+    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, EQUAL_TURNS),
+    "granitemoehybrid": (
+        SMALL
+        | STATES
+        | {
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 16,
+        },
+        EQUAL_TURNS,
+    ),
+    # Caches that transformers does not pass as past_key_values.
+    "mamba": (BARE | {"state_size": 8}, RECOMPUTE),
+    "mamba2": (
+        BARE | {"state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 4},
+        RECOMPUTE,
+    ),
+    "recurrent_gemma": (
+        SMALL | {"lru_width": 32, "attention_window_size": 6, "num_hidden_layers": 3, "w_init_variance_scale": 1.0},
+        RECOMPUTE,
+    ),
+    "rwkv": (BARE | {"attention_hidden_size": 32, "context_length": 128}, RECOMPUTE),
+    "xlstm": (BARE | {"num_heads": 4}, RECOMPUTE),
+}
+PROMPTS = prompts((5, 9, 20), (7,), tuple(range(3, 30)), (2, 3), (8, 9, 4))
+KINDS = {
+    REFILL: RefillBackend,
+    TURNS: TurnsBackend,
+    EQUAL_TURNS: TurnsBackend,
+    RECOMPUTE: RecomputeBackend,
+}
+
+
+def made(family):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.split()[0], **FAMILIES[family][0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # kernels that are not installed
+        return AutoModelForCausalLM.from_config(config)
+
+
+@functools.cache
+def engine_of(family):
+    return LocalEngine(Policy(made(family), FLOAT32), LetterTokenizer(), (1,))
+
+
+def completions(engine, samples=3, length=12):
+    groups = engine.generate(PROMPTS, samples, Sampling(length), Draws(0, 0))
+    return [(g.prompt.token_ids, c) for g in groups for c in g.completions]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampler_and_trainer_agree_whatever_the_batch_size(family):
+    engine, (_, way) = engine_of(family), FAMILIES[family]
+    assert isinstance(engine.backend, KINDS[way])
+    assert way in engine.backend.description
+    assert f"not lean: {family.split()[0]!r} is not among" in engine.backend.description
+    runs = []
+    for size in (1000, 3, 1):
+        engine.max_batch_size = size
+        runs.append(completions(engine, length=12 if way != RECOMPUTE else 6))
+    assert len({c.token_ids for _, c in runs[0]}) > 5
+    with torch.no_grad():
+        trained, *_ = engine.policy.logps([p for p, _ in runs[0]], [c.token_ids for _, c in runs[0]], 1.0)
+    for run in runs:
+        assert [c.token_ids for _, c in run] == [c.token_ids for _, c in runs[0]]
+        sampled = torch.tensor([lp for _, c in run for lp in c.sampler_logps])
+        # float32. A recurrence in steps rounds elsewhere than one in chunks, and carries it on.
+        torch.testing.assert_close(sampled, trained, rtol=0, atol=3e-5 if way == EQUAL_TURNS else 1e-5)
+
+
+def test_turns_of_equal_length_share_what_has_equal_length():
+    engine = engine_of("lfm2")
+    assert not engine.backend.mixed_lengths
+    seen = []
+    prefill = engine.backend.prefill
+    engine.backend.prefill = lambda texts: seen.append([len(text) for text in texts]) or prefill(texts)
+    engine.max_batch_size = 1000
+    completions(engine, samples=2)
+    del engine.backend.prefill
+    assert seen == [[27], [3, 3], [2], [1]]
+
+
+def test_a_turn_may_end_in_the_middle_of_a_group():
+    engine = engine_of("phi3 window")
+    engine.max_batch_size = 4
+    seen = []
+    prefill = engine.backend.prefill
+    engine.backend.prefill = lambda texts: seen.append([len(text) for text in texts]) or prefill(texts)
+    completions(engine)
+    del engine.backend.prefill
+    # Three of each prompt, four at a time: the second prompt is computed in the first turn and in the second.
+    assert seen == [[27, 3], [3, 3], [3, 2], [1]]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "falcon alibi", "gpt_neo", "gpt_oss", "lfm2", "mamba"])
+def test_rows_may_be_added_and_removed_at_any_place(family):
+    policy, backend = engine_of(family).policy, engine_of(family).backend
+    texts = [prompt.token_ids for prompt in PROMPTS]
+    owners = [0, 0, 4, 4, 0]
+    tokens = torch.randint(37, (8, 20), generator=torch.Generator().manual_seed(0)).tolist()
+    shared = [0, 4] if backend.refills is False else [0, 1, 2, 4]  # lengths 3 and 3, or any
+    backend.begin(Capacity(8, 5, 27, 20))
+    rows = {row: list(texts[owner]) for row, owner in enumerate(owners)}
+    held = list(shared)
+
+    def check(logits_SV):
+        expected = torch.stack([policy.model(torch.tensor([text])).logits[0, -1] for text in rows.values()])
+        gap = (logits_SV - expected).abs() / expected.std(-1, keepdim=True)
+        assert gap.max() < 3e-5  # float32
+
+    def step(count):
+        for _ in range(count):
+            new = [tokens[row][len(text) % 20] for row, text in rows.items()]
+            for text, token in zip(rows.values(), new, strict=True):
+                text.append(token)
+            check(backend.step(torch.tensor(new)))
+
+    with torch.no_grad():
+        backend.prefill([texts[place] for place in held])
+        backend.add_rows([held.index(owner) for owner in owners])
+        step(3)
+        backend.remove_rows([1, 4])
+        rows = {0: rows[0], 3: rows[3], 2: rows[2]}
+        step(2)
+        if backend.refills:
+            backend.remove_prompts([held.index(0)])
+            held = [held[-1], *held[1:-1]]
+            backend.prefill([texts[3]])
+            held.append(3)
+            backend.add_rows([held.index(2), held.index(3), held.index(1)])
+            rows |= {5: list(texts[2]), 6: list(texts[3]), 7: list(texts[1])}
+            step(3)
+            backend.remove_rows([3])  # the longest: its padding goes
+            rows = {0: rows[0], 3: rows[3], 2: rows[2], 7: rows[7], 6: rows[6]}
+            step(2)
+            backend.remove_rows([4, 3, 2, 1, 0])
+            backend.add_rows([held.index(1)])
+            rows = {7: list(texts[1])}
+            step(3)
+        else:
+            backend.remove_rows([0, 1, 2])
+            backend.prefill([texts[3]])
+            backend.add_rows([0, 0])
+            rows = {5: list(texts[3]), 6: list(texts[3])}
+            step(4)
+    backend.end()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi3 window", "mamba"])
+def test_nothing_is_held_afterwards(family):
+    engine = engine_of(family)
+    completions(engine)
+    held = [value for value in vars(engine.backend).values() if isinstance(value, torch.Tensor) and value.numel()]
+    lists = [value for value in vars(engine.backend).values() if isinstance(value, list) and value]
+    caches = [value for value in vars(engine.backend).values() if hasattr(value, "layers")]
+    assert (held, lists, caches) == ([], [], [])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "lfm2", "qwen3_next"])
+def test_bfloat16(family):
+    policy = Policy(made(family), Precision(torch.float32, torch.bfloat16))
+    engine = LocalEngine(policy, LetterTokenizer(), (1,), max_batch_size=4)
+    pairs = completions(engine)
+    with torch.no_grad():
+        trained, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
+    assert sampled.dtype == torch.float32
+    # 8 bits of mantissa, two layers; logits of some units.
+    assert (sampled - trained).abs().mean() < 0.03
+    assert (sampled - trained).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "cohere2"])
+def test_float64_changes_with_no_batch_size(family):
+    policy = Policy(made(family).double(), Precision(torch.float64, torch.float64))
+    runs = [completions(LocalEngine(policy, LetterTokenizer(), (1,), max_batch_size=size)) for size in (1000, 2)]
+    for (_, one), (_, other) in zip(*runs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.sampler_logps == pytest.approx(other.sampler_logps, abs=1e-6)  # some norms are float32's
+
+
+def test_a_way_that_computes_something_else_is_passed_over_and_named():
+    model = made("gpt2")
+    original = model.forward
+
+    def forward(input_ids=None, past_key_values=None, logits_to_keep=0, **arguments):
+        output = original(
+            input_ids=input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **arguments
+        )
+        if past_key_values is not None:
+            output.logits = output.logits.flip(-1)
+        return output
+
+    model.forward = forward
+    engine = LocalEngine(Policy(model, FLOAT32), LetterTokenizer(), (1,))
+    assert isinstance(engine.backend, RecomputeBackend)
+    assert engine.backend.description.count("off by") == 2
+    assert "rows refilled: off by" in engine.backend.description
+    assert completions(engine)
+
+
+def test_a_way_that_fails_is_passed_over():
+    """MiniMax' cache calls its layers plain attention and leaves the keys of some of them empty."""
+    torch.manual_seed(0)
+    settings = SMALL | {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 4,
+    }
+    policy = Policy(AutoModelForCausalLM.from_config(AutoConfig.for_model("minimax", **settings)), FLOAT32)
+    engine = LocalEngine(policy, LetterTokenizer(), (1,), max_batch_size=4)
+    pairs = completions(engine)
+    with torch.no_grad():
+        trained, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
+    torch.testing.assert_close(sampled, trained, rtol=0, atol=3e-5)  # float32, a recurrence
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gpt2", "attention"), ("gpt_oss", "windowed"), ("lfm2", "recurrent"), ("mamba", None)]
+)
+def test_cache_kinds(family, kind):
+    assert cache_kind(engine_of(family).policy) == kind
+
+
+def test_the_gap_is_0_to_rounding_and_large_for_a_wrong_model():
+    engine, other = engine_of("gpt2"), Policy(made("gpt2"), FLOAT32)
+    assert logit_gap(engine.backend, engine.policy) < 1e-5
+    with torch.no_grad():
+        other.model.transformer.h[1].mlp.c_fc.weight.mul_(1.2)
+    assert logit_gap(engine.backend, other) > 0.01
+
+
+def test_windows_longer_than_the_check_are_right_past_their_end():
+    """The check's texts are 13 tokens long at most: it sees no window of 16."""
+    torch.manual_seed(0)
+    settings = SMALL | {"sliding_window": 16}
+    policy = Policy(AutoModelForCausalLM.from_config(AutoConfig.for_model("starcoder2", **settings)), FLOAT32)
+    pairs = completions(LocalEngine(policy, LetterTokenizer(), (1,)), length=24)
+    with torch.no_grad():
+        trained, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
+    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
+    torch.testing.assert_close(sampled, trained, rtol=0, atol=1e-5)  # float32
+
+
+def test_a_budget_counts_every_way_but_the_one_without_a_cache():
+    for family in ("gpt2", "gpt_oss", "lfm2"):
+        engine = LocalEngine(engine_of(family).policy, LetterTokenizer(), (1,), cache_tokens=10)
+        with pytest.raises(ConfigError, match="cache_tokens"):
+            completions(engine)
+    assert engine_of("mamba").backend.token_bytes == 0
