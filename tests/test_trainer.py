@@ -105,7 +105,8 @@ def test_the_description_says_what_will_happen(demo_tokenizer, tmp_path):
     text = trainer.describe()
     for part in (
         "float32, on cpu",
-        "stop strings ['.'], 0 to", "end tokens: '<|end|>' (1)",
+        "stop strings ['.'], 0 to",
+        "end tokens: '<|end|>' (1)",
         "first prompt: '",
         "beta = 0.25",
         "4 prompts x 4 = 16 completions per rollout, 2 updates each",

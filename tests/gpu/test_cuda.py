@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
+from tests.rollout.test_families import FAMILIES
 from tests.rollout.test_local_engine import LetterTokenizer
 from tests.train.harness import make_trainer
 
@@ -24,6 +27,27 @@ def test_sampler_and_trainer_agree(compute, tolerance):
         logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
     sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps]).cuda()
     torch.testing.assert_close(sampled, logps, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_the_lean_path_is_right_for_its_families(family, compute):
+    # An engine tries its path on the model and passes over one that is wrong: being lean is having passed.
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).cuda()
+    engine = LocalEngine(Policy(model, Precision(torch.float32, compute)), LetterTokenizer(), (1,))
+    assert isinstance(engine.backend, LeanBackend)
+
+
+def test_slots_and_budgets_change_no_greedy_completion():
+    policy = Policy(tiny_llama().cuda(), Precision(torch.float32, torch.float32))
+    prompts = [Prompt(i, i, ids, "", "", {}) for i, ids in enumerate([(5, 9, 20), (7,), (2, 3), (4,) * 30])]
+    runs = [
+        LocalEngine(policy, LetterTokenizer(), (1,), **limits).generate(prompts, 3, Sampling(20, 0.0), Draws(0, 0))
+        for limits in ({}, {"max_batch_size": 2}, {"cache_tokens": 120})
+    ]
+    ids = [[c.token_ids for g in groups for c in g.completions] for groups in runs]
+    assert ids[0] == ids[1] == ids[2]
 
 
 def test_a_run_on_the_device(demo_tokenizer, tmp_path):

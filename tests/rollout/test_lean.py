@@ -276,10 +276,10 @@ def test_decode_is_prefill_and_a_shared_prompt_is_the_prompt_given_to_each(famil
 def test_refilled_rows_are_rows_alone_and_agree_with_the_trainer(family):
     policy, _ = in_float32(family)
     runs = []
-    for size in (5, 1):
+    for size in (3, 1):
         engine = in_float32(family)[1]
         engine.max_batch_size = size
-        runs.append(engine.generate(prompts(*PROMPTS), 2, Sampling(12, 1.1), Draws(1, 0)))
+        runs.append(engine.generate(prompts(*PROMPTS[1:]), 2, Sampling(8, 1.1), Draws(1, 0)))
     pairs = [(g.prompt.token_ids, c) for g in runs[0] for c in g.completions]
     others = [c for g in runs[1] for c in g.completions]
     assert [c.token_ids for _, c in pairs] == [c.token_ids for c in others]

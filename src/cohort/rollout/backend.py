@@ -38,6 +38,8 @@ class Backend(Protocol):
     """Whether rows may be added while others are being decoded."""
     mixed_lengths: bool
     """Whether prompts of different length may be taken in together."""
+    token_multiple: int
+    """What lengths are rounded up to in memory."""
     description: str
     """What it is, in words, for the start of a run."""
 

@@ -51,6 +51,7 @@ def plan(
     max_rows: int,
     max_tokens: int | None,
     token_bytes: int,
+    token_multiple: int,
     device: torch.device,
 ) -> Capacity:
     """The most rows that fit, with room for the prompts they come after.
@@ -62,6 +63,7 @@ def plan(
         max_rows: rows at a time, at most.
         max_tokens: tokens whose keys and values may be held; None: from the memory that is free now.
         token_bytes: memory of one token's keys and values; 0 where nothing is held.
+        token_multiple: what lengths are rounded up to in memory.
         device: where they are held.
 
     Raises:
@@ -69,12 +71,14 @@ def plan(
     """
     free = free_bytes(device) if max_tokens is None and token_bytes else None
     limit = max_tokens if free is None else int(free * FREE_SHARE) // token_bytes
-    longest = max(prompt_lengths)
+    longest, length = (
+        -(-tokens // token_multiple) * token_multiple for tokens in (max(prompt_lengths), completion_length)
+    )
 
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / num_generations))
-        return Capacity(rows, prompts, longest, completion_length)
+        return Capacity(rows, prompts, longest, length)
 
     fitting = min(max_rows, len(prompt_lengths) * num_generations)
     if limit is None or capacity(fitting).cells <= limit:
@@ -85,12 +89,12 @@ def plan(
         low, high = (middle, high) if capacity(middle).cells <= limit else (low, middle - 1)
     if capacity(low).cells <= limit:
         return capacity(low)
-    tight = Capacity(1, 1, longest, completion_length)
+    tight = Capacity(1, 1, longest, length)
     if tight.cells > limit:
         source = "rollout.cache_tokens is" if max_tokens is not None else f"{FREE_SHARE:.0%} of the free memory holds"
         raise ConfigError(
-            f"one completion of {completion_length} tokens after a prompt of {longest} needs keys and values of "
-            f"{tight.cells} tokens, and {source} {limit}: raise rollout.cache_tokens, or lower "
+            f"one completion of {completion_length} tokens after a prompt of {max(prompt_lengths)} needs keys and "
+            f"values of {tight.cells} tokens, and {source} {limit}: raise rollout.cache_tokens, or lower "
             "rollout.max_completion_length"
         )
     return tight

@@ -12,8 +12,8 @@ from cohort.rollout.backend import Capacity, moves_for_removal
 
 ROW_MULTIPLE = 8
 """Rows are computed in multiples of this. CPU matrix products sum a row the same way for every such number of rows."""
-TOKEN_MULTIPLE = 16
-"""Key lengths are multiples of this: vectorised sums over them then have no remainder that depends on the length."""
+TOKEN_MULTIPLE = 32
+"""Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, then zeros."""
 CLEARED_TOKENS = 64
 """Rows are cleared so many tokens at a time, before they come into use."""
 
@@ -44,12 +44,11 @@ class GroupCache:
         device: torch.device,
         group_rows: int,
     ) -> None:
-        rows = round_up(capacity.rows, ROW_MULTIPLE)
         own_length = round_up(capacity.completion_length, TOKEN_MULTIPLE)
         prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
         self._heads, self._width, self._group_rows, self._device = heads, width, group_rows, device
         # Not cleared as a whole: memory that is never used is never touched.
-        self._own = torch.empty(2, layers, rows, heads, own_length, width, dtype=dtype, device=device)
+        self._own = torch.empty(2, layers, capacity.rows, heads, own_length, width, dtype=dtype, device=device)
         self._prompts = torch.empty(
             2, layers, capacity.prompts, heads, prompt_length, width, dtype=dtype, device=device
         )
@@ -58,6 +57,11 @@ class GroupCache:
         self._row_length: list[int] = []
         self._prompt_length: list[int] = []
         self._layout: Layout | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that there is memory for."""
+        return sum(held.shape[2] * held.shape[4] for held in (self._own, self._prompts))
 
     def add_prompts(self, lengths: Sequence[int]) -> int:
         """Make room for prompts; the first one's number."""
@@ -129,7 +133,7 @@ class GroupCache:
 
     def own(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows in one layer, ``[S K, T, D]`` each."""
-        held = self._own[:, layer, : layout.rows, :, : layout.own_length].flatten(1, 2)
+        held = self._own[:, layer, : layout.count, :, : layout.own_length].flatten(1, 2)
         return held[0], held[1]
 
     def prompts(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -168,48 +172,51 @@ class Layout:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.rows = round_up(len(row_prompt), ROW_MULTIPLE)
+        self.count = len(row_prompt)
+        """S: how many rows there are."""
+        self.padding = -len(row_prompt) % ROW_MULTIPLE
+        """How many more are computed outside attention."""
         self.prompts = len(prompt_lengths)
         self.prompt_length = round_up(max(prompt_lengths), TOKEN_MULTIPLE)
         self._longest = max(row_length)
         self._own_capacity = own_capacity
-        self._group_rows = group_rows
+        self._heads, self._group_rows = heads, group_rows
         self._mask_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        filler = [0] * (self.rows - len(row_prompt))
-        prompts, lengths = [*row_prompt, *filler], [*row_length, *filler]
-        self._own_S = torch.tensor(lengths, device=device)
-        self.positions_S = torch.tensor(
-            [prompt_lengths[p] + t for p, t in zip(prompts, lengths, strict=True)], device=device
-        )
-        """Of the step's tokens, in the whole sequence."""
-        self._furthest = max(prompt_lengths[p] + t for p, t in zip(row_prompt, row_length, strict=True))
-        row_heads = torch.arange(self.rows * heads, device=device).view(self.rows, heads)
+        self._own_S = torch.tensor(list(row_length), device=device)
+        positions = [prompt_lengths[p] + t for p, t in zip(row_prompt, row_length, strict=True)]
+        self._furthest = max(positions)
+        self.positions = torch.tensor(positions + [0] * self.padding, device=device)
+        """Of the step's tokens, in the whole sequence; padded."""
+        row_heads = torch.arange(self.count * heads, device=device).view(self.count, heads)
         self.writes = (row_heads * own_capacity + self._own_S[:, None]).view(-1)
         """Where their keys and values go: entries of ``[S K T]``."""
-        self._set_groups(row_prompt, device)
+        self._set_groups(row_prompt, heads, device)
         self._prompt_lengths_R = torch.tensor(list(prompt_lengths), device=device)
         self._ragged_prompts = min(prompt_lengths) < self.prompt_length
         self._own_masks: dict[int | None, Tensor | None] = {}
         self._prompt_masks: dict[int | None, Tensor | None] = {}
 
-    def _set_groups(self, row_prompt: Sequence[int], device: torch.device) -> None:
+    def _set_groups(self, row_prompt: Sequence[int], heads: int, device: torch.device) -> None:
         of_prompt: list[list[int]] = [[] for _ in range(self.prompts)]
         for row, prompt in enumerate(row_prompt):
             of_prompt[prompt].append(row)
         # Queries of one prompt are rows of one product: as many as are a multiple of four, for ROW_MULTIPLE's reason.
         step = 4 // math.gcd(4, self._group_rows)
         self.most_rows = round_up(max(map(len, of_prompt)), step)
-        gather = [[*rows, *[0] * (self.most_rows - len(rows))] for rows in of_prompt]
-        scatter = [0] * self.rows
+        gather_RM = [[*rows, *[0] * (self.most_rows - len(rows))] for rows in of_prompt]
+        scatter_S = [0] * self.count
         for prompt, rows in enumerate(of_prompt):
             for place, row in enumerate(rows):
-                scatter[row] = prompt * self.most_rows + place
-        self._gather = torch.tensor(gather, device=device).view(-1)
-        self._scatter = torch.tensor(scatter, device=device)
+                scatter_S[row] = prompt * heads * self.most_rows + place
+        heads_K = torch.arange(heads, device=device)
+        self._rows_RM = torch.tensor(gather_RM, device=device)
+        # Of entries [S, K]: which makes up [R, K, M]; and back.
+        self._gather = (self._rows_RM[:, None] * heads + heads_K[:, None]).flatten()
+        self._scatter = (torch.tensor(scatter_S, device=device)[:, None] + heads_K * self.most_rows).flatten()
 
     def advance(self) -> None:
         """One token further, with the same rows."""
-        for tensor in (self._own_S, self.positions_S, self.writes):
+        for tensor in (self._own_S, self.positions, self.writes):
             tensor.add_(1)
         self._longest += 1
         self._furthest += 1
@@ -221,29 +228,27 @@ class Layout:
         """T: tokens of the longest row with the step's, rounded up."""
         return min(round_up(self._longest + 1, TOKEN_MULTIPLE), self._own_capacity)
 
-    def by_prompt(self, x_SKGD: Tensor) -> Tensor:
-        """Row order to groups: ``[R K, M G, D]``."""
-        _, heads, group_rows, width = x_SKGD.shape
-        grouped = x_SKGD.index_select(0, self._gather).view(self.prompts, self.most_rows, heads, group_rows, width)
-        return grouped.transpose(1, 2).reshape(-1, self.most_rows * group_rows, width)
+    def by_prompt(self, entries: Tensor) -> Tensor:
+        """Row order ``[S K, G, w]`` to groups: ``[R K, M G, w]``."""
+        grouped = entries.index_select(0, self._gather)
+        return grouped.view(-1, self.most_rows * self._group_rows, entries.shape[-1])
 
-    def by_row(self, grouped: Tensor, heads: int) -> Tensor:
-        """Groups ``[R K, M G, w]`` to row order, ``[S, K, G, w]``."""
-        width = grouped.shape[-1]
-        in_groups = grouped.view(self.prompts, heads, self.most_rows, self._group_rows, width).transpose(1, 2)
-        return in_groups.reshape(-1, heads, self._group_rows, width).index_select(0, self._scatter)
+    def by_row(self, grouped: Tensor) -> Tensor:
+        """Groups ``[R K, M G, w]`` to row order, ``[S K, G, w]``."""
+        return grouped.view(-1, self._group_rows, grouped.shape[-1]).index_select(0, self._scatter)
 
     def own_mask(self, window: int | None) -> Tensor | None:
-        """What of its own tokens a row does not see, ``[S, 1, 1, T]``: -inf there, else 0."""
+        """What of its own tokens a row does not see, ``[S K, 1, T]``: -inf there, else 0."""
         window = None if window is None or self._longest < window else window
         if window not in self._own_masks:
             keys_T = torch.arange(self.own_length, device=self._own_S.device)
             back_ST = self._own_S[:, None] - keys_T
-            self._own_masks[window] = self._mask((back_ST >= 0) & (back_ST < (window or math.inf)))[:, None, None]
+            seen_ST = (back_ST >= 0) & (back_ST < (window or math.inf))
+            self._own_masks[window] = self._mask(seen_ST.repeat_interleave(self._heads, dim=0)[:, None])
         return self._own_masks[window]
 
     def prompt_mask(self, window: int | None) -> Tensor | None:
-        """What of its prompt a row does not see, ``[R, 1, M G or 1, L]``; None: it sees all."""
+        """What of its prompt a row does not see, ``[R K, M G or 1, L]``; None: it sees all."""
         window = None if window is None or self._furthest < window else window
         if window not in self._prompt_masks:
             self._prompt_masks[window] = self._make_prompt_mask(window)
@@ -253,10 +258,12 @@ class Layout:
         keys_L = torch.arange(self.prompt_length, device=self._own_S.device)
         within_RL = keys_L < self._prompt_lengths_R[:, None]
         if window is None:
-            return self._mask(within_RL)[:, None, None] if self._ragged_prompts else None
-        positions_RM = self.positions_S[self._gather].view(self.prompts, -1)
-        seen = within_RL[:, None] & (positions_RM[..., None] - keys_L < window)
-        return self._mask(seen).repeat_interleave(self._group_rows, dim=1)[:, None]
+            if not self._ragged_prompts:
+                return None
+            return self._mask(within_RL.repeat_interleave(self._heads, dim=0)[:, None])
+        back_RML = self.positions[self._rows_RM][..., None] - keys_L
+        seen = (within_RL[:, None] & (back_RML < window)).repeat_interleave(self._group_rows, dim=1)
+        return self._mask(seen.repeat_interleave(self._heads, dim=0))
 
     def _mask(self, seen: Tensor) -> Tensor:
         zeros = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)

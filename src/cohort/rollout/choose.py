@@ -18,7 +18,7 @@ from cohort.rollout.lean import LeanBackend
 CHECK_LENGTHS = (11, 5)
 """Prompts of the check, in tokens."""
 CHECK_STEPS = 3
-MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}
 """Largest relative error of the logits, by compute dtype: rounding gives about 1e-6 in float32 (transformers normalises
 float64 models in it too) and 0.02 in bfloat16; a wrong position or mask gives 0.1 and more."""
 

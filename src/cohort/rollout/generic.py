@@ -51,6 +51,7 @@ class _WithCache:
     """What the two ways with a cache share: a left-padded batch of rows."""
 
     mixed_lengths = True
+    token_multiple = 1
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -223,6 +224,7 @@ class RecomputeBackend:
 
     refills = True
     mixed_lengths = True
+    token_multiple = 1
     description = "without a cache: every token computes the whole text anew, which is slow"
     token_bytes = 0
 

@@ -1,15 +1,13 @@
 """The lean path: a Llama-like model's forward pass for sampling, over the trainer's own weights.
 
-A prompt goes through the model once; its keys and values are stored once for its group. A decode step attends in two
-parts, each with its own softmax, and merges them by their log-sum-exps:
+A prompt goes through the model once; its keys and values are stored once for its group. A decode step computes scores
+in two parts, takes one softmax over both, and adds up the two parts of the output:
 
     own part      each row over its own tokens                         [rows x KV heads] products
     prompt part   a group's rows together over their prompt's tokens   [prompts x KV heads] products
 
-    out = (1 - w) own + w prompt,     w = sigmoid(lse_prompt - lse_own)
-
-Shapes are padded (rows to 8, tokens to 16) and the two parts are summed apart, so that on a CPU in float32 a row's
-numbers do not depend on how many others there are: see ``docs/rollout.md`` for what holds where.
+Shapes are padded (rows to 8, tokens to 16) with what weighs nothing, so that on a CPU a row's numbers do not depend on
+how many others there are: see ``docs/rollout.md`` for what holds where.
 
 Axis letters: S rows, R prompts held, Q query heads, K key-value heads, D a head's width, T tokens of a row, L tokens of
 a prompt, M most rows of one prompt.
@@ -29,7 +27,7 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, rms_norm, soft_cap
 from cohort.rollout.backend import Capacity
-from cohort.rollout.cache import GroupCache, Layout
+from cohort.rollout.cache import TOKEN_MULTIPLE, GroupCache, Layout
 from cohort.rollout.weights import LayerWeights, Weights
 
 PREFILL_TOKENS = 4096
@@ -46,6 +44,7 @@ class LeanBackend:
 
     refills = True
     mixed_lengths = True
+    token_multiple = TOKEN_MULTIPLE
 
     def __init__(self, policy: Policy, anatomy: Anatomy) -> None:
         self.policy = policy
@@ -159,9 +158,9 @@ class LeanBackend:
         return self._logits(functional.pad(x[last], (0, 0, 0, -len(lengths) % 8)))[: len(lengths)]
 
     def _attend_causally(self, q_LQD: Tensor, k_LKD: Tensor, v_LKD: Tensor, layer: Layer) -> Tensor:
-        """A prompt over itself; scores are scaled in ``q`` already."""
+        """A prompt over itself."""
         length, cap = q_LQD.shape[0], self.anatomy.score_cap
-        q, k, v = (part.transpose(0, 1)[None] for part in (q_LQD, k_LKD, v_LKD))
+        q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LQD, k_LKD, v_LKD))
         mask = None
         if cap is not None or (layer.window is not None and length > layer.window):
             place = torch.arange(length, device=q.device)
@@ -169,13 +168,14 @@ class LeanBackend:
             mask = (back >= 0) & (back < (layer.window or math.inf))
         if cap is None:
             out = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0, enable_gqa=True
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.anatomy.scaling, enable_gqa=True
             )
         else:
             assert mask is not None
             share = q.shape[1] // k.shape[1]
-            scores = soft_cap(q @ k.repeat_interleave(share, 1).mT, cap).masked_fill_(~mask, -torch.inf)
-            out = torch.softmax(scores, -1) @ v.repeat_interleave(share, 1)
+            scores = (q @ k.repeat_interleave(share, 1).mT).to(self._wide).mul_(self.anatomy.scaling)
+            scores = soft_cap(scores, cap).masked_fill_(~mask, -torch.inf)
+            out = torch.softmax(scores, -1).to(v.dtype) @ v.repeat_interleave(share, 1)
         return out[0].transpose(0, 1)
 
     @torch.inference_mode()
@@ -183,61 +183,41 @@ class LeanBackend:
         """See ``Backend``."""
         cache, count = self.cache, len(tokens_S)
         layout = cache.next_layout()
-        x = self.anatomy.embedding(functional.pad(tokens_S, (0, layout.rows - count))).to(self._wide)
-        rotations = self._rotations(layout.positions_S)
+        x = self.anatomy.embedding(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
+        rotations = self._rotations(layout.positions)
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
             q, k, v = self._queries_keys_values(x, layer, weights, rotations)
-            cache.write_rows(number, layout, k, v)
-            x = self._after_attention(x, self._attend_in_two_parts(q, number, layer, layout), layer, weights)
+            cache.write_rows(number, layout, k[:count], v[:count])
+            attended = self._attend_in_two_parts(q[:count], number, layer, layout).flatten(1)
+            x = self._after_attention(x, functional.pad(attended, (0, 0, 0, layout.padding)), layer, weights)
         return self._logits(x)[:count]
 
     def _attend_in_two_parts(self, q_SQD: Tensor, number: int, layer: Layer, layout: Layout) -> Tensor:
-        rows, heads = layout.rows, self.anatomy.num_key_value_heads
-        q_SKGD = q_SQD.to(self._cache_dtype).view(rows, heads, -1, self.anatomy.head_dim)
-        k, v = self.cache.own(number, layout)
-        own, own_lse = self._attend(q_SKGD.flatten(0, 1), k, v, layout.own_mask(layer.window))
-        k, v = self.cache.prompts(number, layout)
-        together = layout.by_prompt(q_SKGD)
-        of_prompt, prompt_lse = self._attend(together, k, v, layout.prompt_mask(layer.window))
-        of_prompt, prompt_lse = layout.by_row(of_prompt, heads), layout.by_row(prompt_lse, heads)
-        weight = torch.sigmoid(prompt_lse - own_lse.view_as(prompt_lse))
-        return torch.lerp(own.view_as(of_prompt), of_prompt, weight).view_as(q_SQD)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Batched queries over keys and values, and the log-sum-exp of their scores; scores in float32 or better.
-
-        Args:
-            q: ``[B, m, D]``, scaled.
-            k, v: ``[B, t, D]``.
-            mask: added to the scores, broadcast as ``[B / heads, 1, m, t]``; 0 or -inf. None: all is seen.
-
-        Returns:
-            ``[B, m, D]`` and ``[B, m, 1]``. Where nothing is seen: 0, and a log-sum-exp that weighs nothing.
-        """
-        scores = soft_cap(_product(q, k.mT), self.anatomy.score_cap)
-        if mask is not None:
-            scores.view(mask.shape[0], -1, *scores.shape[1:]).add_(mask)
-        # Clamped: where every score is -inf their difference would not be a number.
-        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-        scores = scores.sub_(top).exp_()
-        total = scores.sum(-1, keepdim=True)
-        out = _product(scores.to(v.dtype), v)
-        total.clamp_(min=torch.finfo(total.dtype).tiny)
-        return out.div_(total), top.add_(total.log_())
+        cap, scaling = self.anatomy.score_cap, self.anatomy.scaling
+        q = q_SQD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SQD.shape[-1])
+        own_k, own_v = self.cache.own(number, layout)
+        own = _scores(q, own_k, scaling, cap, layout.own_mask(layer.window))
+        prompt_k, prompt_v = self.cache.prompts(number, layout)
+        prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(layer.window))
+        weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
+        own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
+        of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
+        return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SQD)
 
     def _queries_keys_values(
         self, x: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated, and the queries scaled; ``[N, heads, D]`` each."""
+        """Rotated; ``[N, heads, D]`` each."""
         anatomy = self.anatomy
         heads, kv_heads = anatomy.num_heads, anatomy.num_key_value_heads
         parts = weights.qkv.parts(self._norm(x, layer.before_attention))
-        q, k, v = (part.to(self._wide).unflatten(-1, (-1, anatomy.head_dim)) for part in parts)
+        q, k, v = (part.unflatten(-1, (-1, anatomy.head_dim)) for part in parts)
         if layer.qk_norms is not None:
-            q, k = self._norm(q, layer.qk_norms[0]), self._norm(k, layer.qk_norms[1])
+            q, k = (self._norm(each.to(self._wide), n) for each, n in zip((q, k), layer.qk_norms, strict=True))
         if layer.rope is not None:
-            q, k = _rotate(torch.cat([q, k], dim=1), *rotations[layer.rope]).split([heads, kv_heads], dim=1)
-        return q * anatomy.scaling, k, v
+            both = torch.cat([q, k], dim=1).to(self._wide)
+            q, k = _rotate(both, *rotations[layer.rope]).split([heads, kv_heads], dim=1)
+        return q, k, v
 
     def _rotations(self, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         return {
@@ -272,6 +252,21 @@ def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     out[..., :half].addcmul_(x_NHD[..., half:], sin_N1D[..., :half], value=-1)
     out[..., half:].addcmul_(x_NHD[..., :half], sin_N1D[..., half:])
     return out
+
+
+def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tensor | None) -> Tensor:
+    """Batched attention scores, ``[B, m, t]``, in float32 or better.
+
+    Args:
+        q, k: ``[B, m, D]`` and ``[B, t, D]``.
+        scaling: multiplies them.
+        cap: bounds them softly; see ``soft_cap``.
+        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: all is seen.
+    """
+    if cap is None and mask is not None and q.dtype == mask.dtype:
+        return torch.baddbmm(mask, q, k.mT, alpha=scaling)
+    scores = soft_cap(_product(q, k.mT).mul_(scaling), cap)
+    return scores if mask is None else scores.add_(mask)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

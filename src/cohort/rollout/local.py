@@ -55,6 +55,7 @@ class LocalEngine:
         self.max_batch_size = max_batch_size
         self.cache_tokens = cache_tokens
         self.backend: Backend = choose_backend(policy)
+        self._sampling = False
 
     @torch.no_grad()
     def generate(
@@ -71,6 +72,8 @@ class LocalEngine:
             DataError: a prompt is empty, or does not fit the model's context with its completion.
             ConfigError: not even one completion fits ``cache_tokens``; a grammar does not compile.
         """
+        if num_generations < 1:
+            raise ConfigError(f"num_generations must be at least 1, got {num_generations}")
         if not prompts:
             return []
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
@@ -84,14 +87,21 @@ class LocalEngine:
             max_rows=self.max_batch_size,
             max_tokens=self.cache_tokens,
             token_bytes=self.backend.token_bytes,
+            token_multiple=self.backend.token_multiple,
             device=self.policy.device,
         )
+        if self._sampling:
+            raise ConfigError(
+                "this engine is sampling already: do not call it from who watches it, or make a second one"
+            )
         work = _Work(self, prompts, num_generations, samplings, draws, watch or Watch(), capacity)
-        self.backend.begin(capacity)
+        self._sampling = True
         try:
+            self.backend.begin(capacity)
             work.run()
             completions = work.completions()
         finally:
+            self._sampling = False
             self.backend.end()
         return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, completions, strict=True)]
 
@@ -99,6 +109,12 @@ class LocalEngine:
         context = context_length(self.policy.model.config)
         for prompt, sampling in zip(prompts, samplings, strict=True):
             length, limit = len(prompt.token_ids), sampling.max_completion_length
+            if length and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.policy.vocab_size:
+                raise DataError(
+                    f"prompt {prompt.uid} ({prompt.text[:60]!r}) has token ids from {min(prompt.token_ids)} to "
+                    f"{max(prompt.token_ids)}, and the model has {self.policy.vocab_size} tokens: were tokens added to "
+                    "the tokenizer without resizing the model's embeddings?"
+                )
             if sampling.forced_ids and max(sampling.forced_ids) >= self.policy.vocab_size:
                 raise ConfigError(
                     f"forced_ids holds {max(sampling.forced_ids)}, and the model has {self.policy.vocab_size} tokens"

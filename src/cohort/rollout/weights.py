@@ -64,10 +64,12 @@ class Product:
         """``x`` of shape ``[N, in]`` to each linear's ``[N, out_i]``."""
         x = x.to(self._dtype)
         if self._packed is not None:
-            ys = [torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], "")]
+            both = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], "")
+            parts: Sequence[Tensor] = both.split(self._widths, dim=-1)
+        elif self._casts:
+            parts = functional.linear(x, self._weights[0], self._biases[0]).split(self._widths, dim=-1)
         else:
-            ys = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
-        parts = ys[0].split(self._widths, dim=-1) if len(ys) < len(self._widths) else ys
+            parts = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
         for number, a, b, scale in self._adapters:
             parts[number].add_(functional.linear(functional.linear(x, a), b), alpha=scale)
         return parts

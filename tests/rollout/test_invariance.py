@@ -1,0 +1,252 @@
+"""What is decoded beside a completion changes nothing about it: not the order of prompts, not how many rows there are, not
+the memory they may take. In float64 to the last bits of a sum; in float32 and bfloat16 on a CPU, on the lean path, not at
+all."""
+
+import functools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cohort.policy import Policy, Precision
+from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, round_up
+from cohort.rollout.lean import LeanBackend
+from cohort.types import Prompt
+from tests.conftest import tiny_llama
+from tests.rollout import test_generic, test_lean
+from tests.rollout.test_local_engine import LetterTokenizer
+
+FLOAT32 = Precision(torch.float32, torch.float32)
+FLOAT64 = Precision(torch.float64, torch.float64)
+BFLOAT16 = Precision(torch.float32, torch.bfloat16)
+
+
+def engine_of(policy, **changes):
+    return LocalEngine(policy, LetterTokenizer(), (1, 5), **changes)
+
+
+@functools.cache
+def in_float64(family):
+    if family in test_lean.FAMILIES:
+        return engine_of(test_lean.policy_of(family, FLOAT64))
+    model = tiny_llama().double() if family == "tiny" else test_generic.made(family).double()
+    return engine_of(Policy(model, FLOAT64))
+
+
+def completions(engine, prompts, samples, sampling, max_batch_size=1000, cache_tokens=None):
+    """By prompt number and sample."""
+    engine.max_batch_size, engine.cache_tokens = max_batch_size, cache_tokens
+    groups = engine.generate(prompts, samples, sampling, Draws(0, 7))
+    return {(g.prompt.uid, place): c for g in groups for place, c in enumerate(g.completions)}
+
+
+texts = st.lists(st.lists(st.integers(2, 30), min_size=1, max_size=20), min_size=1, max_size=6)
+samplings = st.sampled_from(
+    [
+        Sampling(9),
+        Sampling(5, temperature=0.6, top_p=0.9),
+        Sampling(9, top_k=7, stop=("e", "zz")),
+        Sampling(7, repetition_penalty=1.3, min_completion_length=3),
+        Sampling(4, forced_ids=(8, 9)),
+        Sampling(6, temperature=0.0),
+    ]
+)
+
+
+@pytest.mark.parametrize("family", ["tiny", "gemma3", "mistral window, ratio 4", "gpt2", "phi3 window", "lfm2"])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    texts=texts,
+    own=st.lists(samplings, min_size=6, max_size=6),
+    samples=st.integers(1, 5),
+    max_batch_size=st.integers(1, 20),
+    tokens=st.one_of(st.none(), st.integers(0, 120)),
+    order=st.randoms(use_true_random=False),
+)
+def test_in_float64_a_completion_depends_on_nothing_else(family, texts, own, samples, max_batch_size, tokens, order):
+    engine = in_float64(family)
+    prompts = [Prompt(uid, uid, tuple(text), "", "", {}) for uid, text in enumerate(texts)]
+    whole = completions(engine, prompts, samples, own[: len(prompts)])
+    shuffled = list(zip(prompts, own, strict=False))
+    order.shuffle(shuffled)
+    longest = max(map(len, texts)), max(sampling.max_completion_length for _, sampling in shuffled)
+    least = sum(round_up(length, engine.backend.token_multiple) for length in longest)
+    other = completions(
+        engine,
+        [prompt for prompt, _ in shuffled],
+        samples,
+        [sampling for _, sampling in shuffled],
+        max_batch_size,
+        None if tokens is None else least + tokens,
+    )
+    apart = {}
+    for prompt, sampling in shuffled[:2]:
+        apart |= completions(engine, [prompt], max(1, samples - 1), sampling)
+    assert other.keys() == whole.keys()
+    for key, completion in [*other.items(), *apart.items()]:
+        assert completion.token_ids == whole[key].token_ids
+        assert completion.finish_reason is whole[key].finish_reason
+        assert completion.support == whole[key].support
+        # float64: sums of the same numbers in another order. Norms, which are float32's, round to the same number but
+        # for one time in a hundred million.
+        assert completion.sampler_logps == pytest.approx(whole[key].sampler_logps, abs=1e-9)
+        assert completion.full_logps is None or completion.full_logps == pytest.approx(whole[key].full_logps, abs=1e-9)
+
+
+SIZED = {
+    "vocab_size": 500,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+
+def sized(hidden, heads, kv_heads, width, inner, **changes):
+    named = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+    return SIZED | named | {"intermediate_size": inner} | changes
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
+MODELS = {
+    "hidden 64": ("llama", sized(64, 4, 2, 16, 128)),
+    "hidden 64, ungrouped": ("llama", sized(64, 4, 4, 16, 176)),
+    "hidden 256": ("llama", sized(256, 4, 1, 64, 688)),
+    # Numbers of heads of which eight rows are no multiple of a vector: SmolLM has 9, Qwen2 0.5B has 14.
+    "9 heads of 3": ("llama", sized(144, 9, 3, 16, 384)),
+    "14 heads of 2": ("qwen2", sized(224, 14, 2, 16, 256)),
+    "query-key norms, 6 heads of 2": ("qwen3", sized(64, 6, 2, 32, 160)),
+    "windows": ("gemma3_text", sized(64, 4, 2, 32, 160, **WINDOWS)),
+    "soft caps": ("gemma2", sized(64, 4, 1, 32, 160, **WINDOWS)),
+}
+
+
+def some_texts(lengths, seed=0):
+    numbers = random.Random(seed)
+    return [
+        Prompt(uid, uid, tuple(numbers.randrange(2, 500) for _ in range(length)), "", "", {})
+        for uid, length in enumerate(lengths)
+    ]
+
+
+CALLS = {
+    "odd groups": (some_texts([9, 40, 12]), 5, 12),
+    "lengths from 1 to 60": (some_texts([31, 1, 60, 44, 3, 2, 52, 7, 29, 5]), 2, 9),
+    "groups of one": (some_texts([12, 55, 3, 30, 41, 7, 19, 60, 2]), 1, 9),
+    "completions longer than 48 tokens": (some_texts([5, 20]), 3, 66),
+}
+
+
+@functools.cache
+def sized_engine(name, precision):
+    kind, changes = MODELS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
+    policy = Policy(model, precision)
+    engine = LocalEngine(policy, LetterTokenizer(), tuple(range(8)))  # many ends, so that rows are refilled
+    assert isinstance(engine.backend, LeanBackend)
+    return engine
+
+
+@functools.cache
+def all_at_once(name, precision, call):
+    prompts, samples, length = CALLS[call]
+    return completions(sized_engine(name, precision), prompts, samples, Sampling(length))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", MODELS)
+def test_in_float32_the_number_of_rows_changes_no_bit(name, call):
+    prompts, samples, length = CALLS[call]
+    whole = all_at_once(name, FLOAT32, call)
+    for size in (2, 7) if call == "lengths from 1 to 60" else (7,):
+        other = completions(sized_engine(name, FLOAT32), prompts, samples, Sampling(length), size)
+        for key, completion in other.items():
+            assert completion.token_ids == whole[key].token_ids
+            assert completion.sampler_logps == whole[key].sampler_logps
+
+
+@pytest.mark.parametrize("name", ["hidden 64", "9 heads of 3"])
+@pytest.mark.parametrize("call", ["lengths from 1 to 60"])
+def test_in_float32_alone_is_as_beside_others(name, call):
+    prompts, samples, length = CALLS[call]
+    whole = all_at_once(name, FLOAT32, call)
+    engine = sized_engine(name, FLOAT32)
+    for prompt in prompts:
+        for key, completion in completions(engine, [prompt], samples - 1, Sampling(length)).items():
+            assert completion.token_ids == whole[key].token_ids
+            assert completion.sampler_logps == whole[key].sampler_logps
+
+
+@pytest.mark.parametrize("name", ["hidden 256", "9 heads of 3", "14 heads of 2"])
+@pytest.mark.parametrize("call", ["lengths from 1 to 60"])
+def test_in_bfloat16_the_number_of_rows_changes_no_bit(name, call):
+    prompts, samples, length = CALLS[call]
+    whole = all_at_once(name, BFLOAT16, call)
+    for size in (2, 7):
+        other = completions(sized_engine(name, BFLOAT16), prompts, samples, Sampling(length), size)
+        assert [c.token_ids for c in other.values()] == [c.token_ids for c in whole.values()]
+        assert [c.sampler_logps for c in other.values()] == [c.sampler_logps for c in whole.values()]
+
+
+@pytest.mark.parametrize("call", ["odd groups", "lengths from 1 to 60"])
+def test_in_float32_heads_too_small_for_it_keep_the_tokens(call):
+    """Products of fewer than 400 multiplications are done by other code: rounding depends on the padding."""
+    prompts, samples, length = CALLS[call]
+    policy = Policy(tiny_llama(500, max_position_embeddings=512), FLOAT32)
+    runs = [completions(engine_of(policy), prompts, samples, Sampling(length), size) for size in (1000, 3)]
+    for run in runs[1:]:
+        for key, completion in run.items():
+            assert completion.token_ids == runs[0][key].token_ids
+            assert completion.sampler_logps == pytest.approx(runs[0][key].sampler_logps, abs=1e-5)  # float32
+
+
+# What it rests on: each operation of a decode step gives a row the same bits whatever is beside it.
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (144, 384), (256, 688), (688, 256), (576, 1536)])
+def test_a_row_of_a_product_depends_neither_on_its_place_nor_on_how_many_there_are(inputs, outputs):
+    x, weight = numbers(256, inputs), numbers(outputs, inputs)
+    whole = torch.nn.functional.linear(x, weight)
+    for rows in range(ROW_MULTIPLE, 257, ROW_MULTIPLE):
+        assert torch.equal(torch.nn.functional.linear(x[:rows], weight), whole[:rows])
+    for shift in (1, 3, 5):
+        assert torch.equal(torch.nn.functional.linear(x.roll(shift, 0), weight), whole.roll(shift, 0))
+
+
+def test_a_sum_does_not_depend_on_the_zeros_after_it():
+    for length in (1, 7, 16, 31, 40, 43, 80, 100, 130, 250):
+        x = numbers(16, length).exp()
+        padded = -(-length // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+        sums = [torch.nn.functional.pad(x, (0, padded + more * TOKEN_MULTIPLE - length)).sum(-1) for more in range(12)]
+        assert all(torch.equal(one, sums[0]) for one in sums)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 8, 12, 20, 28, 48])
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_a_batched_product_depends_neither_on_the_keys_after_it_nor_on_its_neighbours(rows, width):
+    if rows == 3:
+        heads = 8  # rows of their own: never fewer than eight products
+        batches = (8, 16, 40)
+    else:
+        heads, batches = 1, (1, 2, 7)
+    assert heads <= batches[0]
+    q, k, p = numbers(40, rows, width), numbers(40, 256, width), numbers(40, rows, 32).exp()
+    qk = torch.bmm(q[: batches[0]], k[: batches[0], :32].mT)
+    pv = torch.bmm(p[: batches[0]], k[: batches[0], :32])
+    for batch in batches:
+        for length in (32, 64, 96, 160, 256):
+            longer = torch.bmm(q[:batch], k[:batch, :length].mT)
+            assert torch.equal(longer[: batches[0], :, :32], qk)
+            padded = torch.nn.functional.pad(p[:batch], (0, length - 32))
+            assert torch.equal(torch.bmm(padded, k[:batch, :length])[: batches[0]], pv)
