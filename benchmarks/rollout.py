@@ -17,8 +17,8 @@ seed and starts as if the weights had just been updated: nothing prepared from o
 peer is timed in float32 and in bfloat16, and the faster counts. ``ratio`` is of median seconds for the same number of
 completions, not per token: in C the sides draw other lengths from the same distribution, and their token counts stand
 in the table. Memory is that of two rollouts in a process of their own (Linux only); vLLM's counts the pool that it sets
-aside for its cache. On CUDA the decode steps' memory-bandwidth floor is measured too. Set GOMP_SPINCOUNT=1000 where
-other work shares the CPU.
+aside for its cache. On CUDA the decode steps' memory-bandwidth floor is measured too. On a CPU
+the machine must be quiet: threads that wait for one another suffer most from a neighbour.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does, for all sides; before torch is imported
 
 import torch
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the package does; before torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before torch is imported
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this one
 # tenfold and more (docs/log.md). OpenMP reads this when torch is imported; after that it is too late.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]

@@ -140,7 +140,7 @@ def test_precision_auto_on_this_cpu():
     precision = resolve_precision("auto", torch.device("cpu"))
     assert precision.master == torch.float32
     assert precision.compute == (torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32)
-    wide = resolve_precision("auto", torch.device("cpu"), hidden_size=512).compute
+    wide = resolve_precision("auto", torch.device("cpu"), hidden_size=256).compute
     bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     assert wide == (torch.bfloat16 if bf16 else torch.float32)
     assert resolve_precision("float64", torch.device("cpu")) == Precision(torch.float64, torch.float64)

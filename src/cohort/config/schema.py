@@ -27,7 +27,7 @@ class ModelConfig(Section):
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """What the model computes in. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in
     bfloat16 over them. "auto" is bfloat16 where the hardware is faster with it: CUDA and CPUs with AMX, and CPUs with
-    AVX512-BF16 from a hidden size of 512 on; float32 elsewhere."""
+    AVX512-BF16 from a hidden size of 256 on; float32 elsewhere."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA where there is one, else the CPU."""
     dropout: bool = False

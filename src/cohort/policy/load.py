@@ -50,14 +50,14 @@ def resolve_precision(name: str, device: torch.device, hidden_size: int = 0) -> 
     """A precision by name: "auto" is bfloat16 where the hardware is faster with it, float32 elsewhere.
 
     The rule reads the hardware and the model, never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but
-    without AMX gain from a hidden size of 512 on; below, the casts around each product cost sampling more than the
-    product gains (``benchmarks/precision.py``).
+    without AMX gain in sampling and in the update from a hidden size of 256 on; below, sampling loses
+    (``benchmarks/precision.py``).
     """
     if name == "auto":
         if device.type == "cuda":
             faster = torch.cuda.is_bf16_supported(including_emulation=False)
         elif device.type == "cpu":
-            wide = torch.cpu._is_avx512_bf16_supported() and hidden_size >= 512
+            wide = torch.cpu._is_avx512_bf16_supported() and hidden_size >= 256
             faster = torch.cpu._is_amx_tile_supported() or wide
         else:
             faster = False
