@@ -446,7 +446,7 @@ def test_every_sampling_setting_is_said(demo_tokenizer, tmp_path):
     text = make_trainer(demo_tokenizer, tmp_path / "run", **settings).describe()
     assert (
         "sampling: temperature 1, top-k off, top-p 0.9, min-p off, repetition penalty 1.1, regex '[0-9]+', "
-        "2 to 10 tokens, stop strings none, replayed in the update, end tokens" in text
+        "stop strings none, 2 to 10 tokens, replayed in the update" in text
     )
     text = make_trainer(demo_tokenizer, tmp_path / "run", top_k=5, replay_sampling=False).describe()
     assert "top-k 5, top-p off" in text
