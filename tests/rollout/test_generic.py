@@ -13,18 +13,11 @@ from cohort.rollout import Draws, LocalEngine, Sampling
 from cohort.rollout.backend import Capacity
 from cohort.rollout.choose import logit_gap
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
+from tests.rollout.test_families import ATTENTION as SMALL
+from tests.rollout.test_families import COMMON
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 FLOAT32 = Precision(torch.float32, torch.float32)
-COMMON = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "initializer_range": 0.2}
-SMALL = COMMON | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 UNGROUPED = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 BARE = COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}

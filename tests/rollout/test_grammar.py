@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from cohort.errors import ConfigError, ModelError
 from cohort.rollout import grammar as grammar_module
 from cohort.rollout.engine import Sampling
-from cohort.rollout.grammar import Grammar, fill_masks, special_ids, token_bytes
+from cohort.rollout.grammar import Grammar, special_ids, token_bytes
 
 ENDS = (1, 2)
 SPECIAL = ["<pad>", "<end>", "<stop>"]
@@ -369,7 +369,8 @@ def test_rows_are_filled_in_place_each_from_its_own_matcher():
     whole = grammar(tokenizer, "abc|b1")
     matchers = [whole.matcher(), after(whole, [3]), after(whole, [4]), after(whole, [4, 8])]
     rows_SV = torch.ones(6, 9, dtype=torch.bool)
-    fill_masks(matchers, rows_SV[1:5])
+    for matcher, row_V in zip(matchers, rows_SV[1:5], strict=True):
+        matcher.fill(row_V)
     assert rows_SV[0].all()
     assert rows_SV[5].all()
     assert [set(row.nonzero()[:, 0].tolist()) for row in rows_SV[1:5]] == [{3, 4, 6}, {4}, {8}, {1, 2}]

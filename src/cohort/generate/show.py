@@ -20,14 +20,13 @@ from rich.text import Text
 
 from cohort.data import Row
 from cohort.rollout.rows import decode
+from cohort.rollout.stops import REPLACEMENT
 from cohort.types import Completion, FinishReason, Prompt
 
 Write = Callable[[int, int, Completion], None]
 """Called with a prompt's index, the completion's number and the completion."""
 KEPT = 16
 """Tokens that a stream of text looks back on, at least."""
-REPLACEMENT = "\ufffd"
-"""What a tokenizer shows for bytes that are no whole character yet."""
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Control characters as pictures of themselves: a terminal would obey them, and a model can write anything."""
 

@@ -8,7 +8,6 @@ trainer's.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,11 +161,6 @@ class Anatomy:
             rotary=_static_rotary(body.rotary_emb),
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """V, the head's rows."""
-        return int(self.head.weight.shape[0])
-
     def parameters(self) -> list[Tensor]:
         """Every weight that a forward pass reads."""
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
@@ -253,8 +247,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, shifted: bool) -> Tensor:
 def soft_cap(values: Tensor, cap: float | None) -> Tensor:
     """``cap * tanh(values / cap)``, in place; unchanged without a cap."""
     return values if cap is None else values.div_(cap).tanh_().mul_(cap)
-
-
-def attention_window(layer: Layer) -> float:
-    """The layer's window as a number that can be compared: infinite where there is none."""
-    return math.inf if layer.window is None else layer.window

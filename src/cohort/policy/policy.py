@@ -199,7 +199,13 @@ def penalized(
         since_V = places.new_full((vocabulary + 1,), len(completion)).scatter_reduce_(0, ids, places, "amin")[:-1]
         pieces.append(since_V <= torch.arange(len(completion), device=device)[:, None])
     wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    return torch.where(torch.cat(pieces), torch.where(wide_NV < 0, wide_NV * penalty, wide_NV / penalty), wide_NV)
+    return penalized_where(torch.cat(pieces), wide_NV, penalty)
+
+
+def penalized_where(seen_NV: Tensor, logits_NV: Tensor, penalty: Tensor | float) -> Tensor:
+    """The repetition penalty, in sampling and in the update alike: seen tokens' logits divided by it where they are
+    positive and multiplied where negative."""
+    return torch.where(seen_NV, torch.where(logits_NV < 0, logits_NV * penalty, logits_NV / penalty), logits_NV)
 
 
 HEAD_CHUNK = 1024

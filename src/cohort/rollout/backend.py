@@ -8,6 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+PREFILL_TOKENS = 4096
+"""Tokens that go through the model at a time outside decoding (a longer text goes alone). Memory only."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -31,7 +34,7 @@ class Capacity:
 class Backend(Protocol):
     """Holds prompts and rows, both numbered densely from 0. A row is a completion being written.
 
-    Removing: whatever is removed, the last takes its place. ``places_after`` says the same to the caller.
+    Removing: whatever is removed, the last takes its place. ``order_after_removal`` says the same to the caller.
     """
 
     refills: bool
@@ -87,3 +90,15 @@ def moves_for_removal(removed: Sequence[int], count: int) -> list[tuple[int, int
     left = count - len(gone)
     movers = [entry for entry in range(left, count) if entry not in gone]
     return list(zip(movers, sorted(hole for hole in gone if hole < left), strict=True))
+
+
+def order_after_removal(removed: Sequence[int], count: int) -> list[int]:
+    """The places that entries had which stay, in the order that they have afterwards.
+
+    >>> order_after_removal([1, 4], 5)
+    [0, 3, 2]
+    """
+    order = list(range(count))
+    for source, place in moves_for_removal(removed, count):
+        order[place] = source
+    return order[: count - len(set(removed))]

@@ -11,6 +11,7 @@ import torch
 
 from cohort.errors import ConfigError
 from cohort.rollout.backend import Capacity
+from cohort.rollout.cache import round_up
 
 FREE_SHARE = 0.5
 """Share of the free memory that keys and values may take where no budget is set: activations need room too."""
@@ -71,9 +72,7 @@ def plan(
     """
     free = free_bytes(device) if max_tokens is None and token_bytes else None
     limit = max_tokens if free is None else int(free * FREE_SHARE) // token_bytes
-    longest, length = (
-        -(-tokens // token_multiple) * token_multiple for tokens in (max(prompt_lengths), completion_length)
-    )
+    longest, length = (round_up(tokens, token_multiple) for tokens in (max(prompt_lengths), completion_length))
 
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.

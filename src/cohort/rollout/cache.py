@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cohort.rollout.backend import Capacity, moves_for_removal
+from cohort.rollout.backend import Capacity, moves_for_removal, order_after_removal
 
 ROW_MULTIPLE = 8
 """Rows are computed in multiples of this. CPU matrix products sum a row the same way for every such number of rows."""
@@ -90,8 +90,9 @@ class GroupCache:
         """Forget rows; the last ones take their places."""
         for source, place in moves_for_removal(rows, len(self._row_prompt)):
             self._own[:, :, place, :, : self._cleared] = self._own[:, :, source, :, : self._cleared]
-        for entries in (self._row_prompt, self._row_length):
-            _fill_gaps(entries, rows)
+        order = order_after_removal(rows, len(self._row_prompt))
+        self._row_prompt = [self._row_prompt[row] for row in order]
+        self._row_length = [self._row_length[row] for row in order]
         self._layout = None
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
@@ -99,7 +100,8 @@ class GroupCache:
         moves = moves_for_removal(prompts, len(self._prompt_length))
         for source, place in moves:
             self._prompts[:, :, place] = self._prompts[:, :, source]
-        _fill_gaps(self._prompt_length, prompts)
+        order = order_after_removal(prompts, len(self._prompt_length))
+        self._prompt_length = [self._prompt_length[prompt] for prompt in order]
         moved = dict(moves)
         self._row_prompt = [moved.get(prompt, prompt) for prompt in self._row_prompt]
         self._layout = None
@@ -140,12 +142,6 @@ class GroupCache:
         """Keys and values of the prompts in one layer, ``[R K, L, D]`` each."""
         held = self._prompts[:, layer, : layout.prompts, :, : layout.prompt_length].flatten(1, 2)
         return held[0], held[1]
-
-
-def _fill_gaps(entries: list[int], removed: Sequence[int]) -> None:
-    for source, place in moves_for_removal(removed, len(entries)):
-        entries[place] = entries[source]
-    del entries[len(entries) - len(removed) :]
 
 
 class Layout:

@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy import Policy
-from cohort.rollout.backend import Capacity, moves_for_removal
-
-PREFILL_TOKENS = 4096
-"""Tokens, padding included, that go through the model at a time outside decoding (a longer prompt goes alone)."""
+from cohort.rollout.backend import PREFILL_TOKENS, Capacity, order_after_removal
 
 
 @torch.no_grad()
@@ -38,13 +35,6 @@ def cache_kind(policy: Policy) -> Literal["attention", "windowed", "recurrent"] 
     if kinds == {DynamicLayer}:
         return "attention"
     return "windowed" if kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
-
-
-def _order_after_removal(removed: Sequence[int], count: int) -> list[int]:
-    order = list(range(count))
-    for source, place in moves_for_removal(removed, count):
-        order[place] = source
-    return order[: count - len(set(removed))]
 
 
 class _WithCache:
@@ -140,7 +130,7 @@ class TurnsBackend(_WithCache):
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._select(_order_after_removal(rows, len(self._mask)))
+        self._select(order_after_removal(rows, len(self._mask)))
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``. The rows hold copies of what they need."""
@@ -203,7 +193,7 @@ class RefillBackend(_WithCache):
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``. Columns that hold only padding afterwards go too."""
-        staying = _order_after_removal(rows, len(self._mask))
+        staying = order_after_removal(rows, len(self._mask))
         self._select(staying)
         if not staying:
             self._cache = None
@@ -216,7 +206,7 @@ class RefillBackend(_WithCache):
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._held = [self._held[place] for place in _order_after_removal(prompts, len(self._held))]
+        self._held = [self._held[place] for place in order_after_removal(prompts, len(self._held))]
 
 
 class RecomputeBackend:
@@ -251,11 +241,11 @@ class RecomputeBackend:
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._rows = [self._rows[place] for place in _order_after_removal(rows, len(self._rows))]
+        self._rows = [self._rows[place] for place in order_after_removal(rows, len(self._rows))]
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._prompts = [self._prompts[place] for place in _order_after_removal(prompts, len(self._prompts))]
+        self._prompts = [self._prompts[place] for place in order_after_removal(prompts, len(self._prompts))]
 
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""

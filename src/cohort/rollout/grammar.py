@@ -170,16 +170,6 @@ class Matcher:
         self._ended = token_id in self.grammar.end_token_ids
 
 
-def fill_masks(matchers: Sequence[Matcher], mask_SV: torch.Tensor) -> None:
-    """``Matcher.fill`` for each row: booleans in main memory, a row per matcher.
-
-    Raises:
-        ConfigError: see ``Matcher.fill``.
-    """
-    for matcher, mask_V in zip(matchers, mask_SV, strict=True):
-        matcher.fill(mask_V)
-
-
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
     """A tokenizer's tokens as the library wants them, and the grammars made over them."""

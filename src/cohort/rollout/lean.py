@@ -6,7 +6,7 @@ in two parts, takes one softmax over both, and adds up the two parts of the outp
     own part      each row over its own tokens                         [rows x KV heads] products
     prompt part   a group's rows together over their prompt's tokens   [prompts x KV heads] products
 
-Shapes are padded (rows to 8, tokens to 16) with what weighs nothing, so that on a CPU a row's numbers do not depend on
+Shapes are padded (rows to 8, tokens to 32) with what weighs nothing, so that on a CPU a row's numbers do not depend on
 how many others there are: see ``docs/rollout.md`` for what holds where.
 
 Axis letters: S rows, R prompts held, Q query heads, K key-value heads, D a head's width, T tokens of a row, L tokens of
@@ -26,12 +26,9 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, rms_norm, soft_cap
-from cohort.rollout.backend import Capacity
-from cohort.rollout.cache import TOKEN_MULTIPLE, GroupCache, Layout
+from cohort.rollout.backend import PREFILL_TOKENS, Capacity
+from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
 from cohort.rollout.weights import LayerWeights, Weights
-
-PREFILL_TOKENS = 4096
-"""Prompt tokens that go through the model at a time (a longer prompt goes alone). Memory only."""
 
 
 class LeanBackend:
@@ -140,7 +137,7 @@ class LeanBackend:
         first = self.cache.add_prompts(lengths)
         flat = [token for prompt in prompts for token in prompt]
         places = [place for length in lengths for place in range(length)]
-        filler = [0] * (-len(flat) % 8)
+        filler = [0] * (-len(flat) % ROW_MULTIPLE)
         device = self.policy.device
         x = self.anatomy.embedding(torch.tensor(flat + filler, device=device)).to(self._wide)
         rotations = self._rotations(torch.tensor(places + filler, device=device))
@@ -155,7 +152,7 @@ class LeanBackend:
                 attended[span] = self._attend_causally(q[span], k[span], v[span], layer)
             x = self._after_attention(x, attended, layer, weights)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        return self._logits(functional.pad(x[last], (0, 0, 0, -len(lengths) % 8)))[: len(lengths)]
+        return self._logits(functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE)))[: len(lengths)]
 
     def _attend_causally(self, q_LQD: Tensor, k_LKD: Tensor, v_LKD: Tensor, layer: Layer) -> Tensor:
         """A prompt over itself."""

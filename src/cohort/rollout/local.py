@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, context_length
-from cohort.rollout.backend import Backend, Capacity, moves_for_removal
+from cohort.rollout.backend import Backend, Capacity, order_after_removal
 from cohort.rollout.budget import plan
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Sampling, TokenEvent, Watch
@@ -56,6 +56,7 @@ class LocalEngine:
         self.cache_tokens = cache_tokens
         self.backend: Backend = choose_backend(policy)
         self._sampling = False
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     @torch.no_grad()
     def generate(
@@ -139,6 +140,12 @@ class LocalEngine:
             matcher.take(token)
         return grammar
 
+    def stop_strings(self, stops: tuple[str, ...]) -> StopStrings:
+        """Who looks for these stop strings. Kept from call to call, with what it has learnt of the vocabulary."""
+        if stops not in self._stops:
+            self._stops[stops] = StopStrings(self.tokenizer, stops)
+        return self._stops[stops]
+
 
 class _Work:
     """One call of ``generate``: the queue of completions to begin, and the rows that are being written."""
@@ -155,8 +162,7 @@ class _Work:
     ) -> None:
         self._engine, self._backend = engine, engine.backend
         self._prompts, self._samplings, self._watch, self._capacity = prompts, samplings, watch, capacity
-        self._stops = {one.stop: StopStrings(engine.tokenizer, one.stop) for one in samplings}
-        self._grammars = {one: engine.grammar(one) for one in samplings}
+        self._grammars = {one: engine.grammar(one) for one in dict.fromkeys(samplings)}
         # Prompts of like length one after another: what is held at the same time is padded little.
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids))
         self._queue = deque((index, sample) for index in order for sample in range(num_generations))
@@ -182,7 +188,7 @@ class _Work:
             drawn = self._draw(parts[0] if len(parts) == 1 else torch.cat(parts))
             tokens_S = drawn.tokens_S
             if ended := self._take(drawn):
-                staying = _staying(ended, len(tokens_S))
+                staying = order_after_removal(list(ended), len(tokens_S))
                 self._end(ended)
                 tokens_S = tokens_S[staying]
             logits_SV = self._backend.step(tokens_S) if len(self._rows) else None
@@ -221,8 +227,9 @@ class _Work:
         self._backend.add_rows([self._held.index(index) for index, _ in begun])
         self._rows.add([self._row(index, sample) for index, sample in begun])
         logits_SV = torch.stack([self._first_logits[index] for index, _ in begun])
-        waiting = {index for index, _ in self._queue}
-        self._first_logits = {index: logits for index, logits in self._first_logits.items() if index in waiting}
+        # A prompt's completions stand together in the queue: only the one at its head can have begun some and not all.
+        waiting = self._queue[0][0] if self._queue else None
+        self._first_logits = {index: logits for index, logits in self._first_logits.items() if index == waiting}
         return logits_SV
 
     def _fits_turn(self, others: Sequence[int], index: int) -> bool:
@@ -234,7 +241,7 @@ class _Work:
         sampling = self._samplings[index]
         grammar = self._grammars[sampling]
         matcher = None if grammar is None else grammar.matcher()
-        return Row(index, sample, self._prompts[index], sampling, self._stops[sampling.stop], matcher)
+        return Row(index, sample, self._prompts[index], sampling, self._engine.stop_strings(sampling.stop), matcher)
 
     def _draw(self, logits_SV: Tensor) -> Drawn:
         rows = self._rows
@@ -301,14 +308,4 @@ class _Work:
         unused = [place for place, index in enumerate(self._held) if index not in needed]
         if unused:
             self._backend.remove_prompts(unused)
-            for source, place in moves_for_removal(unused, len(self._held)):
-                self._held[place] = self._held[source]
-            del self._held[len(self._held) - len(unused) :]
-
-
-def _staying(ended: dict[int, FinishReason], count: int) -> list[int]:
-    """The places that rows had which stay, in the order that they have afterwards."""
-    order = list(range(count))
-    for source, place in moves_for_removal(list(ended), count):
-        order[place] = source
-    return order[: count - len(ended)]
+            self._held = [self._held[place] for place in order_after_removal(unused, len(self._held))]

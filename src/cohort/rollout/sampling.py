@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cohort.policy.policy import penalized_where
 from cohort.rollout.engine import Sampling
 from cohort.types import Support
 
@@ -133,9 +134,7 @@ def _restricted(
     scores_SV = logits_SV
     if settings.penalties_S1 is not None:
         assert seen_SV is not None
-        penalties_S1 = settings.penalties_S1.to(logits_SV.dtype)
-        penalised_SV = torch.where(scores_SV < 0, scores_SV * penalties_S1, scores_SV / penalties_S1)
-        scores_SV = torch.where(seen_SV, penalised_SV, scores_SV)
+        scores_SV = penalized_where(seen_SV, scores_SV, settings.penalties_S1.to(logits_SV.dtype))
     if forbidden_SV is not None:
         scores_SV = scores_SV.masked_fill(forbidden_SV, -torch.inf)
     scores_SV = _divided(scores_SV, settings)

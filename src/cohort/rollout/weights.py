@@ -99,7 +99,7 @@ def _side_by_side(biases: Sequence[Tensor | None], weights: Sequence[Tensor], dt
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer's products, and its norms' factors."""
+    """One layer's products."""
 
     qkv: Product
     output: Product
