@@ -34,6 +34,7 @@ def describe_run(
     *,
     policy: Policy,
     engine: LocalEngine,
+    budget: str,
     prompts: PromptStream,
     objective: Objective,
     schedule: Schedule,
@@ -42,7 +43,9 @@ def describe_run(
 ) -> str:
     """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective,
     schedule."""
-    count = sum(parameter.numel() for parameter in policy.model.parameters())
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
+    count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+    size = f"{count:,} parameters" + ("" if trained == count else f" ({trained:,} of them trained)")
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
     optim, sampling = config.optim, Sampling.of(config.rollout)
     replayed = ""
@@ -51,13 +54,14 @@ def describe_run(
     warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
     return "\n".join(
         [
-            f"model: {type(policy.model).__name__}, {count:,} parameters, {policy.precision}, on {policy.device}",
+            f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}",
             f"sampler: {engine.backend.description}",
             f"sampling: {sampling.describe()}{replayed}",
             f"end tokens: {ends or 'none: every completion runs to its limit'}",
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
             explain(objective),
-            f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
+            f"update: {policy.passes.description}; {budget}",
+            f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
             f"gradient norm cut to {optim.max_grad_norm:g}",
             schedule.describe(),
             f"seed: {config.run.seed}",
