@@ -20,6 +20,7 @@ from cohort.policy import (
     context_length,
     enable_checkpointing,
     end_token_ids,
+    experts_per_token,
     load_model,
     load_tokenizer,
     read_config,
@@ -305,7 +306,15 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model = add_adapters(model, config.lora, precision, seed=seed)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
-    return Policy(model, precision, dropout=config.dropout)
+    policy = Policy(model, precision, dropout=config.dropout)
+    if config.router_aux_loss_coef:
+        experts_per_token(model_config)
+        policy.router_aux_loss_coef = config.router_aux_loss_coef
+        if not policy.passes.shared:
+            raise ModelError(
+                f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
+            )
+    return policy
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:

@@ -66,6 +66,9 @@ class ModelConfig(Section):
     quantization: Literal["none", "8bit", "4bit"] = "none"
     """Keep the model's frozen weights in so many bits ("4bit": NF4) under adapters, as QLoRA does (arXiv 2305.14314);
     needs `model.lora` and the extra "quantized"."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Of a mixture-of-experts model: what the load-balancing loss (arXiv 2101.03961) over the completions' tokens
+    weighs in an update. Costs a pass without gradient. 0: off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same gradient."""
     trust_remote_code: bool = False

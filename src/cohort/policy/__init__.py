@@ -15,10 +15,12 @@ from cohort.policy.load import (
 )
 from cohort.policy.passes import Prefixes
 from cohort.policy.policy import Policy, disable_dropout, enable_checkpointing
+from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
 
 __all__ = [
     "CompletionStates",
     "Distribution",
+    "ExpertBalance",
     "Head",
     "Policy",
     "Precision",
@@ -30,6 +32,8 @@ __all__ = [
     "disable_dropout",
     "enable_checkpointing",
     "end_token_ids",
+    "expert_counts",
+    "experts_per_token",
     "has_adapters",
     "load_adapter_weights",
     "load_model",

@@ -76,7 +76,7 @@ def logit_gap(passes: Passes, policy: Policy) -> float:
     prompts = [tokens(length) for length in TRIED_PROMPTS]
     prompt_S = [prompt for prompt, _ in TRIED_COMPLETIONS]
     completions = [tokens(length) for _, length in TRIED_COMPLETIONS]
-    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), prompt_S, completions))
+    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), prompt_S, completions).states_NH)
     expected = []
     for prompt, completion in zip(prompt_S, completions, strict=True):
         ids = torch.tensor([[*prompts[prompt], *completion]], device=policy.device)

@@ -186,6 +186,8 @@ class CompletionStates:
     hidden_NH: Tensor
     head: Head
     distribution: Distribution
+    router_logits: tuple[Tensor, ...] = ()
+    """Of each layer with experts, ``[N, E]``, where they are asked for."""
 
     @property
     def chunk(self) -> int:

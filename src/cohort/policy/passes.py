@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,15 @@ def _leaf(computed: Tensor) -> Tensor:
     return computed.detach().to(torch.promote_types(computed.dtype, torch.float32)).requires_grad_()
 
 
+class Hidden(NamedTuple):
+    """Of N completion tokens."""
+
+    states_NH: Tensor
+    """Last hidden states, or logits; see ``Passes.head``."""
+    router_logits: tuple[Tensor, ...] = ()
+    """Of each layer with experts, ``[N, E]``, where they are asked for."""
+
+
 class Passes(Protocol):
     """One way of running a model over prompts and completions."""
 
@@ -94,8 +103,8 @@ class Passes(Protocol):
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """Read prompts; see ``Prefixes``."""
 
-    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Tensor:
-        """Last hidden states (or logits; see ``head``) where each completion token was drawn, ``[N, H]``.
+    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
+        """What the model computes where each completion token was drawn.
 
         Args:
             prefixes: the prompts.
@@ -137,7 +146,7 @@ class SharedPasses:
             self._run(ids, PackedPass(layout, read=keys_values))
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
 
-    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Tensor:
+    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
         """See ``Passes``."""
         prompts = prefixes.prompt_ids
         rows = [(prompts[p][-1], *ids[:-1]) for p, ids in zip(prompt_S, completion_ids, strict=True)]
@@ -146,18 +155,19 @@ class SharedPasses:
         )
         return self._run(rows, PackedPass(layout, prefixes=prefixes.keys_values))
 
-    def _run(self, rows: Sequence[Sequence[int]], packed: PackedPass) -> Tensor:
+    def _run(self, rows: Sequence[Sequence[int]], packed: PackedPass) -> Hidden:
         ids = torch.tensor([[token for row in rows for token in row]], device=self.policy.device)
         decoder = self._model.get_decoder()
+        asked = {"output_router_logits": True} if self.policy.router_aux_loss_coef else {}
         with self.policy.compute(), _exchanged_attention(decoder), _same_when_recomputed(decoder, self.policy):
             output = decoder(
                 input_ids=ids,
                 position_ids=packed.layout.positions_N[None],
                 use_cache=False,
                 **{INTERFACE: packed},
+                **asked,
             )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        return Hidden(output.last_hidden_state[0], tuple(getattr(output, "router_logits", None) or ()))
 
 
 class PackedPass:
@@ -291,7 +301,7 @@ class PlainPasses:
         """See ``Passes``. Nothing is computed yet."""
         return Prefixes(prompt_ids, {}, attached=attached)
 
-    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Tensor:
+    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
         """See ``Passes``."""
         prompt_ids = [prefixes.prompt_ids[p] for p in prompt_S]
         shortest = min(map(len, prompt_ids))
@@ -310,8 +320,7 @@ class PlainPasses:
             else:
                 decoder = base_of(self.policy.model).get_decoder()
                 hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[:, -keep:]
-        found: Tensor = hidden[taken.to(self.policy.device)]
-        return found
+        return Hidden(hidden[taken.to(self.policy.device)])
 
 
 def base_of(model: Any) -> Any:

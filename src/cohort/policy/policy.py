@@ -48,6 +48,8 @@ class Policy:
         self.version = 0
         """Optimizer updates these weights have seen. Completions carry it."""
         self.dropout = dropout
+        self.router_aux_loss_coef = 0.0
+        """What the load-balancing loss of a model with experts weighs in an update; see ``policy.router``."""
         self._adapter = adapter
         if not dropout:
             disable_dropout(model)
@@ -146,7 +148,8 @@ class Policy:
         passes = self.passes
         prompt_S = [prefixes.numbers[tuple(prompt)] for prompt in prompt_ids]
         distribution = Distribution(prompt_ids, completion_ids, temperature, supports, repetition_penalty, self.device)
-        return CompletionStates(passes.hidden(prefixes, prompt_S, completion_ids), passes.head, distribution)
+        hidden = passes.hidden(prefixes, prompt_S, completion_ids)
+        return CompletionStates(hidden.states_NH, passes.head, distribution, hidden.router_logits)
 
     def logps(
         self,

@@ -176,7 +176,7 @@ def with_advantages_and_logps(
     wanted = None
     if not logps_first:
         batch = assign_advantages(batch, rollout.scores, objective, limit)
-        wanted = working_sequences(batch, objective)
+        wanted = working_sequences(batch, objective, parts.policy.router_aux_loss_coef)
 
     def logps(policy: Policy) -> Tensor:
         return parts.budget.run(partial(policy_logps, policy, batch, sampling.temperature, sequences=wanted))

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from cohort.objective import Objective
-from cohort.policy import CompletionStates, Policy, Prefixes, TokenLogps
+from cohort.policy import (
+    CompletionStates,
+    ExpertBalance,
+    Policy,
+    Prefixes,
+    TokenLogps,
+    expert_counts,
+    experts_per_token,
+)
 from cohort.train.batch import select, token_indices
 from cohort.types import TokenBatch
 
@@ -95,14 +103,29 @@ def completion_states(policy: Policy, prefixes: Prefixes, micro: TokenBatch, tem
     )
 
 
-def working_sequences(batch: TokenBatch, objective: Objective, entropy_coefficient: float = 0.0) -> list[int]:
-    """The completions that an update needs a forward pass of: those with an advantage; all, where another term or the
-    choice of tokens looks at them all."""
-    looks_at_all = objective.beta or objective.entropy or entropy_coefficient or objective.top_entropy < 1
+def working_sequences(batch: TokenBatch, objective: Objective, other_terms: float = 0.0) -> list[int]:
+    """The completions that an update needs a forward pass of: those with an advantage; all, where another term (of a
+    weight that is not 0) or the choice of tokens looks at them all."""
+    looks_at_all = objective.beta or objective.entropy or other_terms or objective.top_entropy < 1
     if looks_at_all or not batch.num_sequences:
         return list(range(batch.num_sequences))
     works_N = (batch.advantages_N != 0) & batch.loss_N
     return sorted(set(batch.sequence_N[works_N].tolist()))
+
+
+@torch.no_grad()
+def expert_balance(policy: Policy, batch: TokenBatch, temperature: float, token_budget: int) -> ExpertBalance:
+    """How the experts of a mixture are taken over a whole minibatch, found by a pass without gradient."""
+    per_token, counts, rows = experts_per_token(policy.model.config), [], 0
+    passes = policy.passes
+    with policy.compute():
+        for pack in packs(batch, token_budget, shared=passes.shared):
+            prefixes = passes.read(pack.prompt_ids)
+            for _, micro in microbatches(batch, pack):
+                router_logits = completion_states(policy, prefixes, micro, temperature).router_logits
+                counts.append(expert_counts(router_logits, per_token))
+                rows += sum(len(logits) for logits in router_logits)
+    return ExpertBalance(torch.stack(counts).sum(0), rows, policy.router_aux_loss_coef)
 
 
 @torch.no_grad()

@@ -25,7 +25,15 @@ from cohort.policy import CompletionStates, Policy, Prefixes, TokenLogps, chunke
 from cohort.train.batch import select, token_indices
 from cohort.train.guard import check_finite
 from cohort.train.optim import Optimizer
-from cohort.train.packing import Pack, completion_states, microbatches, packs, policy_statistics, working_sequences
+from cohort.train.packing import (
+    Pack,
+    completion_states,
+    expert_balance,
+    microbatches,
+    packs,
+    policy_statistics,
+    working_sequences,
+)
 from cohort.types import TokenBatch
 
 
@@ -73,7 +81,7 @@ def update(
     """
     weights = minibatch_weights(policy, minibatch, objective, temperature, token_budget)
     # Completions without an advantage teach nothing where no other term wants them: no pass is spent on them.
-    working = working_sequences(minibatch, objective, entropy_coefficient)
+    working = working_sequences(minibatch, objective, entropy_coefficient or policy.router_aux_loss_coef)
     working_N = token_indices(minibatch, working)
     whole, minibatch, weights = minibatch, select(minibatch, working), weights.at(working_N)
     idle = whole.num_tokens - minibatch.num_tokens
@@ -105,6 +113,7 @@ def backward_passes(
 ) -> tuple[list[Tensor], list[Forward]]:
     """Leave the minibatch's gradient in the parameters; the places of each microbatch's tokens, and what its forward
     pass gave."""
+    balance = expert_balance(policy, minibatch, temperature, token_budget) if policy.router_aux_loss_coef else None
     places: list[Tensor] = []
     forwards: list[Forward] = []
     passes = policy.passes
@@ -120,6 +129,8 @@ def backward_passes(
                 losses, forward = microbatch_losses(
                     states, ref_states, micro, weights.at(places_N), objective, entropy_coefficient
                 )
+                if balance is not None:
+                    losses["router"] = balance.loss(states.router_logits)
                 torch.stack(list(losses.values())).sum().backward()
                 places.append(places_N)
                 forwards.append(forward)
