@@ -86,9 +86,9 @@ def update(
     whole, minibatch, weights = minibatch, select(minibatch, working), weights.at(working_N)
     idle = whole.num_tokens - minibatch.num_tokens
     logps_N = torch.full((whole.num_tokens,), torch.nan, dtype=policy.precision.master, device=working_N.device)
+    optimizer.zero_grad()
     if not working:
         return UpdateResult(TokenStatistics.of_idle(idle), logps_N, 0.0, optimizer.learning_rate, entropy_coefficient)
-    optimizer.zero_grad()
     places, forwards = backward_passes(
         policy, minibatch, weights, objective, temperature, token_budget, reference, entropy_coefficient
     )
