@@ -23,14 +23,14 @@ MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.
 float64 models in it too) and 0.02 in bfloat16; a wrong position or mask gives 0.1 and more."""
 
 
-def choose_backend(policy: Policy) -> Backend:
-    """The fastest way that is right for this model, tried on it.
+def choose_backend(policy: Policy, *, native_kernels: bool = True) -> Backend:
+    """The fastest way that is right for this model, tried on it; ``native_kernels``: see ``LeanBackend``.
 
     Raises:
         ModelError: none is.
     """
     failures: list[str] = []
-    for backend in _candidates(policy, failures):
+    for backend in _candidates(policy, failures, native_kernels=native_kernels):
         name = backend.description.split(" (")[0]
         try:
             gap = logit_gap(backend, policy)
@@ -45,9 +45,12 @@ def choose_backend(policy: Policy) -> Backend:
     raise ModelError(f"{type(policy.model).__name__} cannot be sampled from: {'; '.join(failures)}")
 
 
-def _candidates(policy: Policy, failures: list[str]) -> Iterator[Backend]:
+def _candidates(policy: Policy, failures: list[str], *, native_kernels: bool) -> Iterator[Backend]:
     try:
-        yield LeanBackend(policy, Anatomy.of(policy.model))
+        lean = LeanBackend(policy, Anatomy.of(policy.model), native_kernels=native_kernels)
+        yield lean
+        if lean.is_native:
+            yield LeanBackend(policy, lean.anatomy, native_kernels=False)
     except UnknownAnatomy as unknown:
         failures.append(f"not lean: {unknown}")
     kind = cache_kind(policy)

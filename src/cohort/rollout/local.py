@@ -36,8 +36,9 @@ class LocalEngine:
         max_batch_size: completions decoded at a time, at most.
         cache_tokens: tokens whose keys and values are held at a time, prompts' included. None: as many as half of the
             free memory holds when a call begins.
+        native_kernels: see ``LeanBackend``.
 
-    The last two change memory and time, never a draw.
+    The last three change memory and time, never a draw (``native_kernels`` its rounding).
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class LocalEngine:
         *,
         max_batch_size: int = 256,
         cache_tokens: int | None = None,
+        native_kernels: bool = True,
     ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
         self.cache_tokens = cache_tokens
-        self.backend: Backend = choose_backend(policy)
+        self.backend: Backend = choose_backend(policy, native_kernels=native_kernels)
         self._sampling = False
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
