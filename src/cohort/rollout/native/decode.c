@@ -214,29 +214,41 @@ INLINE void prepare(const void *from, int64_t at, const step *s, const layer *l,
     }
 }
 
-/* q k^T of `n` queries, for the blocks of keys from `block` to `end`. */
-INLINE void score_tile(const int n, const float *q, const void *keys, const step *s, int64_t block, int64_t end,
-                       float *scores, int64_t stride, const int half) {
-    for (; block < end; block++) {
-        const int64_t start = block * s->padded * LANES;
+/* q k^T of `n` queries, `deep` blocks of keys at a time, from `block` to `end`; the first block that is left over. */
+INLINE int64_t score_tile(const int n, const int deep, const float *q, const void *keys, const step *s, int64_t block,
+                          int64_t end, float *scores, int64_t stride, const int half) {
+    const int64_t size = s->padded * LANES;
+    for (; block + deep <= end; block += deep) {
         vec total[TILE] = {0};
-        for (int64_t d = 0; d < s->width; d++) {
-            const vec k = load(keys, start + d * LANES, half);
-            UNROLL for (int i = 0; i < n; i++) total[i] += q[i * s->padded + d] * k;
-        }
-        UNROLL for (int i = 0; i < n; i++) store(scores, i * stride + block * LANES, total[i], 0);
+        for (int64_t d = 0; d < s->width; d++)
+            UNROLL for (int b = 0; b < deep; b++) {
+                const vec k = load(keys, (block + b) * size + d * LANES, half);
+                UNROLL for (int i = 0; i < n; i++) total[i * deep + b] += q[i * s->padded + d] * k;
+            }
+        UNROLL for (int i = 0; i < n * deep; i++)
+            store(scores, i / deep * stride + (block + i % deep) * LANES, total[i], 0);
     }
+    return block;
 }
 
+/* As many sums at a time as keep the multipliers busy. */
 INLINE void score(int64_t n, const float *q, const void *keys, const step *s, int64_t block, int64_t end, float *scores,
                   int64_t stride, const int half) {
+    int64_t rest;
     for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
-        score_tile(8, q, keys, s, block, end, scores, stride, half);
-    for (; n >= 4; n -= 4, q += 4 * s->padded, scores += 4 * stride)
-        score_tile(4, q, keys, s, block, end, scores, stride, half);
-    for (; n >= 2; n -= 2, q += 2 * s->padded, scores += 2 * stride)
-        score_tile(2, q, keys, s, block, end, scores, stride, half);
-    if (n) score_tile(1, q, keys, s, block, end, scores, stride, half);
+        score_tile(8, 1, q, keys, s, block, end, scores, stride, half);
+    for (; n >= 4; n -= 4, q += 4 * s->padded, scores += 4 * stride) {
+        rest = score_tile(4, 2, q, keys, s, block, end, scores, stride, half);
+        score_tile(4, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+    for (; n >= 2; n -= 2, q += 2 * s->padded, scores += 2 * stride) {
+        rest = score_tile(2, 4, q, keys, s, block, end, scores, stride, half);
+        score_tile(2, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+    if (n) {
+        rest = score_tile(1, 4, q, keys, s, block, end, scores, stride, half);
+        score_tile(1, 1, q, keys, s, rest, end, scores, stride, half);
+    }
 }
 
 /* out += weights values, for `n` queries, `wide` vectors of D at a time, over the tokens from `from` to `end`. */
