@@ -307,6 +307,11 @@ INLINE vec exponentials(float *scores, int64_t least, int64_t end, float top, ve
     return total;
 }
 
+/* Rows lie apart in memory, where the processor does not foresee the next. */
+INLINE void fetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 INLINE int64_t up(int64_t number) { return (number + LANES - 1) / LANES; }
 INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t sooner(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -330,6 +335,9 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
                     q + (i * group + g) * padded, half);
         least = sooner(least, l->window ? later(0, position + 1 - l->window) : 0);
     }
+    for (int64_t i = 0; i < count; i++)
+        fetch((char *)l->own_k + (s->row_slots[rows[i]] * s->kv_heads + head) * s->own_tokens * padded * size,
+              s->row_lengths[rows[i]] * padded * size);
     score(queries, q, prompt_k, s, least / LANES, up(length), scores, stride, half);
     float sums[queries];
     for (int64_t i = 0; i < count; i++) {
@@ -343,6 +351,7 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
         for (int64_t d = 0; d < s->width; d++) store1(own_k, block + d * LANES, key[d], half);
         memcpy(own_v + tokens * padded * size, (const char *)l->v + (rows[i] * l->v_stride + head * s->width) * size,
                (size_t)(s->width * size));
+        fetch(own_v, tokens * padded * size);
         float *own = scores + first * stride + own_start;
         score(group, q + first * padded, own_k, s, from / LANES, up(tokens + 1), own, stride, half);
         for (int64_t g = 0; g < group; g++, own += stride) {
