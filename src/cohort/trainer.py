@@ -217,13 +217,11 @@ class GRPOTrainer:
     def describe(self) -> str:
         """The run in words: what the start of ``train`` prints."""
         return describe_run(
-            policy=self.policy,
             engine=self.engine,
             prompts=self.prompts,
             objective=self.objective,
             schedule=self.schedule,
             config=self.args,
-            tokenizer=self.tokenizer,
         )
 
     def _start(self, folder: RunFolder) -> int:
@@ -294,6 +292,7 @@ def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> Local
         end_token_ids(policy.model, tokenizer),
         max_batch_size=config.max_batch_size,
         cache_tokens=config.cache_tokens,
+        native_kernels=config.native_kernels,
     )
     engine.grammar(Sampling.of(config))
     return engine

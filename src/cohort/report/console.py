@@ -17,7 +17,6 @@ from cohort.rollout import Sampling
 if TYPE_CHECKING:
     from cohort.data import PromptStream
     from cohort.objective import Objective
-    from cohort.policy import Policy
     from cohort.rollout import LocalEngine
 
 PLAIN_LINES = 20
@@ -32,18 +31,14 @@ def announce(*paragraphs: str) -> None:
 
 def describe_run(
     *,
-    policy: Policy,
     engine: LocalEngine,
     prompts: PromptStream,
     objective: Objective,
     schedule: Schedule,
     config: GRPOConfig,
-    tokenizer: Any,
 ) -> str:
     """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective,
     schedule."""
-    count = sum(parameter.numel() for parameter in policy.model.parameters())
-    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
     optim, sampling = config.optim, Sampling.of(config.rollout)
     replayed = ""
     if sampling.reweights:
@@ -51,10 +46,9 @@ def describe_run(
     warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
     return "\n".join(
         [
-            f"model: {type(policy.model).__name__}, {count:,} parameters, {policy.precision}, on {policy.device}",
-            f"sampler: {engine.backend.description}",
+            engine.describe_model(),
             f"sampling: {sampling.describe()}{replayed}",
-            f"end tokens: {ends or 'none: every completion runs to its limit'}",
+            engine.describe_ends(),
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
             explain(objective),
             f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "

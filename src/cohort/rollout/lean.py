@@ -51,7 +51,7 @@ class LeanBackend:
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self.weights = Weights(anatomy, compute)
-        self._kernels, without = _kernels(policy) if native_kernels else (None, "set off")
+        self._kernels, without = _kernels(policy) if native_kernels else (None, "switched off")
         # On a CPU, torch's batched products of a few rows are as fast in float32 as in bfloat16, or faster.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
@@ -61,8 +61,9 @@ class LeanBackend:
         self._decoder: Decoder | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         name = str(self._cache_dtype).removeprefix("torch.")
-        how = "native kernels" if self._kernels else f"no native kernels: {without}"
-        self.description = f"lean ({policy.model.config.model_type}), keys and values in {name}, {how}"
+        self.description = f"lean ({policy.model.config.model_type}), keys and values in {name}"
+        if policy.device.type == "cpu":
+            self.description += ", native kernels" if self._kernels else f", no native kernels: {without}"
 
     @property
     def is_native(self) -> bool:

@@ -108,6 +108,20 @@ class LocalEngine:
             self.backend.end()
         return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, completions, strict=True)]
 
+    def describe_model(self) -> str:
+        """Model, numerics and way of sampling, a line each."""
+        policy = self.policy
+        size = sum(parameter.numel() for parameter in policy.model.parameters())
+        return (
+            f"model: {type(policy.model).__name__}, {size:,} parameters, {policy.precision}, on {policy.device}\n"
+            f"sampler: {self.backend.description}"
+        )
+
+    def describe_ends(self) -> str:
+        """The tokens that end a completion, in a line."""
+        ends = [f"{self.tokenizer.convert_ids_to_tokens(end)!r} ({end})" for end in sorted(self.end_token_ids)]
+        return f"end tokens: {', '.join(ends) or 'none: every completion runs to its limit'}"
+
     def _check(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> None:
         context = context_length(self.policy.model.config)
         for prompt, sampling in zip(prompts, samplings, strict=True):
@@ -260,7 +274,9 @@ class _Work:
         """Give the rows their tokens; which rows end with them, and why."""
         rows = self._rows
         rows.take(drawn)
-        ends, valid = torch.stack([rows.ends_V[drawn.tokens_S], drawn.valid_S]).tolist()
+        # One transfer to the host for all that is asked of a draw; float64 holds a token's number exactly.
+        asked = (rows.ends_V[drawn.tokens_S], drawn.valid_S, drawn.tokens_S, drawn.logps_S)
+        ends, valid, tokens, logps = torch.stack([column.double() for column in asked]).tolist()
         ended = {}
         for place, row in enumerate(rows.rows):
             if not valid[place]:
@@ -272,9 +288,9 @@ class _Work:
             elif row.length == row.sampling.max_completion_length:
                 ended[place] = FinishReason.LENGTH
             elif row.matcher is not None:
-                row.matcher.take(rows.tail(place, 1)[0])
+                row.matcher.take(int(tokens[place]))
         if self._watch.on_token:
-            self._tell(drawn, ended)
+            self._tell(tokens, logps, ended)
         return ended
 
     def _has_stopped(self, place: int, row: Row) -> bool:
@@ -282,13 +298,14 @@ class _Work:
             self._rows.tail(place, row.stops.tail)
         )
 
-    def _tell(self, drawn: Drawn, ended: dict[int, FinishReason]) -> None:
+    def _tell(self, tokens: Sequence[float], logps: Sequence[float], ended: dict[int, FinishReason]) -> None:
         assert self._watch.on_token is not None
-        tokens, logps = drawn.tokens_S.tolist(), drawn.logps_S.tolist()
         for place, row in enumerate(self._rows.rows):
             reason = ended.get(place)
             if reason is not FinishReason.ERROR:
-                event = TokenEvent(row.prompt_index, row.sample, row.length - 1, tokens[place], logps[place], reason)
+                event = TokenEvent(
+                    row.prompt_index, row.sample, row.length - 1, int(tokens[place]), logps[place], reason
+                )
                 self._watch.on_token(event)
 
     def _end(self, ended: dict[int, FinishReason]) -> None:

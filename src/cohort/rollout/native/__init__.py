@@ -1,4 +1,4 @@
-"""What the sampler computes on a CPU in C, compiled at its first use; where that cannot be, the same is done in torch."""
+"""Parts of a decode step in C, for CPUs, compiled at their first use. Where that cannot be, torch does the same."""
 
 from cohort.rollout.native.build import Unavailable
 from cohort.rollout.native.cache import SlotCache

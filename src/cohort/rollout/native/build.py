@@ -140,7 +140,9 @@ def _compiled(command: list[str], workplace: Path) -> Path:
     arguments = [*command, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
     done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
     if done.returncode or not made.exists():
-        words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no word"]
+        words = (
+            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no word"]
+        )
         raise Unavailable(f"{command[0]} failed: {words[0].strip()}")
     return made
 

@@ -16,7 +16,7 @@ from cohort.rollout.native.kernels import TILE, StepCall
 
 
 class SlotCache:
-    """Keys and values of the prompts and of the rows, preallocated. Memory that is not used is neither cleared nor read.
+    """Keys and values of the prompts and of the rows, preallocated. Memory not in use is neither cleared nor read.
 
     Args:
         capacity: how much is held at most.

@@ -120,11 +120,11 @@ INLINE float highest(vec x) {
     return top;
 }
 
-/* exp, to 2 units in the last place; 0 where float32 has no normal number left; NaN stays NaN. (Cephes' expf.) */
+/* exp, to 2 units in the last place; 0 and infinity beyond float32's normal numbers; NaN stays NaN. (Cephes' expf.) */
 INLINE vec exponential(vec x) {
     const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
-    const ivec none = x < -87.3f;
-    x = pick(x > 88.3f, all(88.3f), pick(none, all(-87.3f), x));
+    const ivec none = x < -87.3f, too_much = x > 88.3f;
+    x = pick(too_much | none, (vec){0}, x);
     const vec shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
     const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -134,7 +134,7 @@ INLINE vec exponential(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     const vec power = (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
-    return (vec)(~none & (ivec)(p * power));
+    return pick(too_much, all(INFINITY), (vec)(~none & (ivec)(p * power)));
 }
 
 /* tanh as a ratio of polynomials, to a few units in the last place (Eigen's coefficients). */
@@ -439,8 +439,9 @@ typedef struct {
 } gated;
 
 INLINE vec activated(vec x, int gelu) {
-    if (gelu) return x * 0.5f * (1.0f + tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    return x / (1.0f + exponential(-x));
+    /* (1 + tanh y) / 2 = 1 / (1 + exp(-2 y)): what GELU's tanh form is with y = sqrt(2 / pi) (x + 0.044715 x^3). */
+    const vec slope = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    return x / (1.0f + exponential(-slope));
 }
 
 INLINE void activate_row(const gated *g, int64_t row, const int half, const int gelu) {

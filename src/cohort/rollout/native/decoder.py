@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.policy.anatomy import Anatomy, Layer, Norm
+from cohort.policy.anatomy import Layer, Norm
 from cohort.rollout.cache import ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall, threads_for
