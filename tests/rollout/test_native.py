@@ -238,6 +238,7 @@ def test_activation(shape, gelu, dtype):
 def fresh(monkeypatch, tmp_path):
     """A process that has not asked for the library yet, and an empty folder to keep it in."""
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # quickly made, and nothing is computed with it for long
     build._load_once.cache_clear()
     yield tmp_path / "cache"
     build._load_once.cache_clear()
@@ -355,3 +356,19 @@ def test_two_processes_may_build_at_once_and_each_has_one_openmp_runtime(tmp_pat
     assert [words[0] for words in said] == ["1", "1"]
     (name,) = made(tmp_path)  # the same content, so the same name; nothing is left lying about
     assert ctypes.CDLL(str(tmp_path / name)).cohort_lanes() == KERNELS.lanes
+
+
+FEWER = """
+import torch
+from tests.rollout.test_native import LENGTHS, OWNERS, Attention
+torch.set_num_threads(4)
+attention = Attention(2, 2, 24, torch.float32, LENGTHS, OWNERS, 3)
+qkv = attention.rows(0)
+print((attention.step(qkv, threads=4) - attention.expected(qkv)).abs().max().item() < 2e-6)
+"""
+
+
+def test_fewer_threads_than_were_asked_for():
+    environment = os.environ | {"OMP_THREAD_LIMIT": "2"}
+    done = subprocess.run([sys.executable, "-c", FEWER], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["True"]

@@ -20,10 +20,13 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("decode.c")
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-"""No ``-ffast-math``: what is not a number must stay none, and sums keep their order."""
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+"""No ``-ffast-math``: what is not a number must stay none, and every number comes from the same operations wherever it
+is computed."""
 NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",), "arm64": ("-mcpu=native",)}
 COMPILERS = ("cc", "gcc", "clang")
+THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+"""What the kernels ask of torch's OpenMP runtime."""
 TIMEOUT = 300
 """Seconds that a compiler may take."""
 
@@ -64,7 +67,7 @@ def load_from(folder: Path) -> ctypes.CDLL:
     if sys.platform not in {"linux", "darwin"}:
         raise Unavailable(f"the system is {sys.platform}")
     threads = ctypes.CDLL(None)  # torch has loaded its OpenMP runtime for all to see
-    if not hasattr(threads, "GOMP_parallel") or not hasattr(threads, "omp_get_thread_num"):
+    if not all(hasattr(threads, name) for name in THREADS):
         raise Unavailable("torch's threads cannot be shared")
     command = compiler()
     key = _key(command)
@@ -149,8 +152,5 @@ def _compiled(command: list[str], workplace: Path) -> Path:
 
 def _opened(library: Path, threads: ctypes.CDLL) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(library))
-    address = ctypes.c_void_p
-    opened.cohort_set_threads(
-        ctypes.cast(threads.GOMP_parallel, address), ctypes.cast(threads.omp_get_thread_num, address)
-    )
+    opened.cohort_set_threads(*(ctypes.cast(getattr(threads, name), ctypes.c_void_p) for name in THREADS))
     return opened

@@ -12,12 +12,23 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Which products are added without a rounding in between is said here, by multiply_add: left to the compiler
+ * (-ffp-contract) it depends on the loop around them, and then on how many queries are worked on together. */
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
-#elif defined(__AVX__)
+#define FUSED(a, b, c) _mm512_fmadd_ps(a, b, c)
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
 #define LANES 8
+#define FUSED(a, b, c) _mm256_fmadd_ps(a, b, c)
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define LANES 4
+#define FUSED(a, b, c) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
 #else
 #define LANES 4
+#define FUSED(a, b, c) ((a) * (b) + (c))
 #endif
 #define TILE 8 /* queries that share one reading of the keys, at most */
 #define INLINE static inline __attribute__((always_inline))
@@ -28,14 +39,16 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
-/* The threads are torch's own: its OpenMP runtime is entered through two functions that Python looks up in the process,
- * so no second runtime, with a second pool of spinning threads, is ever loaded. */
+/* The threads are torch's own: its OpenMP runtime is entered through functions that Python looks up in the process, so
+ * no second runtime, with a second pool of spinning threads, is ever loaded. */
 typedef void parallel_fn(void (*)(void *), void *, unsigned, unsigned);
 typedef int thread_fn(void);
 static parallel_fn *run_parallel;
-static thread_fn *thread_number;
+static thread_fn *thread_number, *thread_count;
 
-void cohort_set_threads(parallel_fn *parallel, thread_fn *number) { run_parallel = parallel, thread_number = number; }
+void cohort_set_threads(parallel_fn *parallel, thread_fn *number, thread_fn *count) {
+    run_parallel = parallel, thread_number = number, thread_count = count;
+}
 
 int cohort_lanes(void) { return LANES; }
 
@@ -46,12 +59,13 @@ typedef struct {
     int threads;
 } share;
 
-/* A thread's share is a stretch of neighbours: what they read together stays in its cache. */
+/* A thread's share is a stretch of neighbours: what they read together stays in its cache. Fewer threads than were asked
+ * for may come. */
 static void run_share(void *pointer) {
     const share *s = pointer;
-    const int thread = s->threads > 1 ? thread_number() : 0;
-    const int64_t end = s->items * (thread + 1) / s->threads;
-    for (int64_t item = s->items * thread / s->threads; item < end; item++) s->work(s->what, item, thread);
+    const int thread = s->threads > 1 ? thread_number() : 0, count = s->threads > 1 ? thread_count() : 1;
+    const int64_t end = s->items * (thread + 1) / count;
+    for (int64_t item = s->items * thread / count; item < end; item++) s->work(s->what, item, thread);
 }
 
 static void run(void (*work)(void *, int64_t, int), void *what, int64_t items, int threads) {
@@ -104,6 +118,7 @@ INLINE void store1(void *to, int64_t index, float x, const int half) {
 /* ---- functions of vectors */
 
 INLINE vec all(float x) { return x - (vec){0}; }
+INLINE vec multiply_add(vec a, vec b, vec c) { return (vec)FUSED(a, b, c); }
 INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
 INLINE float sum(vec x) {
@@ -125,14 +140,12 @@ INLINE vec exponential(vec x) {
     const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
     const ivec none = x < -87.3f, too_much = x > 88.3f;
     x = pick(too_much | none, (vec){0}, x);
-    const vec shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
-    const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    const vec shifted = multiply_add(x, all(1.44269504088896341f), magic), n = shifted - magic;
+    const vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
+    const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    vec p = all(1.9875691500e-4f);
+    UNROLL for (int i = 0; i < 5; i++) p = multiply_add(p, r, all(terms[i]));
+    p = multiply_add(p * r, r, r) + 1.0f;
     const vec power = (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
     return pick(too_much, all(INFINITY), (vec)(~none & (ivec)(p * power)));
 }
@@ -142,15 +155,12 @@ INLINE vec tangent(vec x) {
     const float limit = 7.90531110763549805f;
     x = pick(x > limit, all(limit), pick(x < -limit, all(-limit), x));
     const vec s = x * x;
-    vec p = s * -2.76076847742355e-16f + 2.00018790482477e-13f;
-    p = p * s - 8.60467152213735e-11f;
-    p = p * s + 5.12229709037114e-08f;
-    p = p * s + 1.48572235717979e-05f;
-    p = p * s + 6.37261928875436e-04f;
-    p = p * s + 4.89352455891786e-03f;
-    vec q = s * 1.19825839466702e-06f + 1.18534705686654e-04f;
-    q = q * s + 2.26843463243900e-03f;
-    q = q * s + 4.89352518554385e-03f;
+    const float above[] = {2.00018790482477e-13f, -8.60467152213735e-11f, 5.12229709037114e-08f,
+                           1.48572235717979e-05f, 6.37261928875436e-04f,  4.89352455891786e-03f};
+    const float below[] = {1.18534705686654e-04f, 2.26843463243900e-03f, 4.89352518554385e-03f};
+    vec p = all(-2.76076847742355e-16f), q = all(1.19825839466702e-06f);
+    UNROLL for (int i = 0; i < 6; i++) p = multiply_add(p, s, all(above[i]));
+    UNROLL for (int i = 0; i < 3; i++) q = multiply_add(q, s, all(below[i]));
     return x * p / q;
 }
 
@@ -161,7 +171,7 @@ INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
         const vec v = load(x, i, 0);
-        squares += v * v;
+        squares = multiply_add(v, v, squares);
     }
     for (; i < width; i++) rest += x[i] * x[i];
     return 1.0f / sqrtf((sum(squares) + rest) / (float)width + eps);
@@ -223,7 +233,8 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
         for (int64_t d = 0; d < s->width; d++)
             UNROLL for (int b = 0; b < deep; b++) {
                 const vec k = load(keys, (block + b) * size + d * LANES, half);
-                UNROLL for (int i = 0; i < n; i++) total[i * deep + b] += q[i * s->padded + d] * k;
+                UNROLL for (int i = 0; i < n; i++)
+                    total[i * deep + b] = multiply_add(all(q[i * s->padded + d]), k, total[i * deep + b]);
             }
         UNROLL for (int i = 0; i < n * deep; i++)
             store(scores, i / deep * stride + (block + i % deep) * LANES, total[i], 0);
@@ -260,7 +271,8 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
         for (int64_t t = from; t < end; t++)
             UNROLL for (int w = 0; w < wide; w++) {
                 const vec v = load(values, t * s->padded + d + w * LANES, half);
-                UNROLL for (int i = 0; i < n; i++) total[i * wide + w] += weights[i * stride + t] * v;
+                UNROLL for (int i = 0; i < n; i++)
+                    total[i * wide + w] = multiply_add(all(weights[i * stride + t]), v, total[i * wide + w]);
             }
         UNROLL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
     }
