@@ -319,67 +319,77 @@ INLINE vec exponentials(float *scores, int64_t least, int64_t end, float top, ve
     return total;
 }
 
-/* Rows lie apart in memory, where the processor does not foresee the next. */
-INLINE void fetch(const char *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-}
-
 INLINE int64_t up(int64_t number) { return (number + LANES - 1) / LANES; }
 INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t sooner(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Some rows of one prompt, and one key-value head: takes in their newest keys and values, and attends. */
+/* Where a head's keys or values begin, in a row's slot and in its prompt's. */
+INLINE char *own_slot(const step *s, void *held, int32_t row, int64_t head, const int half) {
+    return (char *)held + (s->row_slots[row] * s->kv_heads + head) * s->own_tokens * s->padded * (half ? 2 : 4);
+}
+
+INLINE const char *prompt_slot(const step *s, const void *held, int32_t row, int64_t head, const int half) {
+    return (const char *)held +
+           (s->row_prompts[row] * s->kv_heads + head) * s->prompt_tokens * s->padded * (half ? 2 : 4);
+}
+
+/* Rows lie apart in memory, where the processor does not foresee the next; within a long one it does. */
+INLINE void fetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < sooner(bytes, 8192); i += 64) __builtin_prefetch(from + i);
+}
+
+/* A row's newest key and value go into its slot, as token number `token`. */
+INLINE void take_in(const step *s, const layer *l, int32_t row, int64_t head, int64_t position, int64_t token,
+                    const int half) {
+    float key[s->padded];
+    char *keys = own_slot(s, l->own_k, row, head, half), *values = own_slot(s, l->own_v, row, head, half);
+    prepare(l->k, row * l->k_stride + head * s->width, s, l, l->k_norm, l->k_eps, position, key, half);
+    const int64_t first = token / LANES * s->padded * LANES + token % LANES, size = half ? 2 : 4;
+    for (int64_t d = 0; d < s->width; d++) store1(keys, first + d * LANES, key[d], half);
+    memcpy(values + token * s->padded * size, (const char *)l->v + (row * l->v_stride + head * s->width) * size,
+           (size_t)(s->width * size));
+    fetch(values, token * s->padded * size);
+}
+
+/* Some rows of one prompt, and one key-value head: takes in their newest keys and values, and attends. Scores of the
+ * prompt's tokens come first in a query's stretch of `scores`, those of its row's own tokens after them. */
 INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int64_t count, int64_t head, float *scratch,
                         const int half) {
-    const int64_t group = s->group, padded = s->padded, size = half ? 2 : 4;
-    const int64_t queries = count * group, own_start = up(s->prompt_tokens) * LANES;
-    const int64_t stride = own_start + up(s->own_tokens) * LANES;
-    const int64_t prompt = s->row_prompts[rows[0]], length = s->prompt_lengths[prompt];
-    float *q = scratch, *out = q + queries * padded, *scores = out + queries * padded;
-    const char *prompt_k = (const char *)l->prompt_k + (prompt * s->kv_heads + head) * s->prompt_tokens * padded * size;
-    const char *prompt_v = (const char *)l->prompt_v + (prompt * s->kv_heads + head) * s->prompt_tokens * padded * size;
+    const int64_t group = s->group, padded = s->padded, queries = count * group;
+    const int64_t own_start = up(s->prompt_tokens) * LANES, stride = own_start + up(s->own_tokens) * LANES;
+    const int64_t length = s->prompt_lengths[s->row_prompts[rows[0]]], reach = l->window ? l->window : INT32_MAX;
+    float *q = scratch, *out = q + queries * padded, *scores = out + queries * padded, sums[queries];
     int64_t least = length; /* the first token of the prompt that some row sees */
     memset(out, 0, (size_t)(queries * padded) * sizeof *out);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t position = length + s->row_lengths[rows[i]] - 1;
+        const int64_t own = s->row_lengths[rows[i]], position = length + own - 1;
         for (int64_t g = 0; g < group; g++)
             prepare(l->q, rows[i] * l->q_stride + (head * group + g) * s->width, s, l, l->q_norm, l->q_eps, position,
                     q + (i * group + g) * padded, half);
-        least = sooner(least, l->window ? later(0, position + 1 - l->window) : 0);
+        least = sooner(least, later(0, length + own - reach));
+        fetch(own_slot(s, l->own_k, rows[i], head, half), own * padded * (half ? 2 : 4));
     }
-    for (int64_t i = 0; i < count; i++)
-        fetch((char *)l->own_k + (s->row_slots[rows[i]] * s->kv_heads + head) * s->own_tokens * padded * size,
-              s->row_lengths[rows[i]] * padded * size);
-    score(queries, q, prompt_k, s, least / LANES, up(length), scores, stride, half);
-    float sums[queries];
+    score(queries, q, prompt_slot(s, l->prompt_k, rows[0], head, half), s, least / LANES, up(length), scores, stride,
+          half);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t tokens = s->row_lengths[rows[i]] - 1, position = length + tokens, first = i * group;
-        const int64_t seen = l->window ? later(0, position + 1 - l->window) : 0, from = later(0, seen - length);
-        const int64_t slot = (s->row_slots[rows[i]] * s->kv_heads + head) * s->own_tokens * padded;
-        char *own_k = (char *)l->own_k + slot * size, *own_v = (char *)l->own_v + slot * size;
-        float key[padded];
-        prepare(l->k, rows[i] * l->k_stride + head * s->width, s, l, l->k_norm, l->k_eps, position, key, half);
-        const int64_t block = tokens / LANES * padded * LANES + tokens % LANES;
-        for (int64_t d = 0; d < s->width; d++) store1(own_k, block + d * LANES, key[d], half);
-        memcpy(own_v + tokens * padded * size, (const char *)l->v + (rows[i] * l->v_stride + head * s->width) * size,
-               (size_t)(s->width * size));
-        fetch(own_v, tokens * padded * size);
-        float *own = scores + first * stride + own_start;
-        score(group, q + first * padded, own_k, s, from / LANES, up(tokens + 1), own, stride, half);
-        for (int64_t g = 0; g < group; g++, own += stride) {
-            vec top = settle(s, own - own_start, least, seen, length, all(-INFINITY));
-            const float highest_score = highest(settle(s, own, from, from, tokens + 1, top));
-            vec total = exponentials(own - own_start, least, length, highest_score, (vec){0});
-            sums[first + g] = sum(exponentials(own, from, tokens + 1, highest_score, total));
+        const int64_t own = s->row_lengths[rows[i]], first = i * group;
+        const int64_t seen = later(0, length + own - reach), own_seen = later(0, own - reach);
+        take_in(s, l, rows[i], head, length + own - 1, own - 1, half);
+        score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), s, own_seen / LANES, up(own),
+              scores + first * stride + own_start, stride, half);
+        for (int64_t query = first; query < first + group; query++) {
+            float *of_prompt = scores + query * stride, *of_own = of_prompt + own_start;
+            vec top = settle(s, of_prompt, least, seen, length, all(-INFINITY));
+            const float most = highest(settle(s, of_own, own_seen, own_seen, own, top));
+            const vec total = exponentials(of_prompt, least, length, most, (vec){0});
+            sums[query] = sum(exponentials(of_own, own_seen, own, most, total));
         }
     }
-    mix(queries, scores, stride, prompt_v, s, least, length, out, half);
+    mix(queries, scores, stride, prompt_slot(s, l->prompt_v, rows[0], head, half), s, least, length, out, half);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t tokens = s->row_lengths[rows[i]] - 1, first = i * group;
-        const int64_t from = l->window ? later(0, tokens + 1 - l->window) : 0;
-        const int64_t slot = (s->row_slots[rows[i]] * s->kv_heads + head) * s->own_tokens * padded;
-        mix(group, scores + first * stride + own_start, stride, (const char *)l->own_v + slot * size, s, from,
-            tokens + 1, out + first * padded, half);
+        const int64_t own = s->row_lengths[rows[i]], first = i * group;
+        mix(group, scores + first * stride + own_start, stride, own_slot(s, l->own_v, rows[i], head, half), s,
+            later(0, own - reach), own, out + first * padded, half);
         for (int64_t g = 0; g < group; g++)
             for (int64_t d = 0; d < s->width; d++)
                 store1(l->out, rows[i] * l->out_stride + (head * group + g) * s->width + d,
