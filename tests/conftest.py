@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before torch is imported
+# The native kernels are compiled once per session, for its child processes too.
+os.environ["COHORT_CACHE"] = tempfile.mkdtemp(prefix="cohort-tests-")
 
 import pytest
 import torch
@@ -15,6 +20,12 @@ from cohort.policy import Policy, Precision, load_tokenizer
 
 DEMO_MODEL = Path(__file__).parents[1] / "src" / "cohort" / "demo" / "model"
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_cache_left() -> Iterator[None]:
+    yield
+    shutil.rmtree(os.environ["COHORT_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -75,7 +75,7 @@ def test_one_completion_is_streamed(engine, capsys, monkeypatch):
     assert expected.finish_reason == "length"
     said = capsys.readouterr()
     assert said.out == ""
-    assert "path: lean" in said.err
+    assert "sampler: lean" in said.err
     assert "sampling: temperature 1, top-k off, top-p off, min-p off, repetition penalty off, no grammar" in said.err
     assert "stop strings none, 0 to 24 tokens, seed 3" in said.err
     assert "end tokens: '<|end|>' (1)" in said.err

@@ -238,7 +238,6 @@ class GRPOTrainer:
             objective=self.objective,
             schedule=self.schedule,
             config=self.args,
-            tokenizer=self.tokenizer,
         )
 
     def _start(self, folder: RunFolder) -> int:
@@ -325,6 +324,7 @@ def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> Local
         end_token_ids(policy.model, tokenizer),
         max_batch_size=config.max_batch_size,
         cache_tokens=config.cache_tokens,
+        native_kernels=config.native_kernels,
     )
     engine.grammar(Sampling.of(config))
     return engine

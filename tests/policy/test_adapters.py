@@ -193,7 +193,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base):
 
 def test_the_start_of_a_run_says_how_much_is_trained(tmp_path, base):
     trainer = GRPOTrainer(args=settings(base, tmp_path / "r", {"rank": 2}), reward_funcs=reward, train_dataset=ROWS)
-    assert "of them trained)" in trainer.describe()
+    assert "parameters; prompts computed once" in trainer.describe()
 
 
 def test_settings_of_adapters_are_a_table_of_their_own(tmp_path):

@@ -18,6 +18,7 @@ from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
 from tests.rollout import test_generic, test_lean
+from tests.rollout.conftest import Way
 from tests.rollout.test_local_engine import LetterTokenizer
 
 FLOAT32 = Precision(torch.float32, torch.float32)
@@ -143,26 +144,36 @@ CALLS = {
 }
 
 
-@functools.cache
 def sized_engine(name, precision):
+    return _sized_engine(name, precision, Way.native)
+
+
+@functools.cache
+def _sized_engine(name, precision, native):
     kind, changes = MODELS[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
     policy = Policy(model, precision)
-    engine = LocalEngine(policy, LetterTokenizer(), tuple(range(8)))  # many ends, so that rows are refilled
+    ends = tuple(range(8))  # many, so that rows are refilled
+    engine = LocalEngine(policy, LetterTokenizer(), ends, native_kernels=native)
     assert isinstance(engine.backend, LeanBackend)
+    assert "off by" not in engine.backend.description
     return engine
 
 
-@functools.cache
 def all_at_once(name, precision, call):
+    return _all_at_once(name, precision, call, Way.native)
+
+
+@functools.cache
+def _all_at_once(name, precision, call, native):
     prompts, samples, length = CALLS[call]
     return completions(sized_engine(name, precision), prompts, samples, Sampling(length))
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_float32_the_number_of_rows_changes_no_bit(name, call):
+def test_in_float32_the_number_of_rows_changes_no_bit(name, call, native):
     prompts, samples, length = CALLS[call]
     whole = all_at_once(name, FLOAT32, call)
     for size in (2, 7) if call == "lengths from 1 to 60" else (7,):
@@ -174,7 +185,7 @@ def test_in_float32_the_number_of_rows_changes_no_bit(name, call):
 
 @pytest.mark.parametrize("name", ["hidden 64", "9 heads of 3"])
 @pytest.mark.parametrize("call", ["lengths from 1 to 60"])
-def test_in_float32_alone_is_as_beside_others(name, call):
+def test_in_float32_alone_is_as_beside_others(name, call, native):
     prompts, samples, length = CALLS[call]
     whole = all_at_once(name, FLOAT32, call)
     engine = sized_engine(name, FLOAT32)
@@ -186,7 +197,7 @@ def test_in_float32_alone_is_as_beside_others(name, call):
 
 @pytest.mark.parametrize("name", ["hidden 256", "9 heads of 3", "14 heads of 2"])
 @pytest.mark.parametrize("call", ["lengths from 1 to 60"])
-def test_in_bfloat16_the_number_of_rows_changes_no_bit(name, call):
+def test_in_bfloat16_the_number_of_rows_changes_no_bit(name, call, native):
     prompts, samples, length = CALLS[call]
     whole = all_at_once(name, BFLOAT16, call)
     for size in (2, 7):

@@ -145,6 +145,10 @@ class RolloutConfig(Section):
     cache_tokens: PositiveInt | None = None
     """Tokens whose keys and values are held at a time, prompts' included; completions that do not fit wait for their
     turn. Memory only, as above. Unset: as many as half of the free memory holds."""
+    native_kernels: bool = True
+    """On a CPU, what lies between the sampler's matrix products is computed in C, compiled at its first use by the
+    machine's own compiler; without one, torch does it. Speed only: the draws stay the same, and so do the samples up to
+    rounding."""
 
     @property
     def replayed_penalty(self) -> float:

@@ -195,9 +195,7 @@ class Job:
 
     def describe(self, engine: LocalEngine) -> str:
         """Model, way of sampling, end tokens, and every setting that a draw depends on, those that are off too."""
-        policy, one = engine.policy, min(self.samplings, key=lambda sampling: sampling.max_completion_length)
-        size = sum(parameter.numel() for parameter in policy.model.parameters())
-        ends = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
+        one = min(self.samplings, key=lambda sampling: sampling.max_completion_length)
         parts = [one.describe()]
         limits = [sampling.max_completion_length for sampling in self.samplings]
         if min(limits) < max(limits):
@@ -205,14 +203,7 @@ class Job:
         if one.forced_ids:
             parts.append(f"prefix {self.request.prefix!r} ({len(one.forced_ids)} tokens)")
         parts.append(f"seed {self.request.seed}")
-        return "\n".join(
-            [
-                f"model: {type(policy.model).__name__}, {size:,} parameters, {policy.precision}, on {policy.device}",
-                f"path: {engine.backend.description}",
-                f"sampling: {', '.join(parts)}",
-                f"end tokens: {ends or 'none: every completion runs to its limit'}",
-            ]
-        )
+        return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", engine.describe_ends()])
 
     def _say(self, text: str) -> None:
         if not self.request.quiet:

@@ -228,22 +228,6 @@ def _static_rotary(rotary: Any) -> Any:
     return rotary
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, shifted: bool) -> Tensor:
-    """``Norm`` of the last axis. float64 input is normalised in float32 and widened again, as transformers does it.
-
-    Args:
-        x: any shape ending in the weight's.
-        weight: the factor itself, 1 added where the norm is shifted.
-        eps: added to the mean square.
-        shifted: whether the family multiplies before it widens (Gemma) or after (Llama).
-    """
-    if x.dtype != torch.float64:
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
-    narrow = x.float()
-    narrow = narrow * torch.rsqrt(narrow.pow(2).mean(-1, keepdim=True) + eps)
-    return (narrow * weight.float()).double() if shifted else weight * narrow.double()
-
-
 def soft_cap(values: Tensor, cap: float | None) -> Tensor:
     """``cap * tanh(values / cap)``, in place; unchanged without a cap."""
     return values if cap is None else values.div_(cap).tanh_().mul_(cap)

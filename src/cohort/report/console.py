@@ -39,14 +39,12 @@ def describe_run(
     objective: Objective,
     schedule: Schedule,
     config: GRPOConfig,
-    tokenizer: Any,
 ) -> str:
     """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective,
     schedule."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
-    size = f"{count:,} parameters" + ("" if trained == count else f" ({trained:,} of them trained)")
-    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(engine.end_token_ids))
+    share = "" if trained == count else f"{trained:,} of {count:,} parameters; "
     optim, sampling = config.optim, Sampling.of(config.rollout)
     replayed = ""
     if sampling.reweights:
@@ -54,13 +52,12 @@ def describe_run(
     warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
     return "\n".join(
         [
-            f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}",
-            f"sampler: {engine.backend.description}",
+            engine.describe_model(),
             f"sampling: {sampling.describe()}{replayed}",
-            f"end tokens: {ends or 'none: every completion runs to its limit'}",
+            engine.describe_ends(),
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
             explain(objective),
-            f"update: {policy.passes.description}; {budget}",
+            f"update: {share}{policy.passes.description}; {budget}",
             f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
             f"gradient norm cut to {optim.max_grad_norm:g}",
             schedule.describe(),

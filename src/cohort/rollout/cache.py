@@ -30,7 +30,7 @@ class GroupCache:
         capacity: how much is held at most.
         layers, heads, width: of the model; ``heads`` are key-value heads.
         dtype, device: of what is held.
-        group_rows: query heads per key-value head.
+        group: query heads per key-value head.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class GroupCache:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        group_rows: int,
+        group: int,
     ) -> None:
         own_length = round_up(capacity.completion_length, TOKEN_MULTIPLE)
         prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
-        self._heads, self._width, self._group_rows, self._device = heads, width, group_rows, device
+        self._heads, self._width, self._group, self._device = heads, width, group, device
         # Not cleared as a whole: memory that is never used is never touched.
         self._own = torch.empty(2, layers, capacity.rows, heads, own_length, width, dtype=dtype, device=device)
         self._prompts = torch.empty(
@@ -114,7 +114,7 @@ class GroupCache:
                 self._row_length,
                 self._prompt_length,
                 heads=self._heads,
-                group_rows=self._group_rows,
+                group_rows=self._group,
                 own_capacity=self._own.shape[-2],
                 device=self._device,
                 dtype=self._own.dtype,

@@ -23,14 +23,14 @@ MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.
 float64 models in it too) and 0.02 in bfloat16; a wrong position or mask gives 0.1 and more."""
 
 
-def choose_backend(policy: Policy) -> Backend:
-    """The fastest way that is right for this model, tried on it.
+def choose_backend(policy: Policy, *, native_kernels: bool = True) -> Backend:
+    """The fastest way that is right for this model, tried on it; ``native_kernels``: see ``LeanBackend``.
 
     Raises:
         ModelError: none is.
     """
     failures: list[str] = []
-    for backend in _candidates(policy, failures):
+    for backend in _candidates(policy, failures, native_kernels=native_kernels):
         name = backend.description.split(" (")[0]
         try:
             gap = logit_gap(backend, policy)
@@ -45,9 +45,12 @@ def choose_backend(policy: Policy) -> Backend:
     raise ModelError(f"{type(policy.model).__name__} cannot be sampled from: {'; '.join(failures)}")
 
 
-def _candidates(policy: Policy, failures: list[str]) -> Iterator[Backend]:
+def _candidates(policy: Policy, failures: list[str], *, native_kernels: bool) -> Iterator[Backend]:
     try:
-        yield LeanBackend(policy, Anatomy.of(policy.model))
+        lean = LeanBackend(policy, Anatomy.of(policy.model), native_kernels=native_kernels)
+        yield lean
+        if lean.is_native:
+            yield LeanBackend(policy, lean.anatomy, native_kernels=False)
     except UnknownAnatomy as unknown:
         failures.append(f"not lean: {unknown}")
     kind = cache_kind(policy)
@@ -73,26 +76,25 @@ def logit_gap(backend: Backend, policy: Policy) -> float:
     texts = [list(prompts[owner]) for owner in owners]
     backend.begin(Capacity(len(owners), len(prompts), CHECK_LENGTHS[0], CHECK_STEPS))
     try:
-        logits_SV = backend.prefill(prompts)[owners]
+        steps = [backend.prefill(prompts)[owners]]
         backend.add_rows(owners)
-        gap = _relative_gap(logits_SV, policy, texts)
         for _ in range(CHECK_STEPS - 1):
             new = tokens(len(texts))
             for text, token in zip(texts, new, strict=True):
                 text.append(token)
-            logits_SV = backend.step(torch.tensor(new, device=policy.device))
-            gap = max(gap, _relative_gap(logits_SV, policy, texts))
+            steps.append(backend.step(torch.tensor(new, device=policy.device)))
     finally:
         backend.end()
-    return gap
+    logits_STV = torch.stack(steps, 1)
+    return max(_relative_gap(logits_TV, policy, text) for logits_TV, text in zip(logits_STV, texts, strict=True))
 
 
-def _relative_gap(logits_SV: Tensor, policy: Policy, texts: list[list[int]]) -> float:
+def _relative_gap(logits_TV: Tensor, policy: Policy, text: list[int]) -> float:
+    """At worst over a text's last places, all from one forward pass."""
+    with policy.compute():
+        output = policy.logits(torch.tensor([text], device=policy.device), keep=len(logits_TV), use_cache=False)
     worst = 0.0
-    for row_V, text in zip(logits_SV, texts, strict=True):
-        with policy.compute():
-            output = policy.logits(torch.tensor([text], device=policy.device), keep=1, use_cache=False)
-        expected_V = output.logits[0, -1].to(row_V.dtype)
+    for row_V, expected_V in zip(logits_TV, output.logits[0].to(logits_TV.dtype), strict=True):
         spread = (expected_V - expected_V.mean()).norm()
         gap = float((row_V - expected_V).norm() / spread) if spread > 0 else float((row_V - expected_V).norm())
         worst = max(worst, math.inf if math.isnan(gap) else gap)

@@ -25,9 +25,10 @@ from torch.nn import functional
 
 from cohort.errors import ModelError
 from cohort.policy import Policy
-from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, rms_norm, soft_cap
+from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, soft_cap
 from cohort.rollout.backend import PREFILL_TOKENS, Capacity
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
+from cohort.rollout.native import DTYPES, Decoder, Kernels, SlotCache, Unavailable
 from cohort.rollout.weights import LayerWeights, Weights
 
 
@@ -37,27 +38,37 @@ class LeanBackend:
     Args:
         policy: whose weights are read, at each call of ``begin``.
         anatomy: where they are in the model.
+        native_kernels: whether decode steps go through the kernels of ``rollout.native`` where there are such.
     """
 
     refills = True
     mixed_lengths = True
     token_multiple = TOKEN_MULTIPLE
 
-    def __init__(self, policy: Policy, anatomy: Anatomy) -> None:
+    def __init__(self, policy: Policy, anatomy: Anatomy, *, native_kernels: bool = True) -> None:
         self.policy = policy
         self.anatomy = anatomy
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self.weights = Weights(anatomy, compute)
-        # On a CPU, batched products of a few rows are as fast in float32 as in bfloat16, or faster.
-        self._cache_dtype = wide if policy.device.type == "cpu" else compute
+        self._kernels, without = _kernels(policy) if native_kernels else (None, "switched off")
+        # On a CPU, torch's batched products of a few rows are as fast in float32 as in bfloat16, or faster.
+        self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
         if anatomy.gelu:
             self._activation = partial(functional.gelu, approximate="tanh")
-        self._cache: GroupCache | None = None
+        self._cache: GroupCache | SlotCache | None = None
+        self._decoder: Decoder | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         name = str(self._cache_dtype).removeprefix("torch.")
         self.description = f"lean ({policy.model.config.model_type}), keys and values in {name}"
+        if policy.device.type == "cpu":
+            self.description += ", native kernels" if self._kernels else f", no native kernels: {without}"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether decode steps go through the native kernels."""
+        return self._kernels is not None
 
     @property
     def token_bytes(self) -> int:
@@ -66,7 +77,7 @@ class LeanBackend:
         return len(a.layers) * 2 * a.num_key_value_heads * a.head_dim * self._cache_dtype.itemsize
 
     @property
-    def cache(self) -> GroupCache:
+    def cache(self) -> GroupCache | SlotCache:
         """What is held between ``begin`` and ``end``."""
         assert self._cache is not None
         return self._cache
@@ -77,16 +88,19 @@ class LeanBackend:
         self._read_model()
         self.weights.refresh(self.policy.version)
         longest = capacity.prompt_length + capacity.completion_length
-        self._ropes = self.anatomy.rope_tables(longest, self._wide)
-        self._cache = GroupCache(
-            capacity,
-            layers=len(self.anatomy.layers),
-            heads=self.anatomy.num_key_value_heads,
-            width=self.anatomy.head_dim,
-            dtype=self._cache_dtype,
-            device=self.policy.device,
-            group_rows=self.anatomy.num_heads // self.anatomy.num_key_value_heads,
-        )
+        with self.policy.compute():  # so that float64 tables are float64 throughout
+            self._ropes = self.anatomy.rope_tables(longest, self._wide)
+        sizes = {
+            "layers": len(self.anatomy.layers),
+            "heads": self.anatomy.num_key_value_heads,
+            "width": self.anatomy.head_dim,
+            "group": self.anatomy.num_heads // self.anatomy.num_key_value_heads,
+        }
+        if self._kernels is None:
+            self._cache = GroupCache(capacity, **sizes, dtype=self._cache_dtype, device=self.policy.device)
+        else:
+            self._cache = SlotCache(capacity, **sizes, dtype=self._cache_dtype, lanes=self._kernels.lanes)
+            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes)
 
     def _read_model(self) -> None:
         """Parameters may have been exchanged since, and adapters switched on, off or to others."""
@@ -101,7 +115,7 @@ class LeanBackend:
 
     def end(self) -> None:
         """See ``Backend``."""
-        self._cache = None
+        self._cache = self._decoder = None
 
     @torch.inference_mode()
     def add_rows(self, prompts: Sequence[int]) -> None:
@@ -152,7 +166,8 @@ class LeanBackend:
                 attended[span] = self._attend_causally(q[span], k[span], v[span], layer)
             x = self._after_attention(x, attended, layer, weights)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        return self._logits(functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE)))[: len(lengths)]
+        x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
+        return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
 
     def _attend_causally(self, q_LQD: Tensor, k_LKD: Tensor, v_LKD: Tensor, layer: Layer) -> Tensor:
         """A prompt over itself."""
@@ -178,23 +193,28 @@ class LeanBackend:
     @torch.inference_mode()
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
-        cache, count = self.cache, len(tokens_S)
+        cache, count = self._cache, len(tokens_S)
+        if self._decoder is not None:
+            return self._logits(self._decoder.step(tokens_S))[:count]
+        assert isinstance(cache, GroupCache)
         layout = cache.next_layout()
         x = self.anatomy.embedding(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
         rotations = self._rotations(layout.positions)
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
             q, k, v = self._queries_keys_values(x, layer, weights, rotations)
             cache.write_rows(number, layout, k[:count], v[:count])
-            attended = self._attend_in_two_parts(q[:count], number, layer, layout).flatten(1)
+            attended = self._attend_in_two_parts(q[:count], cache, number, layer, layout).flatten(1)
             x = self._after_attention(x, functional.pad(attended, (0, 0, 0, layout.padding)), layer, weights)
-        return self._logits(x)[:count]
+        return self._logits(self._norm(x, self.anatomy.norm))[:count]
 
-    def _attend_in_two_parts(self, q_SQD: Tensor, number: int, layer: Layer, layout: Layout) -> Tensor:
+    def _attend_in_two_parts(
+        self, q_SQD: Tensor, cache: GroupCache, number: int, layer: Layer, layout: Layout
+    ) -> Tensor:
         cap, scaling = self.anatomy.score_cap, self.anatomy.scaling
         q = q_SQD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SQD.shape[-1])
-        own_k, own_v = self.cache.own(number, layout)
+        own_k, own_v = cache.own(number, layout)
         own = _scores(q, own_k, scaling, cap, layout.own_mask(layer.window))
-        prompt_k, prompt_v = self.cache.prompts(number, layout)
+        prompt_k, prompt_v = cache.prompts(number, layout)
         prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(layer.window))
         weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
         own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
@@ -234,12 +254,25 @@ class LeanBackend:
         return x.add_(update)
 
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return rms_norm(x, self.weights.factor(norm), norm.eps, shifted=norm.shifted)
+        return functional.rms_norm(x, (x.shape[-1],), self.weights.factor(norm), norm.eps)
 
-    def _logits(self, x_SH: Tensor) -> Tensor:
+    def _logits(self, normed_SH: Tensor) -> Tensor:
         """float32, or float64 for a float64 policy."""
-        logits_SV = self.weights.head(self._norm(x_SH, self.anatomy.norm))
+        logits_SV = self.weights.head(normed_SH)
         return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
+
+
+def _kernels(policy: Policy) -> tuple[Kernels | None, str]:
+    """The native kernels; else None, and why."""
+    compute, master = policy.precision.compute, policy.precision.master
+    if policy.device.type != "cpu":
+        return None, f"the device is {policy.device.type}"
+    if master != torch.float32 or compute not in DTYPES:
+        return None, f"the precision is {policy.precision}"
+    try:
+        return Kernels(), ""
+    except Unavailable as reason:
+        return None, str(reason)
 
 
 def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:

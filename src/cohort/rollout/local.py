@@ -36,8 +36,9 @@ class LocalEngine:
         max_batch_size: completions decoded at a time, at most.
         cache_tokens: tokens whose keys and values are held at a time, prompts' included. None: as many as half of the
             free memory holds when a call begins.
+        native_kernels: see ``LeanBackend``.
 
-    The last two change memory and time, never a draw.
+    The last three change memory and time, never a draw (``native_kernels`` its rounding).
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class LocalEngine:
         *,
         max_batch_size: int = 256,
         cache_tokens: int | None = None,
+        native_kernels: bool = True,
     ) -> None:
         self.policy = policy
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
         self.cache_tokens = cache_tokens
-        self.backend: Backend = choose_backend(policy)
+        self.backend: Backend = choose_backend(policy, native_kernels=native_kernels)
         self._sampling = False
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
@@ -105,6 +107,20 @@ class LocalEngine:
             self._sampling = False
             self.backend.end()
         return [Group(prompt, tuple(done)) for prompt, done in zip(prompts, completions, strict=True)]
+
+    def describe_model(self) -> str:
+        """Model, numerics and way of sampling, a line each."""
+        policy = self.policy
+        size = sum(parameter.numel() for parameter in policy.model.parameters())
+        return (
+            f"model: {type(policy.model).__name__}, {size:,} parameters, {policy.precision}, on {policy.device}\n"
+            f"sampler: {self.backend.description}"
+        )
+
+    def describe_ends(self) -> str:
+        """The tokens that end a completion, in a line."""
+        ends = [f"{self.tokenizer.convert_ids_to_tokens(end)!r} ({end})" for end in sorted(self.end_token_ids)]
+        return f"end tokens: {', '.join(ends) or 'none: every completion runs to its limit'}"
 
     def _check(self, prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> None:
         context = context_length(self.policy.model.config)
@@ -258,7 +274,9 @@ class _Work:
         """Give the rows their tokens; which rows end with them, and why."""
         rows = self._rows
         rows.take(drawn)
-        ends, valid = torch.stack([rows.ends_V[drawn.tokens_S], drawn.valid_S]).tolist()
+        # One transfer to the host for all that is asked of a draw; float64 holds a token's number exactly.
+        asked = (rows.ends_V[drawn.tokens_S], drawn.valid_S, drawn.tokens_S, drawn.logps_S)
+        ends, valid, tokens, logps = torch.stack([column.double() for column in asked]).tolist()
         ended = {}
         for place, row in enumerate(rows.rows):
             if not valid[place]:
@@ -270,9 +288,9 @@ class _Work:
             elif row.length == row.sampling.max_completion_length:
                 ended[place] = FinishReason.LENGTH
             elif row.matcher is not None:
-                row.matcher.take(rows.tail(place, 1)[0])
+                row.matcher.take(int(tokens[place]))
         if self._watch.on_token:
-            self._tell(drawn, ended)
+            self._tell(tokens, logps, ended)
         return ended
 
     def _has_stopped(self, place: int, row: Row) -> bool:
@@ -280,13 +298,14 @@ class _Work:
             self._rows.tail(place, row.stops.tail)
         )
 
-    def _tell(self, drawn: Drawn, ended: dict[int, FinishReason]) -> None:
+    def _tell(self, tokens: Sequence[float], logps: Sequence[float], ended: dict[int, FinishReason]) -> None:
         assert self._watch.on_token is not None
-        tokens, logps = drawn.tokens_S.tolist(), drawn.logps_S.tolist()
         for place, row in enumerate(self._rows.rows):
             reason = ended.get(place)
             if reason is not FinishReason.ERROR:
-                event = TokenEvent(row.prompt_index, row.sample, row.length - 1, tokens[place], logps[place], reason)
+                event = TokenEvent(
+                    row.prompt_index, row.sample, row.length - 1, int(tokens[place]), logps[place], reason
+                )
                 self._watch.on_token(event)
 
     def _end(self, ended: dict[int, FinishReason]) -> None:

@@ -62,17 +62,21 @@ class Product:
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         """``x`` of shape ``[N, in]`` to each linear's ``[N, out_i]``."""
-        x = x.to(self._dtype)
+        if x.dtype != self._dtype:
+            x = x.to(self._dtype)
         if self._packed is not None:
-            both = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], "")
-            parts: Sequence[Tensor] = both.split(self._widths, dim=-1)
+            parts = self._split(torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], ""))
         elif self._casts:
-            parts = functional.linear(x, self._weights[0], self._biases[0]).split(self._widths, dim=-1)
+            parts = self._split(functional.linear(x, self._weights[0], self._biases[0]))
         else:
             parts = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
         for number, a, b, scale in self._adapters:
             parts[number].add_(functional.linear(functional.linear(x, a), b), alpha=scale)
         return parts
+
+    def _split(self, both: Tensor) -> Sequence[Tensor]:
+        # Called a hundred times in a decode step: what does nothing is left out, and torch's wrapper is gone round.
+        return both.split_with_sizes(self._widths, -1) if len(self._widths) > 1 else (both,)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``parts`` of a single linear."""
@@ -155,5 +159,6 @@ class Weights:
             return norm.weight.detach()
         key = id(norm.weight)
         if key not in self._factors:
-            self._factors[key] = 1.0 + norm.weight.detach().float()  # float32 always, as transformers adds
+            weight = norm.weight.detach()
+            self._factors[key] = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         return self._factors[key]

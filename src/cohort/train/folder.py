@@ -36,7 +36,8 @@ from cohort.types import TokenBatch
 MAY_CHANGE_ON_RESUME = frozenset(
     {
         *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
-        *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens", "optim.microbatch_tokens"),
+        *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens"),
+        *("rollout.native_kernels", "optim.microbatch_tokens"),
         *(
             "model.device",
             "model.gradient_checkpointing",

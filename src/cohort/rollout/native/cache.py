@@ -1,0 +1,133 @@
+"""Keys and values of a rollout as the native kernels read them. Rows and prompts stay in the slot that they were given:
+taking one out moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.rollout.backend import Capacity, order_after_removal
+from cohort.rollout.cache import TOKEN_MULTIPLE, round_up
+from cohort.rollout.native.kernels import TILE, StepCall
+
+
+class SlotCache:
+    """Keys and values of the prompts and of the rows, preallocated. Memory not in use is neither cleared nor read.
+
+    Args:
+        capacity: how much is held at most.
+        layers, heads, width: of the model; ``heads`` are key-value heads.
+        dtype: of what is held, float32 or bfloat16.
+        group: query heads per key-value head.
+        lanes: numbers in one of the kernels' vectors.
+    """
+
+    def __init__(
+        self, capacity: Capacity, *, layers: int, heads: int, width: int, dtype: torch.dtype, group: int, lanes: int
+    ) -> None:
+        self.padded = round_up(width, lanes)
+        own_tokens, prompt_tokens = (
+            round_up(length, TOKEN_MULTIPLE) for length in (capacity.completion_length, capacity.prompt_length)
+        )
+        self.own = torch.empty(2, layers, capacity.rows, heads, own_tokens, self.padded, dtype=dtype)
+        """Keys and values of the rows' slots; see decode.c for how they lie."""
+        self.prompts = torch.empty(2, layers, capacity.prompts, heads, prompt_tokens, self.padded, dtype=dtype)
+        """Keys and values of the prompts' slots."""
+        self._heads, self._width, self._group, self._lanes = heads, width, group, lanes
+        self._free_rows = list(range(capacity.rows))
+        self._free_prompts = list(range(capacity.prompts))
+        # Of each row: its slot, its prompt's, its tokens.
+        self._row_slots, self._row_prompts, self._row_lengths = (np.zeros(0, np.int32) for _ in range(3))
+        self._prompt_slots: list[int] = []
+        self._prompt_lengths = np.zeros(capacity.prompts, np.int32)  # of the slots
+        self._step = StepCall(
+            kv_heads=heads,
+            group=group,
+            width=width,
+            padded=self.padded,
+            own_tokens=own_tokens,
+            prompt_tokens=prompt_tokens,
+            prompt_lengths=self._prompt_lengths.ctypes.data,
+            half=dtype == torch.bfloat16,
+        )
+        self._stale = True
+        self._held: tuple[object, ...] = ()  # what the step points to
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that there is memory for."""
+        return sum(held.shape[2] * held.shape[4] for held in (self.own, self.prompts))
+
+    def add_prompts(self, lengths: Sequence[int]) -> int:
+        """Make room for prompts; the first one's number."""
+        first = len(self._prompt_slots)
+        for length in lengths:
+            self._prompt_slots.append(self._free_prompts.pop())
+            self._prompt_lengths[self._prompt_slots[-1]] = length
+        return first
+
+    def write_prompt(self, layer: int, prompt: int, k_LKD: Tensor, v_LKD: Tensor) -> None:
+        """A prompt's keys and values in one layer."""
+        slot, length, lanes = self._prompt_slots[prompt], len(k_LKD), self._lanes
+        keys, values = self.prompts[:, layer, slot]
+        values[:, :length, : self._width] = v_LKD.transpose(0, 1)
+        blocks = -(-length // lanes)
+        whole = functional.pad(k_LKD, (0, 0, 0, 0, 0, blocks * lanes - length))
+        by_block = keys.view(self._heads, -1, self.padded, lanes)[:, :blocks, : self._width]
+        by_block.copy_(whole.view(blocks, lanes, self._heads, self._width).permute(2, 0, 3, 1))
+
+    def add_rows(self, prompts: Sequence[int]) -> None:
+        """Rows without tokens, each after the given prompt."""
+        slots = [self._free_rows.pop() for _ in prompts]
+        of_prompts = [self._prompt_slots[prompt] for prompt in prompts]
+        self._row_slots = np.append(self._row_slots, np.array(slots, np.int32))
+        self._row_prompts = np.append(self._row_prompts, np.array(of_prompts, np.int32))
+        self._row_lengths = np.append(self._row_lengths, np.zeros(len(slots), np.int32))
+        self._stale = True
+
+    def remove_rows(self, rows: Sequence[int]) -> None:
+        """Forget rows; the last ones take their numbers."""
+        self._free_rows += self._row_slots[list(rows)].tolist()
+        order = order_after_removal(rows, len(self._row_slots))
+        self._row_slots, self._row_prompts = self._row_slots[order], self._row_prompts[order]
+        self._row_lengths = self._row_lengths[order]
+        self._stale = True
+
+    def remove_prompts(self, prompts: Sequence[int]) -> None:
+        """Forget prompts; the last ones take their numbers."""
+        self._free_prompts += [self._prompt_slots[prompt] for prompt in prompts]
+        self._prompt_slots = [self._prompt_slots[p] for p in order_after_removal(prompts, len(self._prompt_slots))]
+
+    def next_step(self) -> StepCall:
+        """Where the rows stand in the coming step, in which each gets one more token. The caller sets how scores are
+        scaled."""
+        self._row_lengths += 1
+        threads = torch.get_num_threads()
+        if self._stale or threads != self._step.threads:
+            self._lay_out(threads)
+            self._stale = False
+        return self._step
+
+    def _lay_out(self, threads: int) -> None:
+        step = self._step
+        order = np.argsort(self._row_prompts, kind="stable").astype(np.int32)
+        counts = np.unique(self._row_prompts, return_counts=True)[1].tolist()
+        most = max(1, TILE // self._group)  # rows that are worked on together
+        while most > 1 and sum(-(-count // most) for count in counts) * self._heads < 2 * threads:
+            most //= 2
+        items, first = [], 0
+        for count in counts:
+            items += [(first + start, min(most, count - start)) for start in range(0, count, most)]
+            first += count
+        items_N2 = np.array(items, np.int32)
+        size = most * self._group * (2 * self.padded + self.own.shape[-2] + self.prompts.shape[-2])
+        scratch = torch.empty(threads, size)
+        step.order, step.items, step.item_count = order.ctypes.data, items_N2.ctypes.data, len(items)
+        step.row_slots, step.row_prompts = self._row_slots.ctypes.data, self._row_prompts.ctypes.data
+        step.row_lengths = self._row_lengths.ctypes.data
+        step.scratch, step.scratch_size, step.threads = scratch.data_ptr(), size, threads
+        self._held = (order, items_N2, scratch)

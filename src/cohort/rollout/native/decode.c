@@ -1,0 +1,488 @@
+/* What a decode step of the lean sampler does between its matrix products, on a CPU.
+ *
+ * Every row's sums run over its own keys in their order, in vectors of LANES numbers, whatever other rows there are and
+ * whichever thread computes them: a row's numbers are the same bits in every batch. Accumulated in float32 throughout.
+ *
+ * Axis letters as in lean.py: S rows, Q query heads, K key-value heads, D a head's width. D is stored as `padded`, the
+ * next multiple of LANES. A slot is room for the tokens of a row or a prompt. Its values lie token by token,
+ * [tokens, padded]; its keys in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that one vector holds a
+ * number of so many keys and scores need no sums across lanes.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Which products are added without a rounding in between is said here, by multiply_add: left to the compiler
+ * (-ffp-contract) it depends on the loop around them, and then on how many queries are worked on together. */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define LANES 16
+#define FUSED(a, b, c) _mm512_fmadd_ps(a, b, c)
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define LANES 8
+#define FUSED(a, b, c) _mm256_fmadd_ps(a, b, c)
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define LANES 4
+#define FUSED(a, b, c) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#else
+#define LANES 4
+#define FUSED(a, b, c) ((a) * (b) + (c))
+#endif
+#define TILE 8 /* queries that share one reading of the keys, at most */
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+/* The threads are torch's own: its OpenMP runtime is entered through functions that Python looks up in the process, so
+ * no second runtime, with a second pool of spinning threads, is ever loaded. */
+typedef void parallel_fn(void (*)(void *), void *, unsigned, unsigned);
+typedef int thread_fn(void);
+static parallel_fn *run_parallel;
+static thread_fn *thread_number, *thread_count;
+
+void cohort_set_threads(parallel_fn *parallel, thread_fn *number, thread_fn *count) {
+    run_parallel = parallel, thread_number = number, thread_count = count;
+}
+
+int cohort_lanes(void) { return LANES; }
+
+typedef struct {
+    void (*work)(void *what, int64_t item, int thread);
+    void *what;
+    int64_t items;
+    int threads;
+} share;
+
+/* A thread's share is a stretch of neighbours: what they read together stays in its cache. Fewer threads than were asked
+ * for may come. */
+static void run_share(void *pointer) {
+    const share *s = pointer;
+    const int thread = s->threads > 1 ? thread_number() : 0, count = s->threads > 1 ? thread_count() : 1;
+    const int64_t end = s->items * (thread + 1) / count;
+    for (int64_t item = s->items * thread / count; item < end; item++) s->work(s->what, item, thread);
+}
+
+static void run(void (*work)(void *, int64_t, int), void *what, int64_t items, int threads) {
+    share s = {work, what, items, threads < 1 ? 1 : threads};
+    if (s.threads > 1) run_parallel(run_share, &s, (unsigned)s.threads, 0);
+    else run_share(&s);
+}
+
+/* ---- numbers in memory: float32, or bfloat16 where `half` (a constant wherever these are inlined) */
+
+INLINE vec load(const void *from, int64_t index, const int half) {
+    if (half) {
+        hvec bits;
+        memcpy(&bits, (const uint16_t *)from + index, sizeof bits);
+        return (vec)(__builtin_convertvector(bits, uvec) << 16);
+    }
+    vec x;
+    memcpy(&x, (const float *)from + index, sizeof x);
+    return x;
+}
+
+INLINE float load1(const void *from, int64_t index, const int half) {
+    if (!half) return ((const float *)from)[index];
+    const uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Rounds to nearest, ties to even, as torch does; NaN stays NaN. */
+INLINE void store(void *to, int64_t index, vec x, const int half) {
+    if (half) {
+        const uvec bits = (uvec)x, whole = (uvec)(x == x);
+        const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const hvec narrow = __builtin_convertvector((rounded & whole) | (~whole & 0x7fc0), hvec);
+        memcpy((uint16_t *)to + index, &narrow, sizeof narrow);
+    } else memcpy((float *)to + index, &x, sizeof x);
+}
+
+INLINE void store1(void *to, int64_t index, float x, const int half) {
+    if (!half) {
+        ((float *)to)[index] = x;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    ((uint16_t *)to)[index] = x == x ? (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+
+/* ---- functions of vectors */
+
+INLINE vec all(float x) { return x - (vec){0}; }
+INLINE vec multiply_add(vec a, vec b, vec c) { return (vec)FUSED(a, b, c); }
+INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+INLINE float sum(vec x) {
+    float total[LANES];
+    memcpy(total, &x, sizeof total);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) total[i] += total[i + width];
+    return total[0];
+}
+
+INLINE float highest(vec x) {
+    float top = x[0];
+    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+/* exp, to 2 units in the last place; 0 and infinity beyond float32's normal numbers; NaN stays NaN. (Cephes' expf.) */
+INLINE vec exponential(vec x) {
+    const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+    const ivec none = x < -87.3f, too_much = x > 88.3f;
+    x = pick(too_much | none, (vec){0}, x);
+    const vec shifted = multiply_add(x, all(1.44269504088896341f), magic), n = shifted - magic;
+    const vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
+    const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    vec p = all(1.9875691500e-4f);
+    UNROLL for (int i = 0; i < 5; i++) p = multiply_add(p, r, all(terms[i]));
+    p = multiply_add(p * r, r, r) + 1.0f;
+    const vec power = (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
+    return pick(too_much, all(INFINITY), (vec)(~none & (ivec)(p * power)));
+}
+
+/* tanh as a ratio of polynomials, to a few units in the last place (Eigen's coefficients). */
+INLINE vec tangent(vec x) {
+    const float limit = 7.90531110763549805f;
+    x = pick(x > limit, all(limit), pick(x < -limit, all(-limit), x));
+    const vec s = x * x;
+    const float above[] = {2.00018790482477e-13f, -8.60467152213735e-11f, 5.12229709037114e-08f,
+                           1.48572235717979e-05f, 6.37261928875436e-04f,  4.89352455891786e-03f};
+    const float below[] = {1.18534705686654e-04f, 2.26843463243900e-03f, 4.89352518554385e-03f};
+    vec p = all(-2.76076847742355e-16f), q = all(1.19825839466702e-06f);
+    UNROLL for (int i = 0; i < 6; i++) p = multiply_add(p, s, all(above[i]));
+    UNROLL for (int i = 0; i < 3; i++) q = multiply_add(q, s, all(below[i]));
+    return x * p / q;
+}
+
+/* 1 / sqrt(mean(x^2) + eps). */
+INLINE float inverse_rms(const float *x, int64_t width, float eps) {
+    vec squares = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        const vec v = load(x, i, 0);
+        squares = multiply_add(v, v, squares);
+    }
+    for (; i < width; i++) rest += x[i] * x[i];
+    return 1.0f / sqrtf((sum(squares) + rest) / (float)width + eps);
+}
+
+/* ---- attention */
+
+/* What all layers of a step share. */
+typedef struct {
+    int64_t kv_heads, group, width, padded; /* K, query heads of each, D and what it is stored as */
+    int64_t own_tokens, prompt_tokens;            /* that a slot has room for */
+    const int32_t *order;                         /* rows, those of one prompt side by side */
+    const int32_t *items;                         /* [items, 2]: a stretch of `order` of one prompt: start, count */
+    int64_t item_count;
+    const int32_t *row_slots, *row_prompts, *row_lengths; /* of each row: its slot, its prompt's, its tokens with this */
+    const int32_t *prompt_lengths;                /* of each prompt slot */
+    float *scratch;                               /* [threads, scratch_size] */
+    int64_t scratch_size;
+    int64_t half, threads;
+    float scaling, cap; /* cap 0: none */
+} step;
+
+/* One layer. Rows of q, k, v and out are `*_stride` numbers apart. */
+typedef struct {
+    const void *q, *k, *v;
+    void *out;
+    int64_t q_stride, k_stride, v_stride, out_stride;
+    const float *q_norm, *k_norm; /* factors of query-key norms; NULL: none */
+    const float *cos, *sin;       /* [positions, D]; NULL: no rotation */
+    void *own_k, *own_v, *prompt_k, *prompt_v;
+    int64_t window; /* keys seen, the row's newest included; 0: all */
+    float q_eps, k_eps;
+} layer;
+
+/* A head of a row, normalised and rotated: [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]. */
+INLINE void prepare(const void *from, int64_t at, const step *s, const layer *l, const float *norm, float eps,
+                    int64_t position, float *x, const int half) {
+    const int64_t width = s->width, middle = width / 2;
+    for (int64_t d = 0; d < width; d++) x[d] = load1(from, at + d, half);
+    if (norm) {
+        const float scale = inverse_rms(x, width, eps);
+        for (int64_t d = 0; d < width; d++) x[d] = x[d] * scale * norm[d];
+    }
+    if (!l->cos) return;
+    const float *cos = l->cos + position * width, *sin = l->sin + position * width;
+    for (int64_t d = 0; d < middle; d++) {
+        const float first = x[d], second = x[d + middle];
+        x[d] = first * cos[d] - second * sin[d];
+        x[d + middle] = second * cos[d + middle] + first * sin[d + middle];
+    }
+}
+
+/* q k^T of `n` queries, `deep` blocks of keys at a time, from `block` to `end`; the first block that is left over. */
+INLINE int64_t score_tile(const int n, const int deep, const float *q, const void *keys, const step *s, int64_t block,
+                          int64_t end, float *scores, int64_t stride, const int half) {
+    const int64_t size = s->padded * LANES;
+    for (; block + deep <= end; block += deep) {
+        vec total[TILE] = {0};
+        for (int64_t d = 0; d < s->width; d++)
+            UNROLL for (int b = 0; b < deep; b++) {
+                const vec k = load(keys, (block + b) * size + d * LANES, half);
+                UNROLL for (int i = 0; i < n; i++)
+                    total[i * deep + b] = multiply_add(all(q[i * s->padded + d]), k, total[i * deep + b]);
+            }
+        UNROLL for (int i = 0; i < n * deep; i++)
+            store(scores, i / deep * stride + (block + i % deep) * LANES, total[i], 0);
+    }
+    return block;
+}
+
+/* As many sums at a time as keep the multipliers busy. */
+INLINE void score(int64_t n, const float *q, const void *keys, const step *s, int64_t block, int64_t end, float *scores,
+                  int64_t stride, const int half) {
+    int64_t rest;
+    for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
+        score_tile(8, 1, q, keys, s, block, end, scores, stride, half);
+    for (; n >= 4; n -= 4, q += 4 * s->padded, scores += 4 * stride) {
+        rest = score_tile(4, 2, q, keys, s, block, end, scores, stride, half);
+        score_tile(4, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+    for (; n >= 2; n -= 2, q += 2 * s->padded, scores += 2 * stride) {
+        rest = score_tile(2, 4, q, keys, s, block, end, scores, stride, half);
+        score_tile(2, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+    if (n) {
+        rest = score_tile(1, 4, q, keys, s, block, end, scores, stride, half);
+        score_tile(1, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+}
+
+/* out += weights values, for `n` queries, `wide` vectors of D at a time, over the tokens from `from` to `end`. */
+INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t stride, const void *values,
+                     const step *s, int64_t from, int64_t end, float *out, const int half) {
+    for (int64_t d = 0; d + wide * LANES <= s->padded; d += wide * LANES) {
+        vec total[TILE];
+        UNROLL for (int i = 0; i < n * wide; i++) total[i] = load(out, i / wide * s->padded + d + i % wide * LANES, 0);
+        for (int64_t t = from; t < end; t++)
+            UNROLL for (int w = 0; w < wide; w++) {
+                const vec v = load(values, t * s->padded + d + w * LANES, half);
+                UNROLL for (int i = 0; i < n; i++)
+                    total[i * wide + w] = multiply_add(all(weights[i * stride + t]), v, total[i * wide + w]);
+            }
+        UNROLL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
+    }
+}
+
+/* As many vectors at a time as keep the multipliers busy. */
+INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const step *s, int64_t from,
+                int64_t end, float *out, const int half) {
+    const int64_t vectors = s->padded / LANES;
+    for (; n >= 4; n -= 4, weights += 4 * stride, out += 4 * s->padded)
+        if (vectors % 2 == 0) mix_tile(4, 2, weights, stride, values, s, from, end, out, half);
+        else mix_tile(4, 1, weights, stride, values, s, from, end, out, half);
+    for (; n >= 2; n -= 2, weights += 2 * stride, out += 2 * s->padded)
+        if (vectors % 2 == 0) mix_tile(2, 2, weights, stride, values, s, from, end, out, half);
+        else mix_tile(2, 1, weights, stride, values, s, from, end, out, half);
+    for (; n; n--, weights += stride, out += s->padded)
+        if (vectors % 4 == 0) mix_tile(1, 4, weights, stride, values, s, from, end, out, half);
+        else if (vectors % 2 == 0) mix_tile(1, 2, weights, stride, values, s, from, end, out, half);
+        else mix_tile(1, 1, weights, stride, values, s, from, end, out, half);
+}
+
+/* Scales and caps the scores of the tokens from `from` to `end`, -inf for the rest of their blocks and for those before
+ * from `least` on; the highest of `top` and of them. */
+INLINE vec settle(const step *s, float *scores, int64_t least, int64_t from, int64_t end, vec top) {
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (int64_t t = least / LANES * LANES; t < end; t += LANES) {
+        vec x = load(scores, t, 0) * s->scaling;
+        if (s->cap > 0) x = tangent(x / s->cap) * s->cap;
+        const ivec place = lane + (int32_t)t;
+        x = pick((place >= (int32_t)from) & (place < (int32_t)end), x, all(-INFINITY));
+        store(scores, t, x, 0);
+        top = pick(x > top, x, top);
+    }
+    return top;
+}
+
+INLINE vec exponentials(float *scores, int64_t least, int64_t end, float top, vec total) {
+    for (int64_t t = least / LANES * LANES; t < end; t += LANES) {
+        const vec x = exponential(load(scores, t, 0) - top);
+        store(scores, t, x, 0);
+        total += x;
+    }
+    return total;
+}
+
+INLINE int64_t up(int64_t number) { return (number + LANES - 1) / LANES; }
+INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t sooner(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Where a head's keys or values begin, in a row's slot and in its prompt's. */
+INLINE char *own_slot(const step *s, void *held, int32_t row, int64_t head, const int half) {
+    return (char *)held + (s->row_slots[row] * s->kv_heads + head) * s->own_tokens * s->padded * (half ? 2 : 4);
+}
+
+INLINE const char *prompt_slot(const step *s, const void *held, int32_t row, int64_t head, const int half) {
+    return (const char *)held +
+           (s->row_prompts[row] * s->kv_heads + head) * s->prompt_tokens * s->padded * (half ? 2 : 4);
+}
+
+/* Rows lie apart in memory, where the processor does not foresee the next; within a long one it does. */
+INLINE void fetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < sooner(bytes, 8192); i += 64) __builtin_prefetch(from + i);
+}
+
+/* A row's newest key and value go into its slot, as token number `token`. */
+INLINE void take_in(const step *s, const layer *l, int32_t row, int64_t head, int64_t position, int64_t token,
+                    const int half) {
+    float key[s->padded];
+    char *keys = own_slot(s, l->own_k, row, head, half), *values = own_slot(s, l->own_v, row, head, half);
+    prepare(l->k, row * l->k_stride + head * s->width, s, l, l->k_norm, l->k_eps, position, key, half);
+    const int64_t first = token / LANES * s->padded * LANES + token % LANES, size = half ? 2 : 4;
+    for (int64_t d = 0; d < s->width; d++) store1(keys, first + d * LANES, key[d], half);
+    memcpy(values + token * s->padded * size, (const char *)l->v + (row * l->v_stride + head * s->width) * size,
+           (size_t)(s->width * size));
+    fetch(values, token * s->padded * size);
+}
+
+/* Some rows of one prompt, and one key-value head: takes in their newest keys and values, and attends. Scores of the
+ * prompt's tokens come first in a query's stretch of `scores`, those of its row's own tokens after them. */
+INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int64_t count, int64_t head, float *scratch,
+                        const int half) {
+    const int64_t group = s->group, padded = s->padded, queries = count * group;
+    const int64_t own_start = up(s->prompt_tokens) * LANES, stride = own_start + up(s->own_tokens) * LANES;
+    const int64_t length = s->prompt_lengths[s->row_prompts[rows[0]]], reach = l->window ? l->window : INT32_MAX;
+    float *q = scratch, *out = q + queries * padded, *scores = out + queries * padded, sums[queries];
+    int64_t least = length; /* the first token of the prompt that some row sees */
+    memset(out, 0, (size_t)(queries * padded) * sizeof *out);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t own = s->row_lengths[rows[i]], position = length + own - 1;
+        for (int64_t g = 0; g < group; g++)
+            prepare(l->q, rows[i] * l->q_stride + (head * group + g) * s->width, s, l, l->q_norm, l->q_eps, position,
+                    q + (i * group + g) * padded, half);
+        least = sooner(least, later(0, length + own - reach));
+        fetch(own_slot(s, l->own_k, rows[i], head, half), own * padded * (half ? 2 : 4));
+    }
+    score(queries, q, prompt_slot(s, l->prompt_k, rows[0], head, half), s, least / LANES, up(length), scores, stride,
+          half);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t own = s->row_lengths[rows[i]], first = i * group;
+        const int64_t seen = later(0, length + own - reach), own_seen = later(0, own - reach);
+        take_in(s, l, rows[i], head, length + own - 1, own - 1, half);
+        score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), s, own_seen / LANES, up(own),
+              scores + first * stride + own_start, stride, half);
+        for (int64_t query = first; query < first + group; query++) {
+            float *of_prompt = scores + query * stride, *of_own = of_prompt + own_start;
+            vec top = settle(s, of_prompt, least, seen, length, all(-INFINITY));
+            const float most = highest(settle(s, of_own, own_seen, own_seen, own, top));
+            const vec total = exponentials(of_prompt, least, length, most, (vec){0});
+            sums[query] = sum(exponentials(of_own, own_seen, own, most, total));
+        }
+    }
+    mix(queries, scores, stride, prompt_slot(s, l->prompt_v, rows[0], head, half), s, least, length, out, half);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t own = s->row_lengths[rows[i]], first = i * group;
+        mix(group, scores + first * stride + own_start, stride, own_slot(s, l->own_v, rows[i], head, half), s,
+            later(0, own - reach), own, out + first * padded, half);
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t d = 0; d < s->width; d++)
+                store1(l->out, rows[i] * l->out_stride + (head * group + g) * s->width + d,
+                       out[(first + g) * padded + d] / sums[first + g], half);
+    }
+}
+
+typedef struct {
+    const step *s;
+    const layer *l;
+} attention;
+
+static void attend_one(void *what, int64_t number, int thread) {
+    const attention *a = what;
+    const int32_t *item = a->s->items + number % a->s->item_count * 2;
+    const int32_t *rows = a->s->order + item[0];
+    const int64_t head = number / a->s->item_count;
+    float *scratch = a->s->scratch + thread * a->s->scratch_size;
+    if (a->s->half) attend_item(a->s, a->l, rows, item[1], head, scratch, 1);
+    else attend_item(a->s, a->l, rows, item[1], head, scratch, 0);
+}
+
+void cohort_attend(const step *s, const layer *l) {
+    attention a = {s, l};
+    run(attend_one, &a, s->item_count * s->kv_heads, (int)s->threads);
+}
+
+/* ---- between the products */
+
+/* x [rows, width] += update, which is normalised before where `after` is given; out = norm(x) * factor. */
+typedef struct {
+    float *x;
+    const void *update; /* NULL: none */
+    const float *after, *factor;
+    void *out;
+    int64_t rows, width, half, threads;
+    float after_eps, eps;
+} residual;
+
+INLINE void add_norm_row(const residual *r, int64_t row, const int half) {
+    const int64_t width = r->width, at = row * width;
+    float *x = r->x + at;
+    if (r->update && !r->after)
+        for (int64_t i = 0; i < width; i++) x[i] += load1(r->update, at + i, half);
+    if (r->update && r->after) {
+        float update[width];
+        for (int64_t i = 0; i < width; i++) update[i] = load1(r->update, at + i, half);
+        const float scale = inverse_rms(update, width, r->after_eps);
+        for (int64_t i = 0; i < width; i++) x[i] += update[i] * scale * r->after[i];
+    }
+    const float scale = inverse_rms(x, width, r->eps);
+    for (int64_t i = 0; i < width; i++) store1(r->out, at + i, x[i] * scale * r->factor[i], half);
+}
+
+static void add_norm_one(void *what, int64_t row, int thread) {
+    const residual *r = what;
+    (void)thread;
+    if (r->half) add_norm_row(r, row, 1);
+    else add_norm_row(r, row, 0);
+}
+
+void cohort_add_norm(residual *r) { run(add_norm_one, r, r->rows, (int)r->threads); }
+
+/* out [rows, width] = activation(gate) * up; rows of gate and up are `stride` apart. */
+typedef struct {
+    const void *gate, *up;
+    void *out;
+    int64_t rows, width, gate_stride, up_stride, half, gelu, threads;
+} gated;
+
+INLINE vec activated(vec x, int gelu) {
+    /* (1 + tanh y) / 2 = 1 / (1 + exp(-2 y)): what GELU's tanh form is with y = sqrt(2 / pi) (x + 0.044715 x^3). */
+    const vec slope = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+    return x / (1.0f + exponential(-slope));
+}
+
+INLINE void activate_row(const gated *g, int64_t row, const int half, const int gelu) {
+    const int64_t size = half ? 2 : 4;
+    const char *gate = (const char *)g->gate + row * g->gate_stride * size;
+    const char *other = (const char *)g->up + row * g->up_stride * size;
+    char *out = (char *)g->out + row * g->width * size;
+    int64_t i = 0;
+    for (; i + LANES <= g->width; i += LANES)
+        store(out, i, activated(load(gate, i, half), gelu) * load(other, i, half), half);
+    for (; i < g->width; i++)
+        store1(out, i, activated(all(load1(gate, i, half)), gelu)[0] * load1(other, i, half), half);
+}
+
+static void activate_one(void *what, int64_t row, int thread) {
+    const gated *g = what;
+    (void)thread;
+    if (g->half) g->gelu ? activate_row(g, row, 1, 1) : activate_row(g, row, 1, 0);
+    else g->gelu ? activate_row(g, row, 0, 1) : activate_row(g, row, 0, 0);
+}
+
+void cohort_activate(gated *g) { run(activate_one, g, g->rows, (int)g->threads); }

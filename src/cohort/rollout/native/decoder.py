@@ -1,0 +1,114 @@
+"""A decode step in which everything between the matrix products is done by the native kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.policy.anatomy import Layer, Norm
+from cohort.rollout.cache import ROW_MULTIPLE
+from cohort.rollout.native.cache import SlotCache
+from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall, threads_for
+from cohort.rollout.weights import LayerWeights, Weights
+
+
+class Decoder:
+    """Lives from ``begin`` to ``end``, during which weights and memory stay where they are.
+
+    Args:
+        kernels: the library.
+        weights: the model's products, in float32 or bfloat16.
+        cache: of the same dtype.
+        ropes: cosines and sines by kind of rotation, ``[positions, D]``, float32.
+    """
+
+    def __init__(
+        self, kernels: Kernels, weights: Weights, cache: SlotCache, ropes: dict[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        self._kernels, self._weights, self._cache = kernels, weights, cache
+        self._anatomy = anatomy = weights.anatomy
+        self._half = weights.dtype == torch.bfloat16
+        self._held: list[Tensor] = []  # what the structures point to
+        tables = {kind: (self._at(cos), self._at(sin)) for kind, (cos, sin) in ropes.items()}
+        self._calls = [self._layer(number, layer, tables) for number, layer in enumerate(anatomy.layers)]
+        self._first = self._residual(None, anatomy.layers[0].before_attention)
+        self._middle = [self._residual(layer.after_attention, layer.before_mlp) for layer in anatomy.layers]
+        following = [*(layer.before_attention for layer in anatomy.layers[1:]), anatomy.norm]
+        pairs = zip(anatomy.layers, following, strict=True)
+        self._last = [self._residual(layer.after_mlp, norm) for layer, norm in pairs]
+        self._gated = Gated(half=self._half, gelu=anatomy.gelu)
+
+    def step(self, tokens_S: Tensor) -> Tensor:
+        """Give every row the token drawn for it; what the head is multiplied with, ``[S padded, H]``."""
+        count, anatomy = len(tokens_S), self._anatomy
+        step = self._cache.next_step()
+        step.scaling, step.cap = anatomy.scaling, anatomy.score_cap or 0
+        x = anatomy.embedding(functional.pad(tokens_S, (0, -count % ROW_MULTIPLE))).float().contiguous()
+        # Rows are padded for the products; what attention does not write must still be numbers.
+        attended = x.new_zeros(len(x), anatomy.num_heads * anatomy.head_dim, dtype=self._weights.dtype)
+        normed = torch.empty_like(x, dtype=self._weights.dtype)
+        self._add_norm(self._first, x, None, normed)
+        for call, middle, last, weights in zip(
+            self._calls, self._middle, self._last, self._weights.layers, strict=True
+        ):
+            self._attend(step, call, weights, normed, attended)
+            self._add_norm(middle, x, weights.output(attended), normed)
+            self._add_norm(last, x, weights.down(self._activate(weights, normed)), normed)
+        return normed
+
+    def _attend(self, step: StepCall, call: LayerCall, weights: LayerWeights, normed: Tensor, out: Tensor) -> None:
+        q, k, v = weights.qkv.parts(normed)
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        self._kernels.attend(step, call)
+
+    def _add_norm(self, call: Residual, x: Tensor, update: Tensor | None, out: Tensor) -> None:
+        call.x, call.out, call.rows = x.data_ptr(), out.data_ptr(), len(x)
+        call.update = None if update is None else update.data_ptr()
+        call.threads = threads_for(x.numel())
+        self._kernels.add_norm(call)
+
+    def _activate(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+        gate, up = weights.gate_up.parts(normed)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        call = self._gated
+        call.gate, call.up, call.out = gate.data_ptr(), up.data_ptr(), out.data_ptr()
+        call.gate_stride, call.up_stride = gate.stride(0), up.stride(0)
+        call.rows, call.width = out.shape
+        call.threads = threads_for(out.numel())
+        self._kernels.activate(call)
+        return out
+
+    def _layer(self, number: int, layer: Layer, tables: dict[str, tuple[int, int]]) -> LayerCall:
+        anatomy, (own_k, own_v) = self._anatomy, self._cache.own[:, number]
+        prompt_k, prompt_v = self._cache.prompts[:, number]
+        cos, sin = (None, None) if layer.rope is None else tables[layer.rope]
+        call = LayerCall(
+            out_stride=anatomy.num_heads * anatomy.head_dim,
+            cos=cos,
+            sin=sin,
+            own_k=own_k.data_ptr(),
+            own_v=own_v.data_ptr(),
+            prompt_k=prompt_k.data_ptr(),
+            prompt_v=prompt_v.data_ptr(),
+            window=layer.window or 0,
+        )
+        if layer.qk_norms is not None:
+            of_q, of_k = layer.qk_norms
+            call.q_norm, call.k_norm = self._factor(of_q), self._factor(of_k)
+            call.q_eps, call.k_eps = of_q.eps, of_k.eps
+        return call
+
+    def _residual(self, after: Norm | None, norm: Norm) -> Residual:
+        call = Residual(factor=self._factor(norm), eps=norm.eps, width=norm.weight.shape[0], half=self._half)
+        if after is not None:
+            call.after, call.after_eps = self._factor(after), after.eps
+        return call
+
+    def _factor(self, norm: Norm) -> int:
+        return self._at(self._weights.factor(norm))
+
+    def _at(self, values: Tensor) -> int:
+        self._held.append(values.float().contiguous())
+        return self._held[-1].data_ptr()

@@ -1,0 +1,22 @@
+"""The lean path has two ways to decode, in C and in torch: what a test says of one it says of both."""
+
+import pytest
+
+from cohort.rollout.native import Kernels, Unavailable
+
+
+class Way:
+    """What tests make engines with: a test that asks for ``native`` runs once with each."""
+
+    native = True
+
+
+@pytest.fixture(params=[True, False], ids=["native", "torch"])
+def native(request, monkeypatch):
+    if request.param:
+        try:
+            Kernels()
+        except Unavailable as reason:
+            pytest.skip(f"no native kernels: {reason}")
+    monkeypatch.setattr(Way, "native", request.param)
+    return request.param
