@@ -16,9 +16,11 @@ from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFo
 from cohort.objective import Objective, try_own_functions
 from cohort.policy import (
     Policy,
+    add_adapters,
     context_length,
     enable_checkpointing,
     end_token_ids,
+    experts_per_token,
     load_model,
     load_tokenizer,
     read_config,
@@ -29,7 +31,7 @@ from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, resolve_reward
 from cohort.rollout import LocalEngine, Sampling
-from cohort.train import Adaptive, Evaluation, Evaluator, Optimizer, Parts, RunFolder, run, save_model
+from cohort.train import Adaptive, Evaluation, Evaluator, Optimizer, Parts, RunFolder, find_budget, run, save_model
 
 
 class GRPOTrainer:
@@ -99,11 +101,15 @@ class GRPOTrainer:
         eval_prompts = None if eval_rows is None else self._prompt_set(eval_rows, "the evaluation data")
         self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
 
-        self.policy = load_policy(model, config.model, self._model_config)
+        self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
-        self.reference = self.policy.copy_frozen() if self.objective.beta else None
+        moves = config.objective.sync_ref_model
+        self.reference = self.policy.reference(moves=moves) if self.objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
+        self.budget = find_budget(
+            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
+        )
         self._place = Place()
         self.evaluator = None if eval_prompts is None else self._evaluator(eval_prompts)
         self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
@@ -140,6 +146,7 @@ class GRPOTrainer:
             objective=self.objective,
             optimizer=self.optimizer,
             evaluator=self.evaluator,
+            budget=self.budget,
             adaptive=Adaptive.of(self.objective),
             place=self._place,
             tokenizer=self.tokenizer,
@@ -162,6 +169,8 @@ class GRPOTrainer:
             kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
             hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
             raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
+        if self.args.model.lora.save_merged:
+            self.save_model(folder.path / "merged", merge=True)
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 
@@ -210,14 +219,20 @@ class GRPOTrainer:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         return evaluator.evaluate(self.engine)
 
-    def save_model(self, path: str | Path) -> None:
-        """Write weights, config and tokenizer as transformers loads them."""
-        save_model(self.policy, self.tokenizer, path)
+    def save_model(self, path: str | Path, *, merge: bool = False) -> None:
+        """Write weights, config and tokenizer as transformers loads them.
+
+        Args:
+            path: a folder.
+            merge: of a model with adapters, write the whole model with them merged into it, not the adapters alone.
+        """
+        save_model(self.policy, self.tokenizer, path, merge=merge)
 
     def describe(self) -> str:
         """The run in words: what the start of ``train`` prints."""
         return describe_run(
             engine=self.engine,
+            budget=self.budget.describe(),
             prompts=self.prompts,
             objective=self.objective,
             schedule=self.schedule,
@@ -271,17 +286,33 @@ def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrai
     return GRPOTrainer(args=config)
 
 
-def load_policy(model: Any, config: ModelConfig, model_config: Any) -> Policy:
+def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
     """A policy from a folder, a hub id or a loaded model, with the precision and the switches of the settings."""
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
     if isinstance(model, str):
-        model = load_model(model, precision, device, trust_remote_code=config.trust_remote_code)
-    else:
+        model = load_model(
+            model,
+            precision,
+            device,
+            trust_remote_code=config.trust_remote_code,
+            quantization=config.quantization,
+        )
+    elif not getattr(model, "is_quantized", False):
         model.to(device=device, dtype=precision.master)
+    if config.lora.wanted:
+        model = add_adapters(model, config.lora, precision, seed=seed)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
-    return Policy(model, precision, dropout=config.dropout)
+    policy = Policy(model, precision, dropout=config.dropout)
+    if config.router_aux_loss_coef:
+        experts_per_token(model_config)
+        policy.router_aux_loss_coef = config.router_aux_loss_coef
+        if not policy.passes.shared:
+            raise ModelError(
+                f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
+            )
+    return policy
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:

@@ -6,6 +6,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cohort.errors import ModelError
 from cohort.policy import (
+    CompletionStates,
+    Distribution,
+    Head,
     Policy,
     Precision,
     context_length,
@@ -15,50 +18,34 @@ from cohort.policy import (
     load_tokenizer,
     resolve_device,
     resolve_precision,
-    sampled_logps,
 )
 from tests.conftest import tiny_llama
+from tests.policy.plain import assert_near, gradients, plain_logps, plain_rows
 
 PROMPTS = [(5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3)]
 COMPLETIONS = [(4, 6, 1), (8, 8, 8, 8, 8, 1), (1,), (12, 13)]
 SINGLE = Precision(torch.float32, torch.float32)
 
 
-def plain_logps(model, prompt, completion, temperature):
-    """One row, no padding, everything spelled out."""
-    logits = model(torch.tensor([[*prompt, *completion]])).logits[0].double() / temperature
-    log_probs = torch.log_softmax(logits, -1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1)
-    places = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
-    return [log_probs[p, t].item() for p, t in zip(places, completion, strict=True)], [
-        entropy[p].item() for p in places
-    ]
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_log_probs_equal_an_unpadded_forward(float64_policy, temperature):
     with torch.no_grad():
         logps, entropy, _ = float64_policy.logps(PROMPTS, COMPLETIONS, temperature)
-        rows = [plain_logps(float64_policy.model, p, c, temperature) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    expected = torch.tensor([lp for row, _ in rows for lp in row], dtype=torch.float64)
+        expected = plain_logps(float64_policy, PROMPTS, COMPLETIONS, temperature)
+        rows = [plain_rows(float64_policy, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-12)
-    expected = torch.tensor([h for _, row in rows for h in row], dtype=torch.float64)
-    torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-12)
+    log_probs = torch.log_softmax(torch.cat(rows) / temperature, -1)
+    torch.testing.assert_close(entropy, -(log_probs.exp() * log_probs).sum(-1), rtol=0, atol=1e-12)
 
 
 def test_gradients_equal_an_unpadded_forward(float64_policy):
-    model = float64_policy.model
     weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
-    (float64_policy.logps(PROMPTS, COMPLETIONS, 1.0)[0] * weights).sum().backward()
-    padded = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    start = 0
-    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
-        end = start + len(completion)
-        (float64_policy.logps([prompt], [completion], 1.0)[0] * weights[start:end]).sum().backward()
-        start = end
-    for together, parameter in zip(padded, model.parameters(), strict=True):
-        torch.testing.assert_close(together, parameter.grad, rtol=0, atol=1e-11)
+    together = gradients(float64_policy, (float64_policy.logps(PROMPTS, COMPLETIONS, 1.0)[0] * weights).sum())
+    alone = [float64_policy.logps([p], [c], 1.0)[0] for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    alone = gradients(float64_policy, (torch.cat(alone) * weights).sum())
+    plain = gradients(float64_policy, (plain_logps(float64_policy, PROMPTS, COMPLETIONS) * weights).sum())
+    assert_near(together, plain, 1e-12)  # float64, sums in another order
+    assert_near(alone, plain, 1e-12)
 
 
 def test_log_probs_are_float32_whatever_the_model_computes_in():
@@ -120,7 +107,7 @@ def test_moving_the_reference_mixes_weights(float32_policy):
 
 def test_entropy_of_impossible_tokens():
     logits = torch.tensor([[0.0, -torch.inf, 0.0]])
-    logps, entropy, _ = sampled_logps(logits, torch.tensor([0]), 1.0)
+    logps, entropy, _ = CompletionStates(logits, Head(), Distribution([(1,)], [(0,)], 1.0)).logps()
     assert logps.item() == pytest.approx(-0.693147, abs=1e-6)
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
 
@@ -176,7 +163,7 @@ def test_a_saved_model_loads_with_the_same_log_probs(tmp_path, float32_policy):
 
 def test_the_collision_probability_is_the_sum_of_squares(float64_policy):
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
-        logits = float64_policy.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        logits = plain_rows(float64_policy, prompt, completion)
         exact = (logits / 0.7).softmax(-1).square().sum(-1)
         got = float64_policy.logps([prompt], [completion], 0.7).collision_N
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=0, msg=f"row {row}")

@@ -9,10 +9,10 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from cohort.objective import entropy, vocabulary_kl
-from cohort.policy import Policy, Precision, chunked_terms
-from cohort.policy.policy import outside, penalized
+from cohort.policy import Distribution, Head, Policy, Precision, chunked_terms
 from cohort.types import Support
 from tests.conftest import tiny_llama
+from tests.policy.plain import assert_near, gradients, plain_rows
 
 VOCABULARY = 37
 PROMPTS = [(5, 9, 20), (7,), (30, 31, 5, 33, 34, 35, 36), (2, 3)]
@@ -46,9 +46,21 @@ def some_support(seed=0):
     return kept, [*(support(k, e) for k, e in zip(kept[:3], excluded[:3], strict=True)), None]
 
 
-def plain_rows(model, prompt, completion):
-    """The logits that each token of a completion comes from, one row, no padding."""
-    return model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+def outside(supports, completions, vocabulary):
+    """Which tokens each completion token could not have been, boolean ``[N, V]``."""
+    distribution = Distribution([(0,)] * len(completions), completions, 1.0, supports)
+    count = sum(map(len, completions))
+    return distribution.scores(torch.zeros(count, vocabulary), 0)[0].isneginf()
+
+
+def penalized(logits_NV, prompts, completions, penalty):
+    """Logits after the repetition penalty alone."""
+    return Distribution(prompts, completions, 1.0, repetition_penalty=penalty).scores(logits_NV.clone(), 0)[0]
+
+
+def states_of(policy, temperature, supports):
+    prefixes = policy.passes.read(PROMPTS, attached=True)
+    return policy.states(prefixes, PROMPTS, COMPLETIONS, temperature, supports)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -59,7 +71,7 @@ def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
         expected = []
         for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
             for logits, token, tokens in zip(
-                plain_rows(float64_policy.model, prompt, completion).tolist(), completion, rows, strict=True
+                plain_rows(float64_policy, prompt, completion).tolist(), completion, rows, strict=True
             ):
                 scaled = {v: logits[v] / temperature for v in tokens}
                 total = math.fsum(math.exp(value) for value in scaled.values())
@@ -73,22 +85,14 @@ def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
 def subset_log_probs(policy, kept, temperature):
     """log softmax over the kept tokens alone, made of them alone: no -inf anywhere. With each one's drawn token."""
     for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
-        logits = plain_rows(policy.model, prompt, completion)
+        logits = plain_rows(policy, prompt, completion)
         for row, token, tokens in zip(logits, completion, rows, strict=True):
             yield torch.log_softmax(row[tokens] / temperature, -1), tokens.index(token), tokens
 
 
-def gradients(model, value):
-    model.zero_grad()
-    value.backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def assert_same_gradients(model, value, expected):
-    for got, wanted in zip(gradients(model, value), gradients(model, expected), strict=True):
-        assert torch.isfinite(got).all()
-        # Sums over tokens in another order, of gradients of size up to some hundred.
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-11)
+def assert_same_gradients(policy, value, expected):
+    # Sums over tokens in another order.
+    assert_near(gradients(policy, value), gradients(policy, expected), 1e-11)
 
 
 def test_gradients_of_the_log_probs_equal_those_of_the_kept_tokens_alone(float64_policy):
@@ -96,18 +100,18 @@ def test_gradients_of_the_log_probs_equal_those_of_the_kept_tokens_alone(float64
     weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
     value = (float64_policy.logps(PROMPTS, COMPLETIONS, 0.7, supports).logps_N * weights).sum()
     alone = torch.stack([log_probs[place] for log_probs, place, _ in subset_log_probs(float64_policy, kept, 0.7)])
-    assert_same_gradients(float64_policy.model, value, (alone * weights).sum())
+    assert_same_gradients(float64_policy, value, (alone * weights).sum())
 
 
 @pytest.mark.parametrize("weight", [0.3, 1e3])  # a weight above 1 must not turn 0 * -inf into a NaN
 def test_the_entropy_bonus_is_over_the_support(float64_policy, weight):
     kept, supports = some_support()
-    logits_NV, _ = float64_policy.completion_logits(PROMPTS, COMPLETIONS, supports)
+    states = states_of(float64_policy, 0.7, supports)
     weights_N = weight * torch.linspace(-1, 2, 12, dtype=torch.float64)
-    value = chunked_terms(lambda p, w: (w * entropy(p)).sum(), 0.7, [logits_NV], [weights_N])
+    value = chunked_terms(lambda p, w: (w * entropy(p)).sum(), [states], [weights_N])
     alone = torch.stack([-(p.exp() * p).sum() for p, *_ in subset_log_probs(float64_policy, kept, 0.7)])
     assert value.item() == pytest.approx((weights_N * alone).sum().item(), rel=1e-12)
-    assert_same_gradients(float64_policy.model, value, (alone * weights_N).sum())
+    assert_same_gradients(float64_policy, value, (alone * weights_N).sum())
 
 
 @pytest.mark.parametrize("weight", [1.0, 1e3])
@@ -119,19 +123,18 @@ def test_a_kl_over_the_vocabulary_is_over_the_support(float64_policy, direction,
     with torch.no_grad():
         for index, parameter in enumerate(reference.model.parameters()):
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
-        ref_NV, _ = reference.completion_logits(PROMPTS, COMPLETIONS, supports)
-    logits_NV, _ = float64_policy.completion_logits(PROMPTS, COMPLETIONS, supports)
+        ref_states = states_of(reference, 1.0, supports)
+    states = states_of(float64_policy, 1.0, supports)
     value = chunked_terms(
         lambda p, q, w: (w * vocabulary_kl(p, q, direction, top_k)).sum(),
-        1.0,
-        [logits_NV, ref_NV],
+        [states, ref_states],
         [torch.full((12,), weight, dtype=torch.float64)],
     )
     pairs = zip(subset_log_probs(float64_policy, kept, 1.0), subset_log_probs(reference, kept, 1.0), strict=True)
     alone = sum(vocabulary_kl(p[None], q.detach()[None], direction, top_k).sum() for (p, *_), (q, *_) in pairs)
     assert value.item() > 1e-4
     assert value.item() == pytest.approx(weight * alone.item(), rel=1e-11)
-    assert_same_gradients(float64_policy.model, value, weight * alone)
+    assert_same_gradients(float64_policy, value, weight * alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -147,7 +150,7 @@ def test_an_entropy_of_any_weight_has_a_gradient_where_tokens_cannot_occur(dtype
 
 def test_which_tokens_are_outside_by_hand():
     kept = Support(np.array([1, 3, 0], np.int32), np.array([2, 1], np.int32), np.array([False, True]))
-    got = outside([None, kept, None], [(1,), (3, 2), (0,)], 5, torch.device("cpu"))
+    got = outside([None, kept, None], [(1,), (3, 2), (0,)], 5)
     assert [row.nonzero().flatten().tolist() for row in got] == [[], [0, 2, 4], [0], []]
 
 
@@ -186,7 +189,7 @@ def theirs(rows, prompt, completion, penalty, seen=list):
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
 def test_the_penalty_is_transformers(float32_policy, penalty):
     with torch.no_grad():
-        rows = [plain_rows(float32_policy.model, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+        rows = [plain_rows(float32_policy, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
         got = penalized(torch.cat(rows), PROMPTS, COMPLETIONS, penalty)
         expected = [theirs(r, p, c, penalty) for r, p, c in zip(rows, PROMPTS, COMPLETIONS, strict=True)]
     assert torch.equal(got, torch.cat(expected))
@@ -207,18 +210,18 @@ def test_gradients_through_the_penalty_a_support_and_a_temperature(float64_polic
     value = float64_policy.logps(PROMPTS, COMPLETIONS, 0.6, supports, 1.4).logps_N
     alone = []
     for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
-        logits = theirs(plain_rows(float64_policy.model, prompt, completion), prompt, completion, 1.4, seen=set)
+        logits = theirs(plain_rows(float64_policy, prompt, completion), prompt, completion, 1.4, seen=set)
         for row, token, tokens in zip(logits, completion, rows, strict=True):
             alone.append(torch.log_softmax(row[tokens] / 0.6, -1)[tokens.index(token)])
     alone = torch.stack(alone)
     torch.testing.assert_close(value, alone, rtol=0, atol=1e-12)
     weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
-    assert_same_gradients(float64_policy.model, (value * weights).sum(), (alone * weights).sum())
+    assert_same_gradients(float64_policy, (value * weights).sum(), (alone * weights).sum())
 
 
 def test_the_penalty_of_bfloat16_logits_is_in_float32(float32_policy):
     half = torch.tensor([[3.0, -1.0]], dtype=torch.bfloat16)
-    got = penalized(half, [(0,)], [(1,)], 1.1)
+    got = penalized(Head().logits(half), [(0,)], [(1,)], 1.1)
     assert got.dtype == torch.float32
     assert got[0, 0].item() == torch.tensor(3.0).div(1.1).item()
 
@@ -234,7 +237,7 @@ def test_the_mean_ratio_is_one_with_replay_and_the_kept_mass_without(float64_pol
     def kept_tokens(so_far):
         """The k likeliest after some tokens, their log-probs, and the mass of the full distribution on them."""
         with torch.no_grad():
-            logits = float64_policy.model(torch.tensor([[*prompt, *so_far]])).logits[0, -1]
+            (logits,) = plain_rows(float64_policy, (*prompt, *so_far), (0,))
         full = torch.softmax(logits / temperature, -1)
         drawn = theirs(logits[None], (*prompt, *so_far), (0,), penalty)[0] if penalty != 1 else logits
         kept = drawn.topk(top_k).indices

@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from cohort.policy import Policy, Precision
-from cohort.policy.policy import outside
 from cohort.rollout import Draws, LocalEngine, RowSettings, Sampling, draw_tokens
 from cohort.rollout.sampling import BLOCK, invert, joined_support, keep_min_p, keep_top_k, keep_top_p, support_of
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
+from tests.policy.test_support import outside
 from tests.rollout.test_grammar import words
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
@@ -420,7 +420,7 @@ def test_support_lists_are_the_kept_sets(vocabulary):
     steps = support_of(kept_SV)
     assert all(2 * len(ids) <= vocabulary for ids, _ in steps)  # the shorter list
     support = joined_support(steps)
-    assert torch.equal(outside([support], [(0,) * 64], vocabulary, CPU), ~kept_SV)
+    assert torch.equal(outside([support], [(0,) * 64], vocabulary), ~kept_SV)
     assert {support.token_ids_K.dtype, support.counts_N.dtype} == {np.dtype(np.int32)}
 
 

@@ -1,13 +1,10 @@
-"""Rollouts as flat tensors: assembling, selecting, minibatches, microbatches."""
+"""Rollouts as flat tensors: assembling, selecting, minibatches. How they are packed: test_packing.py."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cohort.objective import PRESETS
-from cohort.train import assemble, assign_advantages, microbatches, select, split_minibatches
-from cohort.train.batch import token_indices
+from cohort.train import assemble, assign_advantages, select, split_minibatches
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 
 
@@ -60,21 +57,6 @@ def test_minibatches_are_equal_shares_of_whole_groups():
     assert [part.group_S.tolist() for part in parts] == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert sum(part.num_tokens for part in parts) == batch.num_tokens
     assert split_minibatches(batch, 1) == [batch]
-
-
-lengths = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=1, max_size=8)
-
-
-@given(lengths, st.integers(1, 60))
-def test_microbatches_cut_without_loss_and_keep_the_budget(lengths_PG, budget):
-    batch = make_batch(lengths_PG, [1.0, 0.0] * len(lengths_PG))
-    cuts = microbatches(batch, budget)
-    assert sorted(s for cut in cuts for s in cut) == list(range(batch.num_sequences))
-    for cut in cuts:
-        longest = max(len(batch.prompt_ids[s]) + len(batch.completion_ids[s]) for s in cut)
-        assert len(cut) == 1 or len(cut) * longest <= budget
-    places = torch.cat([token_indices(batch, cut) for cut in cuts])
-    assert sorted(places.tolist()) == list(range(batch.num_tokens))
 
 
 def test_the_worked_example_of_the_glossary():

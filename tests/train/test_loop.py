@@ -35,7 +35,9 @@ def without_times(metrics):
 def test_which_log_probs_are_computed(demo_tokenizer, tmp_path, monkeypatch, settings, old, ref):
     calls = []
     real = loop_module.policy_logps
-    monkeypatch.setattr(loop_module, "policy_logps", lambda policy, *a: calls.append(policy) or real(policy, *a))
+    monkeypatch.setattr(
+        loop_module, "policy_logps", lambda policy, *a, **k: calls.append(policy) or real(policy, *a, **k)
+    )
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings)
     trainer.train()
     assert sum(policy is trainer.policy for policy in calls) == 2 * old

@@ -1,5 +1,8 @@
 """The optimizer: its schedule by hand, its groups, its clipping, and AdamW itself as the judge."""
 
+import copy
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch import nn
 from cohort.config import OptimConfig
 from cohort.errors import ModelError
 from cohort.train import Optimizer
+from tests.conftest import tiny_llama
 
 
 def model():
@@ -34,7 +38,7 @@ def test_rates_by_hand(schedule, rates):
     seen = []
     for _ in rates:
         seen.append(optimizer.learning_rate)
-        assert optimizer.adamw.param_groups[0]["lr"] == optimizer.learning_rate
+        assert optimizer.rules[0].param_groups[0]["lr"] == optimizer.learning_rate
         one_step(module, optimizer)
     assert seen == pytest.approx([0.1 * rate for rate in rates], rel=1e-5)
 
@@ -58,7 +62,7 @@ def test_weight_decay_is_for_matrices():
     optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, weight_decay=0.5), 1)
     for parameter in module.parameters():
         parameter.grad = torch.full_like(parameter, 1e-30)  # not 0, and moves nothing by itself
-    optimizer.adamw.step()
+    optimizer.rules[0].step()
     for old, new in zip(before, module.parameters(), strict=True):
         expected = old * (1 - 0.1 * 0.5) if old.ndim == 2 else old
         torch.testing.assert_close(new, expected)
@@ -77,3 +81,65 @@ def test_nothing_to_train():
     module = model().requires_grad_(False)
     with pytest.raises(ModelError, match="nothing to train"):
         Optimizer(module, OptimConfig(), 1)
+
+
+def tiny_trained(name, updates=3, learning_rate=0.05):
+    """A small model after some updates toward one token."""
+    module = tiny_llama()
+    optimizer = Optimizer(module, OptimConfig(optimizer=name, learning_rate=learning_rate), updates)
+    ids, losses = torch.tensor([[3, 4, 5, 6]]), []
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss = -module(ids).logits[0, -1].log_softmax(-1)[7]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return module, optimizer, losses
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
+def test_every_optimizer_learns_and_goes_on_from_its_state(name):
+    module, optimizer, losses = tiny_trained(name)
+    assert losses[-1] < losses[0] - 0.5
+    other = tiny_llama()
+    other.load_state_dict(module.state_dict())
+    resumed = Optimizer(other, OptimConfig(optimizer=name, learning_rate=0.05), 3)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as from a file
+    for each, its in ((module, optimizer), (other, resumed)):
+        its.zero_grad()
+        each(torch.tensor([[3, 4]])).logits.square().mean().backward()
+        its.step()
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
+    module, optimizer, _ = tiny_trained("muon", updates=1)
+    muon, adamw = optimizer.rules
+    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(adamw, torch.optim.AdamW)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    inner = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert inner == {name for name in names.values() if "_proj" in name}
+    both = inner | {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert both == set(names.values())
+
+
+def test_one_muon_step_is_the_orthogonalised_momentum():
+    """Its update is nearly orthogonal, of root mean square 0.2 (AdamW's size) times the learning rate."""
+    module = nn.Linear(32, 32, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = Optimizer(module, OptimConfig(optimizer="muon", learning_rate=0.1), 1)
+    one_step_of = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)), torch.eye(32)[:5]
+    (module(one_step_of[0]) * one_step_of[1]).sum().backward()
+    optimizer.step()
+    step = (before - module.weight.detach()) / 0.1
+    singular = torch.linalg.svdvals(step)[:5]  # the gradient has rank 5
+    # Newton-Schulz stops with singular values between about 0.7 and 1.2; scaled by 0.2 sqrt(32).
+    assert 0.6 < (singular.min() / (0.2 * 32**0.5)).item() < (singular.max() / (0.2 * 32**0.5)).item() < 1.3
+
+
+def test_a_library_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ModelError, match=r"cohort-rl\[quantized\]"):
+        Optimizer(model(), OptimConfig(optimizer="adamw_8bit"), 1)

@@ -19,6 +19,7 @@ from cohort.train import Rollout, assemble, assign_advantages, policy_logps, sel
 from cohort.train.check import check_sampler_gap
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Support
 from tests.invariance.test_update import gradient, shifted_policy
+from tests.policy.plain import plain_rows
 from tests.policy.test_support import theirs
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
 
@@ -47,7 +48,8 @@ class PlainEngine:
             return Completion((), (), reason, "", self.policy.version)
         ids, sampler, full, listed = [], [], [], []
         for _ in range(2 + (prompt.uid + sample) % (self.length - 1)):
-            logits = self.policy.model(torch.tensor([[*prompt.token_ids, *ids]])).logits[0, -1:].float()
+            logits = plain_rows(self.policy, (*prompt.token_ids, *ids), (0,))
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             drawn = logits
             if sampling.repetition_penalty != 1:
                 drawn = theirs(logits, (*prompt.token_ids, *ids), (0,), sampling.repetition_penalty)
@@ -189,7 +191,7 @@ def replayed_batch(policy, objective):
     groups = PlainEngine(shifted_policy(), Decoder()).generate(prompts, 3, sampling, Draws(0, 0))
     batch = assemble(groups, CPU)
     old_N = policy_logps(shifted_policy(), batch, 1.0, 10_000)
-    torch.testing.assert_close(old_N, batch.sampler_logps_N, rtol=0, atol=2e-6)  # float32 in the engine
+    torch.testing.assert_close(old_N, batch.sampler_logps_N, rtol=0, atol=1e-12)
     ref_N = policy_logps(policy, batch, 1.0, 10_000)
     batch = dataclasses.replace(batch, old_logps_N=old_N, ref_logps_N=ref_N if objective.beta else None)
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

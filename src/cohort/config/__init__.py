@@ -6,6 +6,7 @@ from cohort.config.schedule import Schedule
 from cohort.config.schema import (
     DataConfig,
     GRPOConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ReportConfig,
@@ -17,6 +18,7 @@ from cohort.config.schema import (
 __all__ = [
     "DataConfig",
     "GRPOConfig",
+    "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",

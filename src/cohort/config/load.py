@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import tomllib
@@ -67,14 +68,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOConfig:
     """Settings from nested tables and ``--section.key value`` pairs."""
-    merged = {section: dict(values) for section, values in table.items()}
+    merged = copy.deepcopy({section: dict(values) for section, values in table.items()})
     flags: list[tuple[str, Any]] = []
     for name, text in _pairs(overrides):
         section, _, key = name.partition(".")
         key, _, inner = key.partition(".")
         section_field = GRPOConfig.model_fields.get(section)
         fields = _section_type(section_field.annotation).model_fields if section_field else {}
-        if key not in fields or (inner and fields[key].annotation is not Any):
+        inner_fields = _inner_fields(fields[key].annotation) if key in fields else {}
+        if inner_fields and inner in inner_fields:
+            table_of_key = merged.setdefault(section, {}).setdefault(key, {})
+            table_of_key[inner] = _parse(text, inner_fields[inner].annotation)
+            continue
+        if key not in fields or inner_fields or (inner and fields[key].annotation is not Any):
             raise ConfigError(f"unknown setting --{name}{_nearest(name, prefix='--')}")
         value = _parse(text, fields[key].annotation)
         if fields[key].annotation is Any:  # a part of the objective, or one number of it
@@ -168,12 +174,21 @@ def annotated_toml() -> str:
     lines = []
     for section in GRPOConfig.SECTIONS:
         section_type = _section_type(GRPOConfig.model_fields[section].annotation)
-        lines += [f"[{section}]  # {' '.join((section_type.__doc__ or '').split())}"]
-        for key, field in section_type.model_fields.items():
-            lines += [f"# {line.strip()}" for line in (field.description or "").splitlines()]
-            unset = field.default is None
-            lines += [f"# {key} =" if unset else f"{key} = {_toml_value(field.default)}", ""]
+        lines += _annotated_table(section, section_type)
     return "\n".join(lines)
+
+
+def _annotated_table(name: str, section: type[BaseModel]) -> list[str]:
+    lines = [f"[{name}]  # {' '.join((section.__doc__ or '').split())}"]
+    tables = []
+    for key, field in section.model_fields.items():
+        if _inner_fields(field.annotation):
+            tables += _annotated_table(f"{name}.{key}", _section_type(field.annotation))
+            continue
+        lines += [f"# {line.strip()}" for line in (field.description or "").splitlines()]
+        unset = field.default is None
+        lines += [f"# {key} =" if unset else f"{key} = {_toml_value(field.default)}", ""]
+    return lines + tables
 
 
 def _check_sections(table: Mapping[str, Any], source: str) -> None:
@@ -186,6 +201,12 @@ def _check_sections(table: Mapping[str, Any], source: str) -> None:
             raise ConfigError(f"{source}: setting {name} stands outside a section{_nearest(name)}")
         if not isinstance(value, Mapping):
             raise ConfigError(f"{source}: {name} is a section: expected a table [{name}], got {name} = {value!r}")
+
+
+def _inner_fields(annotation: Any) -> Mapping[str, Any]:
+    """The settings of a table within a section; none where it is a setting itself."""
+    is_table = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation.model_fields if is_table else {}
 
 
 def _section_type(annotation: Any) -> type[BaseModel]:
@@ -216,6 +237,7 @@ def _parse(text: str, annotation: Any) -> Any:
                 return float(text)
             return text
     choices = typing.get_args(annotation) or (annotation,)
+    choices = tuple(typing.get_args(each)[0] if hasattr(each, "__metadata__") else each for each in choices)
     if type(None) in choices and text.lower() == "none":
         return None
     if float in choices:
@@ -290,7 +312,13 @@ _KNOWN_ELSEWHERE = {
     **dict.fromkeys(("use_liger_kernel", "use_liger_loss"), "the head is computed in chunks already"),
     **dict.fromkeys(("max_prompt_length",), "prompts are never cut; one that leaves no room is an error"),
     **dict.fromkeys(("use_vllm", "vllm_mode", "deepspeed", "fsdp"), "Cohort runs in one process with its own sampler"),
-    **dict.fromkeys(("peft_config", "lora"), "adapters are not supported yet"),
+    **dict.fromkeys(("peft_config", "use_peft"), "set model.lora.rank, model.lora.alpha, model.lora.target_modules"),
+    "lora_r": "set model.lora.rank",
+    **dict.fromkeys(
+        ("lora_alpha", "lora_dropout", "lora_target_modules"), "set model.lora.alpha, .dropout, .target_modules"
+    ),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "set model.quantization to '4bit' or '8bit'"),
+    **dict.fromkeys(("optim",), "set optim.optimizer"),
 }
 """What to say of settings that users bring along from other trainers."""
 

@@ -19,6 +19,34 @@ from cohort.presets import Objective
 from cohort.presets.parts import BatchStd, GroupMean, TopK
 
 
+class LoraConfig(Section):
+    """Low-rank adapters instead of all weights; needs the extra "lora"."""
+
+    rank: Count = 0
+    """Rank of the adapters. 0: none, all weights are trained."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapter's output is multiplied by alpha / rank ("rslora": alpha / sqrt(rank)). Unset: twice the rank."""
+    variant: Literal["lora", "rslora", "dora"] = "lora"
+    """"rslora" scales for high ranks (arXiv 2312.03732), "dora" trains each matrix's column norms too (arXiv
+    2402.09353)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before the adapters. Needs `model.dropout`."""
+    target_modules: Strings = ("all-linear",)
+    """Which modules get one, by the ends of their names; "all-linear": all linear layers but the head."""
+    modules_to_save: Strings = ()
+    """Modules that are trained whole and saved with the adapter, as in ["lm_head"]."""
+    adapter: PathName = ""
+    """The folder of an adapter to train on with, in place of a new one; `rank` and what follows it are then its own.
+    The reference is the adapter as it is loaded."""
+    save_merged: bool = False
+    """Also write the model with the adapter merged into it, to merged/ in the run folder, at the end."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are adapters at all."""
+        return bool(self.rank or self.adapter)
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -33,6 +61,14 @@ class ModelConfig(Section):
     dropout: bool = False
     """Keep the model's own dropout in the update. Off, as dropout makes the policy that is updated another one than the
     policy that sampled."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters; see below."""
+    quantization: Literal["none", "8bit", "4bit"] = "none"
+    """Keep the model's frozen weights in so many bits ("4bit": NF4) under adapters, as QLoRA does (arXiv 2305.14314);
+    needs `model.lora` and the extra "quantized"."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Of a mixture-of-experts model: what the load-balancing loss (arXiv 2101.03961) over the completions' tokens
+    weighs in an update. Costs a pass without gradient. 0: off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same gradient."""
     trust_remote_code: bool = False
@@ -150,8 +186,12 @@ class RewardConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW."""
+    """The optimizer."""
 
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
+    """"adamw_8bit" keeps AdamW's state in 8 bits (bitsandbytes, in the extra "quantized"); "adafactor" keeps a row and
+    a column per matrix, and takes no `adam_*`; "muon" orthogonalises the steps of the layers' matrices, scaled to
+    AdamW's size, and leaves embeddings, head and vectors to AdamW."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -168,8 +208,12 @@ class OptimConfig(Section):
     """Schedule after the warm-up, by transformers' names."""
     warmup_steps: Count = 0
     """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
-    microbatch_tokens: PositiveInt = 4096
-    """Tokens, padding included, of one backward pass. Memory only: the gradient is the same whatever it is."""
+    microbatch_tokens: PositiveInt | None = None
+    """Tokens of one pass over prompts or completions. Memory only: the gradient is the same whatever it is. Unset: what
+    half of the free memory holds, at most 4,096 on a CPU and 16,384 on CUDA; halved when memory runs out."""
+    max_nonfinite_updates: PositiveInt = 3
+    """An update whose log-probabilities, coefficients or gradient are not finite is not made, and its batch is written
+    to nonfinite/ in the run folder; so many in a row stop the run."""
 
 
 class RunConfig(Section):
@@ -251,6 +295,7 @@ class GRPOConfig(Section):
                 f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of objective.minibatches "
                 f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
             )
+        self._check_adapters()
         if optim.warmup_steps and optim.lr_scheduler_type == "constant":
             raise ValueError(
                 "optim.warmup_steps has no effect with lr_scheduler_type 'constant': set 'constant_with_warmup'"
@@ -264,6 +309,17 @@ class GRPOConfig(Section):
         if weights is not None and functions and len(weights) != len(functions):
             raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
         return self
+
+    def _check_adapters(self) -> None:
+        model = self.model
+        if model.lora.dropout and not model.dropout:
+            raise ValueError("model.lora.dropout needs model.dropout = true")
+        if model.quantization != "none" and not model.lora.wanted:
+            raise ValueError("model.quantization needs adapters, as it freezes the weights: set model.lora.rank")
+        if model.lora.rank and model.lora.adapter:
+            raise ValueError("model.lora.rank and model.lora.adapter exclude each other: an adapter has its own rank")
+        if model.lora.wanted and self.objective.sync_ref_model:
+            raise ValueError("objective.sync_ref_model is not for adapters: the reference is the model without them")
 
     def _check_groups(self, objective: Objective) -> None:
         """Parts of the objective that depend on the group's size or on the rewards' sign."""

@@ -53,6 +53,11 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._token_ids))
+
     def check_context(self, context: int, max_completion_length: int) -> None:
         """Every prompt must leave room in the model's context for a whole completion.
 

@@ -71,8 +71,18 @@ class TokenStatistics:
         return TokenStatistics(
             {key: self.sums.get(key, 0.0) + other.sums.get(key, 0.0) for key in self.sums | other.sums},
             {key: max(self.maxima.get(key, 0.0), other.maxima.get(key, 0.0)) for key in self.maxima | other.maxima},
-            {key: torch.cat([self.values[key], other.values[key]]) for key in self.values},
+            {
+                key: torch.cat([each.values[key] for each in (self, other) if key in each.values])
+                for key in self.values | other.values
+            },
         )
+
+    @classmethod
+    def of_idle(cls, tokens: int) -> TokenStatistics:
+        """Of tokens that no pass was spent on, as their advantage is 0 and no other term wanted them."""
+        causes = {f"cause_{cause.name.lower()}": 0.0 for cause in Cause}
+        counts = {"all_tokens": float(tokens), "tokens": 0.0, "cause_no_advantage": float(tokens)}
+        return cls(causes | counts, {}, {})
 
 
 @torch.no_grad()

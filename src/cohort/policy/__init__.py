@@ -1,5 +1,7 @@
 """A Hugging Face causal language model as a policy."""
 
+from cohort.policy.adapters import add_adapters, has_adapters, load_adapter_weights, merged
+from cohort.policy.head import CompletionStates, Distribution, Head, TokenLogps, chunked_terms, penalized_where
 from cohort.policy.load import (
     Precision,
     context_length,
@@ -11,31 +13,35 @@ from cohort.policy.load import (
     resolve_precision,
     without_progress_bars,
 )
-from cohort.policy.policy import (
-    Policy,
-    TokenLogps,
-    chunked_logps,
-    chunked_terms,
-    disable_dropout,
-    enable_checkpointing,
-    sampled_logps,
-)
+from cohort.policy.passes import Prefixes
+from cohort.policy.policy import Policy, disable_dropout, enable_checkpointing
+from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
 
 __all__ = [
+    "CompletionStates",
+    "Distribution",
+    "ExpertBalance",
+    "Head",
     "Policy",
     "Precision",
+    "Prefixes",
     "TokenLogps",
-    "chunked_logps",
+    "add_adapters",
     "chunked_terms",
     "context_length",
     "disable_dropout",
     "enable_checkpointing",
     "end_token_ids",
+    "expert_counts",
+    "experts_per_token",
+    "has_adapters",
+    "load_adapter_weights",
     "load_model",
     "load_tokenizer",
+    "merged",
+    "penalized_where",
     "read_config",
     "resolve_device",
     "resolve_precision",
-    "sampled_logps",
     "without_progress_bars",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from cohort.errors import ModelError
+from cohort.policy.library import ADAPTER_FILE, peft_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,22 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-def load_model(path: str, precision: Precision, device: torch.device, *, trust_remote_code: bool = False) -> nn.Module:
-    """The causal language model of a folder or hub id, in the master dtype.
+def load_model(
+    path: str,
+    precision: Precision,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    quantization: str = "none",
+) -> nn.Module:
+    """The causal language model of a folder or hub id, in the master dtype. Of a folder that holds an adapter, the
+    model that it belongs to with the adapter merged into it.
+
+    Args:
+        path: where it is.
+        precision, device: what it is kept in, and where.
+        trust_remote_code: run code that comes with it.
+        quantization: "8bit" or "4bit" (NF4): the linear layers' weights are kept in so many bits.
 
     Raises:
         ModelError: no folder, or not a causal language model.
@@ -104,14 +120,61 @@ def load_model(path: str, precision: Precision, device: torch.device, *, trust_r
     try:
         with bars:
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=precision.master, trust_remote_code=trust_remote_code
+                _base_of(path),
+                dtype=precision.master,
+                trust_remote_code=trust_remote_code,
+                **_quantized(quantization, precision, device),
             )
+            if (Path(path) / ADAPTER_FILE).exists():
+                model = peft_library().PeftModel.from_pretrained(model, path).merge_and_unload()
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"cannot load a causal language model from {path!r}{_not_here(path)}: {_first_line(error)}"
         ) from error
-    loaded: nn.Module = model.to(device)
+    loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
+
+
+def _quantized(bits: str, precision: Precision, device: torch.device) -> dict[str, Any]:
+    if bits == "none":
+        return {}
+    if device.type != "cuda":
+        raise ModelError(
+            f"model.quantization {bits!r} needs CUDA, and model.device is {device}: bitsandbytes has no backward pass "
+            "for quantized weights elsewhere. Set model.quantization to 'none'"
+        )
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            "model.quantization needs bitsandbytes, which is not installed: pip install 'cohort-rl[quantized]'"
+        )
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if bits == "4bit":
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": precision.compute,
+        }
+    return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
+
+
+def _base_of(path: str) -> str:
+    """Where the model lies that an adapter's folder belongs to; the path itself, where it is no adapter's.
+
+    Raises:
+        ModelError: the adapter does not say.
+    """
+    file = Path(path) / ADAPTER_FILE
+    if not file.exists():
+        return path
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{file} does not say which model it belongs to: set base_model_name_or_path in it")
+    return _check_folder(base)
 
 
 @contextlib.contextmanager
@@ -147,7 +210,7 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
 
     if not isinstance(model, str):
         return model.config.get_text_config()
-    path = _check_folder(model)
+    path = _base_of(_check_folder(model))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError, KeyError) as error:

@@ -32,6 +32,7 @@ def announce(*paragraphs: str) -> None:
 def describe_run(
     *,
     engine: LocalEngine,
+    budget: str,
     prompts: PromptStream,
     objective: Objective,
     schedule: Schedule,
@@ -51,7 +52,8 @@ def describe_run(
             engine.describe_ends(),
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
             explain(objective),
-            f"optimizer: AdamW, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
+            f"update: {engine.policy.passes.description}; {budget}",
+            f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
             f"gradient norm cut to {optim.max_grad_norm:g}",
             schedule.describe(),
             f"seed: {config.run.seed}",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.policy.policy import penalized_where
+from cohort.policy import penalized_where
 from cohort.rollout.engine import Sampling
 from cohort.types import Support
 

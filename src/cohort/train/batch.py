@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cohort.objective import Objective, Outcomes, segment_count, token_advantages
-from cohort.policy import Policy, TokenLogps, chunked_logps
 from cohort.types import FinishReason, Group, Scores, TokenBatch
 
 
@@ -89,11 +88,8 @@ def assign_advantages(
 
 def select(batch: TokenBatch, sequences: Sequence[int]) -> TokenBatch:
     """The given completions of a batch, in the given order, as a batch of its own."""
-    return _taken(batch, sequences, token_indices(batch, sequences))
-
-
-def _taken(batch: TokenBatch, sequences: Sequence[int], tokens_N: Tensor) -> TokenBatch:
-    chosen_S = torch.tensor(sequences, device=batch.group_S.device)
+    tokens_N = token_indices(batch, sequences)
+    chosen_S = torch.tensor(list(sequences), dtype=torch.long, device=batch.group_S.device)
     completion_ids = tuple(batch.completion_ids[s] for s in sequences)
     numbers = [number for number, ids in enumerate(completion_ids) for _ in ids]
     return TokenBatch(
@@ -117,7 +113,7 @@ def token_indices(batch: TokenBatch, sequences: Sequence[int]) -> Tensor:
     """Where the tokens of the given completions stand on axis N, completion by completion."""
     ends = list(accumulate(len(ids) for ids in batch.completion_ids))
     indices = [index for s in sequences for index in range(ends[s] - len(batch.completion_ids[s]), ends[s])]
-    return torch.tensor(indices, device=batch.sequence_N.device)
+    return torch.tensor(indices, dtype=torch.long, device=batch.sequence_N.device)
 
 
 def split_minibatches(batch: TokenBatch, minibatches: int) -> list[TokenBatch]:
@@ -129,54 +125,3 @@ def split_minibatches(batch: TokenBatch, minibatches: int) -> list[TokenBatch]:
         return [batch] if num_groups else []
     part_S = (batch.group_S * count // num_groups).tolist()
     return [select(batch, [s for s, part in enumerate(part_S) if part == i]) for i in range(count)]
-
-
-def microbatches(batch: TokenBatch, token_budget: int) -> list[list[int]]:
-    """Cut a batch into microbatches of at most ``token_budget`` tokens, padding included; completions of like length
-    together. A completion longer than the budget stands alone.
-
-    Returns the completions of each microbatch. How a batch is cut never changes its gradient.
-    """
-    if not batch.num_sequences:
-        return []
-    lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids, strict=True)]
-    if batch.num_sequences * max(lengths) <= token_budget:
-        return [list(range(batch.num_sequences))]
-    longest_first = sorted(range(batch.num_sequences), key=lambda s: -lengths[s])
-    cuts: list[list[int]] = []
-    for s in longest_first:
-        if not cuts or (len(cuts[-1]) + 1) * lengths[cuts[-1][0]] > token_budget:
-            cuts.append([])
-        cuts[-1].append(s)
-    return cuts
-
-
-def cut(batch: TokenBatch, token_budget: int) -> Iterator[tuple[Tensor, TokenBatch]]:
-    """Each microbatch, with the places of its tokens on the batch's axis N."""
-    for sequences in microbatches(batch, token_budget):
-        places_N = token_indices(batch, sequences)
-        yield places_N, _taken(batch, sequences, places_N)
-
-
-@torch.no_grad()
-def policy_logps(policy: Policy, batch: TokenBatch, temperature: float, token_budget: int) -> Tensor:
-    """Log-probs of a whole rollout under a policy, without gradient, shape ``[N]``: the old or the reference
-    policy's."""
-    return policy_statistics(policy, batch, temperature, token_budget).logps_N
-
-
-@torch.no_grad()
-def policy_statistics(policy: Policy, batch: TokenBatch, temperature: float, token_budget: int) -> TokenLogps:
-    """``Policy.logps`` of a whole batch, a microbatch at a time, without gradient."""
-    like = torch.empty(batch.num_tokens, dtype=policy.precision.master, device=batch.sequence_N.device)
-    whole = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
-    for places_N, micro in cut(batch, token_budget):
-        values = chunked_logps(*batch_logits(policy, micro), temperature)
-        for kept_N, values_N in zip(whole, values, strict=True):
-            kept_N[places_N] = values_N
-    return whole
-
-
-def batch_logits(policy: Policy, micro: TokenBatch) -> tuple[Tensor, Tensor]:
-    """``Policy.completion_logits`` of a batch: over what its tokens were drawn from, as far as the batch says."""
-    return policy.completion_logits(micro.prompt_ids, micro.completion_ids, micro.supports, micro.repetition_penalty)

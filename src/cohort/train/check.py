@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cohort.errors import PolicyMismatchError
 from cohort.policy import Policy
-from cohort.train.batch import policy_logps, select
+from cohort.train.batch import select
+from cohort.train.packing import policy_logps
 from cohort.types import TokenBatch
 
 CHECKED_COMPLETIONS = 16

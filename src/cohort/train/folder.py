@@ -27,7 +27,7 @@ from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.data import Place
 from cohort.errors import RunFolderError
 from cohort.objective import explain
-from cohort.policy import Policy, without_progress_bars
+from cohort.policy import Policy, has_adapters, load_adapter_weights, merged, without_progress_bars
 from cohort.train.adapt import Adaptive
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
@@ -67,6 +67,11 @@ class RunState:
     tokenizer: Any
     identity: dict[str, str]
     """Facts that are no settings and must be the same in a resumed run."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference has weights of its own: not those of the policy's model without its adapter."""
+        return self.reference is not None and self.reference.model is not self.policy.model
 
 
 class RunFolder:
@@ -132,7 +137,7 @@ class RunFolder:
             f"{section}.{key}: the run has {_said(old)}, now {_said(new)}"
             for section in GRPOConfig.SECTIONS
             for key, old in getattr(theirs, section).model_dump().items()
-            if (new := getattr(getattr(ours, section), key)) != old
+            if (new := getattr(ours, section).model_dump()[key]) != old
             and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored
         ]
         if changed:
@@ -234,7 +239,8 @@ class RunFolder:
         shutil.rmtree(part, ignore_errors=True)
         (part / "state").mkdir(parents=True)
         save_model(state.policy, state.tokenizer, part)
-        if state.reference is not None:
+        if state.keeps_reference:
+            assert state.reference is not None
             torch.save(state.reference.model.state_dict(), part / "state" / "reference.pt")
         torch.save(state.optimizer.state_dict(), part / "state" / "optimizer.pt")
         loop = {
@@ -262,11 +268,15 @@ class RunFolder:
         for what, value in loop["identity"].items():
             if state.identity[what] != value:
                 raise RunFolderError(f"cannot resume {self.path}: its {what} were {value}, now {state.identity[what]}")
-        # Through transformers, which knows how it wrote each architecture's weights.
-        with without_progress_bars():
-            loaded = type(state.policy.model).from_pretrained(folder, dtype=state.policy.precision.master)
-        state.policy.model.load_state_dict(loaded.state_dict())
-        if state.reference is not None:
+        if has_adapters(state.policy.model):
+            load_adapter_weights(state.policy.model, folder)
+        else:
+            # Through transformers, which knows how it wrote each architecture's weights.
+            with without_progress_bars():
+                loaded = type(state.policy.model).from_pretrained(folder, dtype=state.policy.precision.master)
+            state.policy.model.load_state_dict(loaded.state_dict())
+        if state.keeps_reference:
+            assert state.reference is not None
             weights = torch.load(folder / "state" / "reference.pt", map_location=device)
             state.reference.model.load_state_dict(weights)
         state.optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
@@ -276,16 +286,21 @@ class RunFolder:
         set_random_state(loop["random"])
 
 
-def save_model(policy: Policy, tokenizer: Any, path: str | Path) -> None:
-    """Weights, config and tokenizer as transformers loads them, in the master dtype."""
-    generation_config = getattr(policy.model, "generation_config", None)
+def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False) -> None:
+    """Weights, config and tokenizer as transformers loads them, in the master dtype; of a model with adapters the
+    adapter alone or, to ``merge``, the model with it."""
+    model = policy.model
+    more: dict[str, Any] = {}
+    if has_adapters(model):
+        model, more = (merged(model), {}) if merge else (model, {"selected_adapters": list(model.active_adapters)})
+    generation_config = getattr(model, "generation_config", None)
     if generation_config is not None and generation_config.do_sample is not True:
         # A temperature beside do_sample=False is what transformers refuses to write, after all the training.
         sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
         if any(getattr(generation_config, name, None) is not None for name in sampling):
             generation_config.do_sample = True
     with without_progress_bars():
-        policy.model.save_pretrained(path)
+        model.save_pretrained(path, **more)
     tokenizer.save_pretrained(path)
 
 

@@ -14,7 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Place, PromptStream
@@ -24,12 +27,15 @@ from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner
 from cohort.rollout import Draws, Engine, Sampling
 from cohort.train.adapt import Adaptive
-from cohort.train.batch import assemble, assign_advantages, policy_logps, split_minibatches
+from cohort.train.batch import assemble, assign_advantages, split_minibatches
 from cohort.train.check import check_sampler_gap
 from cohort.train.evaluate import Evaluator
 from cohort.train.folder import RunFolder, RunState
+from cohort.train.guard import Guard
+from cohort.train.memory import TokenBudget
 from cohort.train.metrics import PhaseClock, policy_movement, step_metrics
 from cohort.train.optim import Optimizer
+from cohort.train.packing import policy_logps, working_sequences
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult, term_norms, update
 from cohort.types import TokenBatch
@@ -48,6 +54,8 @@ class Parts:
     optimizer: Optimizer
     evaluator: Evaluator | None
     tokenizer: Any
+    budget: TokenBudget
+    """Tokens of one pass of the update."""
     adaptive: Adaptive
     """Weights of the objective that follow a target."""
     place: Place
@@ -74,7 +82,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
     policy, reference, optimizer, adaptive = parts.policy, parts.reference, parts.optimizer, parts.adaptive
-    temperature, token_budget = config.rollout.temperature, config.optim.microbatch_tokens
+    temperature, budget = config.rollout.temperature, parts.budget
+    guard = Guard(folder.path, config.optim.max_nonfinite_updates)
     sampling, penalty = Sampling.of(config.rollout), config.rollout.replayed_penalty
 
     for step in range(first_step, schedule.steps):
@@ -99,25 +108,19 @@ def run(
             rollout = scored if rollout is None else rollout + scored
         rollout.check_drawn()
         if step == first_step:
-            check_sampler_gap(policy, assemble(rollout.usable, policy.device, penalty), temperature, token_budget)
+            check_sampler_gap(policy, assemble(rollout.usable, policy.device, penalty), temperature, budget.tokens)
 
-        # What the updates hold on to, computed once per rollout and only when they need it. With a single update the
-        # old policy is the current one: the ratio to it is 1 by identity and no pass is spent on it.
+        # What the updates hold on to, computed once per rollout and only when they need it.
         batch = assemble(rollout.groups, policy.device, penalty)
         with clock("logps"):
-            old_logps_N = policy_logps(policy, batch, temperature, token_budget) if schedule.needs_old_logps else None
-            ref_logps_N = None
-            if reference and schedule.needs_ref_logps:
-                ref_logps_N = policy_logps(reference, batch, temperature, token_budget)
-            batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
-            batch = assign_advantages(batch, rollout.scores, objective, sampling.max_completion_length)
+            batch = with_advantages_and_logps(parts, batch, rollout, schedule, objective, sampling)
 
         # The gradient's size term by term, when the settings ask for it. Changes nothing.
         norms = {}
         if batch.num_sequences and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
                 minibatch, bonus = split_minibatches(batch, schedule.minibatches)[0], adaptive.entropy_weight(objective)
-                norms = term_norms(policy, minibatch, objective, temperature, token_budget, reference, bonus)
+                norms = term_norms(policy, minibatch, objective, temperature, budget.tokens, reference, bonus)
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
@@ -125,12 +128,20 @@ def run(
         with clock("update"):
             for _iteration in range(schedule.num_iterations):
                 for minibatch in split_minibatches(batch, schedule.minibatches):
-                    bonus = adaptive.entropy_weight(objective)
-                    result = update(
-                        policy, optimizer, minibatch, objective, temperature, token_budget, reference, bonus
+                    call = partial(
+                        update,
+                        policy,
+                        optimizer,
+                        minibatch,
+                        objective,
+                        temperature,
+                        reference=reference,
+                        entropy_coefficient=adaptive.entropy_weight(objective),
                     )
-                    results.append(result)
-                    adaptive.after_update(objective, result)
+                    with guard(minibatch, step + 1):  # where a number is not finite, no update is made
+                        result = budget.run(call)
+                        results.append(result)
+                        adaptive.after_update(objective, result)
         adaptive.after_step(objective, results, batch.num_sequences)
 
         # The reference stands still, or follows the policy at a distance.
@@ -141,11 +152,41 @@ def run(
 
         with clock("measure"):
             moved = policy_movement(
-                policy, batch, results, temperature, token_budget, config.report.update_kl_completions
+                policy, batch, results, temperature, budget.tokens, config.report.update_kl_completions
             )
-        metrics = {"step": step + 1, "time": time.time()} | clock.metrics(rollout.num_tokens) | moved | norms
+        metrics = (
+            {"step": step + 1, "time": time.time(), "updates_nonfinite": guard.take_count()}
+            | clock.metrics(rollout.num_tokens)
+            | moved
+            | norms
+        )
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
         yield finish_step(parts, config, folder, rollout, batch, metrics, place, last=step + 1 == schedule.steps)
+
+
+def with_advantages_and_logps(
+    parts: Parts, batch: TokenBatch, rollout: Rollout, schedule: Schedule, objective: Objective, sampling: Sampling
+) -> TokenBatch:
+    """A rollout's batch with each token's advantage, and with old and reference log-probs where updates need them.
+
+    With a single update the old policy is the current one: the ratio to it is 1 by identity and no pass is spent on it.
+    Completions that teach nothing get no pass either, unless a KL inside the reward makes all advantages depend on it.
+    """
+    limit, logps_first = sampling.max_completion_length, objective.needs_old_logps
+    wanted = None
+    if not logps_first:
+        batch = assign_advantages(batch, rollout.scores, objective, limit)
+        wanted = working_sequences(batch, objective, parts.policy.router_aux_loss_coef)
+
+    def logps(policy: Policy) -> Tensor:
+        return parts.budget.run(partial(policy_logps, policy, batch, sampling.temperature, sequences=wanted))
+
+    batch = replace(
+        batch,
+        old_logps_N=logps(parts.policy) if schedule.needs_old_logps else None,
+        ref_logps_N=logps(parts.reference) if parts.reference and schedule.needs_ref_logps else None,
+    )
+    return assign_advantages(batch, rollout.scores, objective, limit) if logps_first else batch
 
 
 def missing(rollout: Rollout, schedule: Schedule, objective: Objective) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
 from cohort.policy import Policy
-from cohort.train.batch import group_numbers, policy_logps, select, token_indices
+from cohort.train.batch import group_numbers, select, token_indices
+from cohort.train.packing import policy_logps
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
 from cohort.types import FinishReason, Scores, TokenBatch
@@ -270,8 +271,8 @@ def policy_movement(
     if not moved:
         return {"update_kl": 0.0}
     before_N = results[0].logps_N if batch.old_logps_N is None else batch.old_logps_N
-    every = max(1, batch.num_sequences // completions)
-    chosen = range(0, batch.num_sequences, every)[:completions]
+    known = sorted(set(batch.sequence_N[~before_N.isnan()].tolist()))
+    chosen = known[:: max(1, len(known) // completions)][:completions]
     places_N = token_indices(batch, chosen)
     after_N = policy_logps(policy, select(batch, chosen), temperature, token_budget)
     return {"update_kl": float(k3(before_N[places_N].double(), after_N.double()).mean())}

@@ -1,7 +1,8 @@
-"""AdamW with gradient clipping and a learning-rate schedule."""
+"""The optimizer: by name, with gradient clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from cohort.errors import ModelError, NonFiniteError
 
 
 class Optimizer:
-    """AdamW (fused where torch has it), transformers' schedules, and clipping by the gradient's norm.
+    """An optimizer of torch's or of a library's, transformers' schedules, and clipping by the gradient's norm.
 
     Weight decay acts on matrices only: biases, norms and other vectors are left alone.
 
@@ -20,6 +21,9 @@ class Optimizer:
         model: what is trained: its parameters that require gradients.
         config: the settings.
         num_updates: updates of the whole run, for schedules that end.
+
+    Raises:
+        ModelError: nothing of the model requires a gradient, or the optimizer's library is not installed.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int) -> None:
@@ -28,45 +32,39 @@ class Optimizer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ModelError("no parameter of the model requires a gradient: there is nothing to train")
-        groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
         self.max_grad_norm = config.max_grad_norm
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            fused=self.parameters[0].device.type in ("cpu", "cuda"),
-        )
+        self.rules = _rules(model, self.parameters, config)
+        """One optimizer, or two where some parameters are not for the one that is named."""
         schedule = get_scheduler(
             config.lr_scheduler_type,
-            self.adamw,
+            self.rules[0],
             num_warmup_steps=config.warmup_steps,
             num_training_steps=num_updates,
         )
         factor = schedule.lr_lambdas[0]
+
         # transformers' warm-up begins at a rate of exactly 0, which would spend the first rollout on nothing. Here
         # update k of w has k/w of the peak; after the warm-up the schedule is transformers' own.
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.adamw, lambda update: factor(update + 1 if update < config.warmup_steps else update)
-        )
+        def from_one(update: int) -> float:
+            return float(factor(update + 1 if update < config.warmup_steps else update))
+
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(rule, from_one) for rule in self.rules]
 
     @property
     def learning_rate(self) -> float:
         """The next update's learning rate."""
-        return float(self.schedule.get_last_lr()[0])
+        return float(self.schedules[0].get_last_lr()[0])
 
     def zero_grad(self) -> None:
         """Forget the last update's gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def step(self) -> float:
         """Clip, step, advance the schedule. Returns the gradient's norm before clipping.
 
-        A gradient of exactly 0 (every group dead, no KL term) makes no step: AdamW's momentum and weight decay would
-        move the weights although nothing was learned.
+        A gradient of exactly 0 (every group dead, no KL term) makes no step: momentum and weight decay would move the
+        weights although nothing was learned.
 
         Raises:
             NonFiniteError: the gradient is not finite; the weights are left as they were.
@@ -74,20 +72,84 @@ class Optimizer:
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise NonFiniteError(
-                f"the gradient's norm is {grad_norm.item()}: the update was not made. To go on, start a new run from a "
-                "checkpoint of this one (model.path) with a lower optim.learning_rate or model.precision 'float32'"
+                f"the gradient's norm is {grad_norm.item()}, though every log-probability and coefficient is finite"
             )
         if grad_norm == 0:
             return 0.0
-        self.adamw.step()
-        self.schedule.step()
+        for rule, schedule in zip(self.rules, self.schedules, strict=True):
+            rule.step()
+            schedule.step()
         return float(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""
-        return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
+        return {
+            "rules": [rule.state_dict() for rule in self.rules],
+            "schedules": [schedule.state_dict() for schedule in self.schedules],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of ``state_dict``."""
-        self.adamw.load_state_dict(state["adamw"])
-        self.schedule.load_state_dict(state["schedule"])
+        for rule, saved in zip(self.rules, state["rules"], strict=True):
+            rule.load_state_dict(saved)
+        for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
+
+
+def _rules(model: nn.Module, parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
+    if config.optimizer == "adafactor":
+        return [torch.optim.Adafactor(_groups(parameters, config), lr=config.learning_rate)]
+    if config.optimizer == "adamw_8bit":
+        return [_bitsandbytes().AdamW8bit(_groups(parameters, config), **_adam(config))]
+    if config.optimizer == "muon":
+        return _muon(model, parameters, config)
+    return [_adamw(parameters, config)]
+
+
+def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+    """Matrices decay, the rest does not."""
+    matrices, rest = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _adam(config: OptimConfig) -> dict[str, Any]:
+    return {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+    }
+
+
+def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    fused = parameters[0].device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(_groups(parameters, config), **_adam(config), fused=fused)
+
+
+def _muon(model: nn.Module, parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers; AdamW for embeddings, the head and everything that is no matrix, for which
+    Muon is not meant. Its steps are scaled to AdamW's size, so that one learning rate fits both."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if head := getattr(model, "get_output_embeddings", lambda: None)():
+        tables.add(id(head.weight))
+    inner = [p for p in parameters if p.ndim == 2 and id(p) not in tables]
+    chosen = {id(p) for p in inner}
+    rest = [p for p in parameters if id(p) not in chosen]
+    rules: list[torch.optim.Optimizer] = []
+    if inner:
+        decay = config.weight_decay
+        rules.append(torch.optim.Muon(inner, config.learning_rate, decay, adjust_lr_fn="match_rms_adamw"))
+    if rest:
+        rules.append(_adamw(rest, config))
+    return rules
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise ModelError(
+            "optim.optimizer 'adamw_8bit' needs bitsandbytes, which is not installed: "
+            "pip install 'cohort-rl[quantized]'"
+        ) from None
+    return bitsandbytes.optim

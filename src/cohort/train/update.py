@@ -21,9 +21,19 @@ from cohort.objective import (
     top_entropy_tokens,
     vocabulary_kl,
 )
-from cohort.policy import Policy, TokenLogps, chunked_logps, chunked_terms
-from cohort.train.batch import batch_logits, cut, policy_statistics
+from cohort.policy import CompletionStates, Policy, Prefixes, TokenLogps, chunked_terms
+from cohort.train.batch import select, token_indices
+from cohort.train.guard import check_finite
 from cohort.train.optim import Optimizer
+from cohort.train.packing import (
+    Pack,
+    completion_states,
+    expert_balance,
+    microbatches,
+    packs,
+    policy_statistics,
+    working_sequences,
+)
 from cohort.types import TokenBatch
 
 
@@ -36,7 +46,7 @@ class UpdateResult:
 
     statistics: TokenStatistics
     logps_N: Tensor
-    """The minibatch's log-probs before the step."""
+    """The minibatch's log-probs before the step; NaN where none were needed."""
     grad_norm: float
     learning_rate: float
     entropy_coefficient: float
@@ -62,28 +72,70 @@ def update(
         minibatch: scored completions with their advantages.
         objective: the row of the table.
         temperature: divides the logits.
-        token_budget: tokens of one backward pass, padding included.
+        token_budget: tokens of one pass; see ``packs``.
         reference: for a KL over the vocabulary, which needs its logits.
         entropy_coefficient: what the entropy bonus weighs in this update.
+
+    Raises:
+        NonFiniteError: a number is NaN or infinite; no step was made.
     """
     weights = minibatch_weights(policy, minibatch, objective, temperature, token_budget)
-    places: list[Tensor] = []
-    forwards: list[Forward] = []
+    # Completions without an advantage teach nothing where no other term wants them: no pass is spent on them.
+    working = working_sequences(minibatch, objective, entropy_coefficient or policy.router_aux_loss_coef)
+    working_N = token_indices(minibatch, working)
+    whole, minibatch, weights = minibatch, select(minibatch, working), weights.at(working_N)
+    idle = whole.num_tokens - minibatch.num_tokens
+    logps_N = torch.full((whole.num_tokens,), torch.nan, dtype=policy.precision.master, device=working_N.device)
     optimizer.zero_grad()
-    with policy.training():
-        for places_N, micro in cut(minibatch, token_budget):
-            losses, forward = microbatch_losses(
-                policy, micro, weights.at(places_N), objective, temperature, reference, entropy_coefficient
-            )
-            torch.stack(list(losses.values())).sum().backward()
-            places.append(places_N)
-            forwards.append(forward)
+    if not working:
+        return UpdateResult(TokenStatistics.of_idle(idle), logps_N, 0.0, optimizer.learning_rate, entropy_coefficient)
+    places, forwards = backward_passes(
+        policy, minibatch, weights, objective, temperature, token_budget, reference, entropy_coefficient
+    )
     learning_rate = optimizer.learning_rate
     grad_norm = optimizer.step()
     policy.version += grad_norm > 0
     tokens = in_minibatch_order(minibatch, weights, places, forwards)
-    statistics = token_statistics(objective, tokens)
-    return UpdateResult(statistics, tokens.logps_N, grad_norm, learning_rate, entropy_coefficient)
+    statistics = token_statistics(objective, tokens) + TokenStatistics.of_idle(idle)
+    logps_N[working_N] = tokens.logps_N
+    return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient)
+
+
+def backward_passes(
+    policy: Policy,
+    minibatch: TokenBatch,
+    weights: Weights,
+    objective: Objective,
+    temperature: float,
+    token_budget: int,
+    reference: Policy | None,
+    entropy_coefficient: float,
+) -> tuple[list[Tensor], list[Forward]]:
+    """Leave the minibatch's gradient in the parameters; the places of each microbatch's tokens, and what its forward
+    pass gave."""
+    balance = expert_balance(policy, minibatch, temperature, token_budget) if policy.router_aux_loss_coef else None
+    places: list[Tensor] = []
+    forwards: list[Forward] = []
+    passes = policy.passes
+    with policy.training(), policy.compute():
+        for pack in packs(minibatch, token_budget, shared=passes.shared):
+            # Each prompt once forward, then its completions, whose gradients of its keys and values add up, then once
+            # backward.
+            prefixes = passes.read(pack.prompt_ids)
+            ref_prefixes = read_reference(reference, objective, pack)
+            for places_N, micro in microbatches(minibatch, pack):
+                states = completion_states(policy, prefixes, micro, temperature)
+                ref_states = reference_states(reference, ref_prefixes, micro, temperature)
+                losses, forward = microbatch_losses(
+                    states, ref_states, micro, weights.at(places_N), objective, entropy_coefficient
+                )
+                if balance is not None:
+                    losses["router"] = balance.loss(states.router_logits)
+                torch.stack(list(losses.values())).sum().backward()
+                places.append(places_N)
+                forwards.append(forward)
+            prefixes.backward()
+    return places, forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,25 +187,39 @@ def minibatch_weights(
     return Weights(policy_N, base_N, mean_N)
 
 
+def read_reference(reference: Policy | None, objective: Objective, pack: Pack) -> Prefixes | None:
+    """The prompts of a pack for a KL over the vocabulary, which needs the reference's distributions."""
+    if not objective.beta or objective.kl.estimator != "full":
+        return None
+    assert reference is not None
+    with torch.no_grad(), reference.compute():
+        return reference.passes.read(pack.prompt_ids)
+
+
+def reference_states(
+    reference: Policy | None, prefixes: Prefixes | None, micro: TokenBatch, temperature: float
+) -> CompletionStates | None:
+    """The reference's states of a microbatch, after the prompts that it has read; None: it has not."""
+    if reference is None or prefixes is None:
+        return None
+    with torch.no_grad():
+        return completion_states(reference, prefixes, micro, temperature)
+
+
 def microbatch_losses(
-    policy: Policy,
+    states: CompletionStates,
+    ref_states: CompletionStates | None,
     micro: TokenBatch,
     weights: Weights,
     objective: Objective,
-    temperature: float,
-    reference: Policy | None,
     entropy_coefficient: float,
 ) -> tuple[dict[str, Tensor], Forward]:
     """For each term, a scalar with the microbatch's share of its gradient; their values mean nothing."""
-    logits_NV, targets_N = batch_logits(policy, micro)
-    current = chunked_logps(logits_NV, targets_N, temperature)
+    current = states.logps()
     detached = TokenLogps(*(values_N.detach() for values_N in current))
-    ref_logits_NV, ref_logps_N = None, micro.ref_logps_N
-    if objective.beta and objective.kl.estimator == "full":
-        assert reference is not None
-        with torch.no_grad():
-            ref_logits_NV, _ = batch_logits(reference, micro)
-            ref_logps_N = chunked_logps(ref_logits_NV, targets_N, temperature).logps_N
+    ref_logps_N = micro.ref_logps_N if ref_states is None else ref_states.logps().logps_N
+    read = {"advantage": micro.advantages_N, "old log-probability": micro.old_logps_N}
+    check_finite(micro, {"log-probability": detached.logps_N, "reference log-probability": ref_logps_N} | read)
     terms = coefficients(
         objective,
         detached.logps_N,
@@ -165,15 +231,16 @@ def microbatch_losses(
         ref_logps_N=ref_logps_N,
         base_weights_N=weights.kl_N,
     )
+    check_finite(micro, {"policy coefficient": terms.policy_N, "KL coefficient": terms.kl_N})
     losses = {"policy": torch.sum(-terms.policy_N * current.logps_N)}
-    if ref_logits_NV is not None:
+    if ref_states is not None:
         penalty_N = objective.beta * weights.kl_N * prefix_weight(objective, micro, detached.logps_N)
-        losses["kl"] = chunked_terms(weighted_kl(objective), temperature, [logits_NV, ref_logits_NV], [penalty_N])
+        losses["kl"] = chunked_terms(weighted_kl(objective), [states, ref_states], [penalty_N])
     elif objective.beta and objective.kl.place == "loss":
         losses["kl"] = torch.sum(-terms.kl_N * current.logps_N)
     if entropy_coefficient:
         bonus_N = entropy_coefficient * weights.entropy_N
-        losses["entropy"] = -chunked_terms(weighted_entropy, temperature, [logits_NV], [bonus_N])
+        losses["entropy"] = -chunked_terms(weighted_entropy, [states], [bonus_N])
     return losses, Forward(detached, terms, ref_logps_N)
 
 
@@ -190,17 +257,25 @@ def term_norms(
     what ``gradient/..._energy`` estimates without a backward pass. Costs a backward pass per term; changes nothing.
     """
     weights = minibatch_weights(policy, batch, objective, temperature, token_budget)
+    working = working_sequences(batch, objective, entropy_coefficient)
+    batch, weights = select(batch, working), weights.at(token_indices(batch, working))
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     sums: dict[str, list[Tensor]] = {}
-    with policy.training():
-        for places_N, micro in cut(batch, token_budget):
-            losses, _ = microbatch_losses(
-                policy, micro, weights.at(places_N), objective, temperature, reference, entropy_coefficient
-            )
-            for name, loss in losses.items():
-                parts = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-                before = sums.get(name)
-                sums[name] = list(parts) if before is None else [a + b for a, b in zip(before, parts, strict=True)]
+    passes = policy.passes
+    with policy.training(), policy.compute():
+        for pack in packs(batch, token_budget, shared=passes.shared):
+            prefixes = passes.read(pack.prompt_ids, attached=True)
+            ref_prefixes = read_reference(reference, objective, pack)
+            for places_N, micro in microbatches(batch, pack):
+                states = completion_states(policy, prefixes, micro, temperature)
+                ref_states = reference_states(reference, ref_prefixes, micro, temperature)
+                losses, _ = microbatch_losses(
+                    states, ref_states, micro, weights.at(places_N), objective, entropy_coefficient
+                )
+                for name, loss in losses.items():
+                    parts = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+                    before = sums.get(name)
+                    sums[name] = list(parts) if before is None else [a + b for a, b in zip(before, parts, strict=True)]
     flat = {name: torch.cat([part.flatten() for part in parts]) for name, parts in sums.items()}
     metrics = {f"gradient/{name}_norm": float(vector.norm()) for name, vector in flat.items()}
     if "kl" in flat and metrics["gradient/policy_norm"] and metrics["gradient/kl_norm"]:

@@ -1,0 +1,358 @@
+"""Attention of packed sequences, some of which continue a common prefix, with its own backward pass.
+
+Tokens lie end to end, without padding. Every sequence attends causally to itself; one that continues a prefix also
+attends to all of the prefix, whose keys and values are computed once for all that continue it:
+
+    out_n = sum_j exp(q_n . k_j s - lse_n) v_j        lse_n = log sum_j exp(q_n . k_j s)
+
+with j over the prefix's tokens and the sequence's own up to n. The two parts are computed apart and added by their
+log-sum-exps; in the backward pass each part takes the whole's output and log-sum-exp, which makes its share exact.
+
+Axis letters: N tokens, H query heads, K key-value heads, D a head's width, M tokens of prefixes, B sequences of a
+bucket, T tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+LIKE_LENGTHS = 0.75
+"""Sequences at least so long as the longest of their bucket are computed with it, padded to its length."""
+NEVER = 1e30
+"""A log-sum-exp beside which every score's weight is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sequences whose own parts are one product."""
+
+    shape: tuple[int, int]
+    """B and T."""
+    span: slice | None
+    """Their tokens, where they are neighbours of one length."""
+    places_BT: Tensor | None
+    """Their tokens' places on axis N, where they are not; padding points at some token."""
+    real_BT: Tensor | None
+    """Which of these are not padding."""
+
+    def take(self, values: Tensor) -> Tensor:
+        """``[heads, N, ...]`` to ``[B, heads, T, ...]``."""
+        if self.span is not None:
+            taken: Tensor = values[:, self.span].unflatten(1, self.shape)
+            return taken.transpose(0, 1)
+        return values[:, self.places_BT].transpose(0, 1)
+
+    def put(self, target: Tensor, values: Tensor) -> None:
+        """The inverse, into ``[heads, N, ...]``."""
+        if self.span is not None:
+            target[:, self.span] = values.transpose(0, 1).flatten(1, 2)
+        else:
+            assert self.places_BT is not None
+            target[:, self.places_BT[self.real_BT]] = values.transpose(0, 1)[:, self.real_BT]
+
+    def hide_padding(self, lse_BHT: Tensor, grad_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """So that padding gets no weight and sends back no gradient."""
+        if self.real_BT is None:
+            return lse_BHT, grad_BHTD
+        real = self.real_BT[:, None]
+        return lse_BHT.masked_fill(~real, NEVER), grad_BHTD * real[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Neighbouring tokens that continue one prefix."""
+
+    tokens: slice
+    """On axis N."""
+    prefix: slice
+    """On axis M."""
+
+
+class Layout:
+    """Which token belongs to what.
+
+    Args:
+        lengths: tokens of each sequence, laid end to end.
+        prefixes: the number of the prefix that each continues; those of one prefix are neighbours. None: there are no
+            prefixes.
+        prefix_lengths: tokens of each prefix; 0 is one.
+        device: of the tensors.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        prefixes: Sequence[int] | None = None,
+        prefix_lengths: Sequence[int] = (),
+    ) -> None:
+        self.lengths = tuple(lengths)
+        self.starts = (0, *accumulate(lengths))
+        before = [0] * len(lengths) if prefixes is None else [prefix_lengths[prefix] for prefix in prefixes]
+        self.before = tuple(before)
+        """Tokens of the prefix that each sequence continues."""
+        positions = [first + place for first, length in zip(before, lengths, strict=True) for place in range(length)]
+        self.positions_N = torch.tensor(positions, device=device)
+        self.longest = max(first + length for first, length in zip(before, lengths, strict=True))
+        """Tokens of the longest sequence with its prefix."""
+        self.buckets = tuple(self._buckets(device))
+        self.prefix_starts = (0, *accumulate(prefix_lengths))
+        self.prefixes = None if prefixes is None else tuple(prefixes)
+        self.continuations = tuple(self._continuations())
+
+    def _buckets(self, device: torch.device) -> Iterator[Bucket]:
+        if len(set(self.lengths)) == 1:
+            yield Bucket((len(self.lengths), self.lengths[0]), slice(0, self.starts[-1]), None, None)
+            return
+        longest_first = sorted(range(len(self.lengths)), key=lambda s: -self.lengths[s])
+        bucket: list[int] = []
+        for sequence in longest_first:
+            if bucket and self.lengths[sequence] < LIKE_LENGTHS * self.lengths[bucket[0]]:
+                yield self._padded(bucket, device)
+                bucket = []
+            bucket.append(sequence)
+        yield self._padded(bucket, device)
+
+    def _padded(self, sequences: Sequence[int], device: torch.device) -> Bucket:
+        longest = self.lengths[sequences[0]]
+        start_B = torch.tensor([self.starts[s] for s in sequences], device=device)
+        length_B = torch.tensor([self.lengths[s] for s in sequences], device=device)
+        place_T = torch.arange(longest, device=device)
+        real_BT = place_T < length_B[:, None]
+        places_BT = (start_B[:, None] + place_T).masked_fill(~real_BT, 0)
+        return Bucket((len(sequences), longest), None, places_BT, real_BT)
+
+    def _continuations(self) -> Iterator[Continuation]:
+        if self.prefixes is None:
+            return
+        changes = [s for s in range(1, len(self.prefixes)) if self.prefixes[s] != self.prefixes[s - 1]]
+        for first, stop in pairwise([0, *changes, len(self.prefixes)]):
+            prefix = self.prefixes[first]
+            keys = slice(self.prefix_starts[prefix], self.prefix_starts[prefix + 1])
+            if keys.start < keys.stop:
+                yield Continuation(slice(self.starts[first], self.starts[stop]), keys)
+
+
+def packed_attention(
+    q_HND: Tensor,
+    k_KND: Tensor,
+    v_KND: Tensor,
+    layout: Layout,
+    *,
+    scaling: float,
+    prefix: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Attention as the module describes it. Differentiable in everything, the prefixes included.
+
+    Args:
+        q_HND, k_KND, v_KND: of the tokens; H is a multiple of K.
+        layout: which token belongs to what.
+        scaling: s, multiplies the scores.
+        prefix: keys and values of the prefixes, ``[K, M, D]`` each, laid end to end.
+        window: tokens further back are not seen, the token itself counted in. None: all are.
+        cap: scores become ``cap * tanh(scores / cap)``. None: they stay.
+
+    Returns:
+        ``[H, N, D]``, in the dtype of ``v_KND``.
+    """
+    if window is not None and window >= layout.longest:
+        window = None
+    # On a CPU the fused kernel's backward pass is slower in bfloat16 than in float32, and less exact.
+    on_cpu = q_HND.device.type == "cpu"
+    dtype = torch.promote_types(v_KND.dtype, torch.float32) if on_cpu else v_KND.dtype
+    q, k, v = (part.to(dtype) for part in (q_HND, k_KND, v_KND))
+    prefix_k, prefix_v = (None, None) if prefix is None else (part.to(dtype) for part in prefix)
+    fused = on_cpu or (window is None and dtype in {torch.bfloat16, torch.float16})
+    if cap is None and fused:
+        out: Tensor = _TwoPart.apply(q, k, v, prefix_k, prefix_v, layout, scaling, window)  # type: ignore[no-untyped-call]
+    else:
+        out = explicit_attention(q, k, v, layout, scaling, (prefix_k, prefix_v), window, cap)
+    return out.to(v_KND.dtype)
+
+
+class _TwoPart(torch.autograd.Function):
+    """``packed_attention`` over fused kernels, which keep no scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefix_k: Tensor | None,
+        prefix_v: Tensor | None,
+        layout: Layout,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        out_HND, lse_HN = (
+            torch.empty_like(q),
+            q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
+        )
+        for bucket in layout.buckets:
+            mask = _own_mask(bucket, window, q)
+            out, lse = _attend(bucket.take(q), bucket.take(k), bucket.take(v), scaling, mask, causal=True)
+            bucket.put(out_HND, out)
+            bucket.put(lse_HN, lse)
+        for part in layout.continuations:
+            assert prefix_k is not None
+            assert prefix_v is not None
+            seen = _prefix_seen(part, layout, window)
+            keys, values = prefix_k[None, :, part.prefix], prefix_v[None, :, part.prefix]
+            out, lse = _attend(q[None, :, part.tokens], keys, values, scaling, _additive(seen, q))
+            if seen is not None:
+                lse = lse.masked_fill(~seen.any(-1), -torch.inf)
+            own_lse = lse_HN[:, part.tokens]
+            whole = torch.logaddexp(own_lse, lse[0])
+            out_HND[:, part.tokens].mul_((own_lse - whole).exp_()[..., None]).addcmul_(
+                out[0], (lse[0] - whole).exp_()[..., None].to(out.dtype)
+            )
+            lse_HN[:, part.tokens] = whole
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out_HND, lse_HN)
+        ctx.rest = layout, scaling, window
+        return out_HND
+
+    @staticmethod
+    def backward(ctx: Any, grad_HND: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, prefix_k, prefix_v, out_HND, lse_HN = ctx.saved_tensors
+        layout, scaling, window = ctx.rest
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for bucket in layout.buckets:
+            lse, grad = bucket.hide_padding(bucket.take(lse_HN), bucket.take(grad_HND))
+            mask = _own_mask(bucket, window, q)
+            own_q, own_k, own_v, own_out = (bucket.take(each) for each in (q, k, v, out_HND))
+            grads = _attend_backward(grad, own_q, own_k, own_v, own_out, lse, scaling, mask, causal=True)
+            for target, values in zip((grad_q, grad_k, grad_v), grads, strict=True):
+                bucket.put(target, values)
+        if prefix_k is None:
+            return grad_q, grad_k, grad_v, None, None, None, None, None
+        grad_prefix_k, grad_prefix_v = torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)
+        for part in layout.continuations:
+            seen = _prefix_seen(part, layout, window)
+            lse = lse_HN[None, :, part.tokens]
+            if seen is not None:
+                lse = lse.masked_fill(~seen.any(-1), NEVER)
+            grads = _attend_backward(
+                grad_HND[None, :, part.tokens],
+                q[None, :, part.tokens],
+                prefix_k[None, :, part.prefix],
+                prefix_v[None, :, part.prefix],
+                out_HND[None, :, part.tokens],
+                lse,
+                scaling,
+                _additive(seen, q),
+            )
+            grad_q[:, part.tokens] += grads[0][0]
+            grad_prefix_k[:, part.prefix] += grads[1][0]
+            grad_prefix_v[:, part.prefix] += grads[2][0]
+        return grad_q, grad_k, grad_v, grad_prefix_k, grad_prefix_v, None, None, None
+
+
+def _own_mask(bucket: Bucket, window: int | None, like: Tensor) -> Tensor | None:
+    """What a sequence does not see of itself beyond what is causal; None: that is all."""
+    if window is None or window >= bucket.shape[1]:
+        return None
+    place_T = torch.arange(bucket.shape[1], device=like.device)
+    back_TT = place_T[:, None] - place_T
+    return _additive((back_TT >= 0) & (back_TT < window), like)
+
+
+def _prefix_seen(part: Continuation, layout: Layout, window: int | None) -> Tensor | None:
+    """Which of its prefix each token sees, boolean; None: all."""
+    positions = layout.positions_N[part.tokens]
+    length = part.prefix.stop - part.prefix.start
+    if window is None:
+        return None
+    return positions[:, None] - torch.arange(length, device=positions.device) < window
+
+
+def _additive(seen: Tensor | None, like: Tensor) -> Tensor | None:
+    if seen is None:
+        return None
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``[B, H, T, D]`` output and ``[B, H, T]`` log-sum-exp of the kernel of the device. A mask includes causality."""
+    causal = causal and mask is None
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scaling)
+    else:
+        assert mask is None
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scaling)
+    return out, lse
+
+
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+    mask: Tensor | None,
+    *,
+    causal: bool = False,
+) -> Sequence[Tensor]:
+    """Gradients of q, k and v, of the part of a whole whose output and log-sum-exp are given."""
+    causal = causal and mask is None
+    lse = lse.contiguous()
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads: Sequence[Tensor] = kernel(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scaling)
+        return grads
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+    return kernel(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:1], scale=scaling
+    )
+
+
+def explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    scaling: float,
+    prefix: tuple[Tensor | None, Tensor | None] = (None, None),
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """``packed_attention`` by its formula, sequence by sequence: for what the fused kernels cannot do (soft caps), and
+    what they are tested against. Its memory grows with the scores."""
+    share = q.shape[0] // k.shape[0]
+    prefix_k, prefix_v = prefix
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs = []
+    for s, length in enumerate(layout.lengths):
+        own = slice(layout.starts[s], layout.starts[s + 1])
+        keys, values = k[:, own], v[:, own]
+        if prefix_k is not None and prefix_v is not None and layout.prefixes is not None:
+            number = layout.prefixes[s]
+            before = slice(layout.prefix_starts[number], layout.prefix_starts[number + 1])
+            keys = torch.cat([prefix_k[:, before], keys], dim=1)
+            values = torch.cat([prefix_v[:, before], values], dim=1)
+        first = layout.before[s]
+        place = torch.arange(first + length, device=q.device)
+        back = place[first:, None] - place
+        seen = (back >= 0) & (back < (window or math.inf))
+        scores = (q[:, own] @ keys.repeat_interleave(share, 0).mT).to(wide) * scaling
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        weights = functional.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).to(values.dtype)
+        outs.append(weights @ values.repeat_interleave(share, 0))
+    return torch.cat(outs, dim=1)

@@ -1,0 +1,319 @@
+"""From hidden states to log-probs, without the logits of a batch: a chunk of tokens at a time, forward and backward.
+
+With hidden state h, head W, temperature tau and whatever else shapes the distribution inside z:
+
+    z = shape(W h) / tau        logps = z_target - log sum_v exp z_v
+    d logps / d z = onehot(target) - softmax(z)
+
+The backward pass computes each chunk's logits again; what lives for all tokens is of the hidden states' size.
+
+Axis letters: N completion tokens, C tokens of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cohort.policy.anatomy import soft_cap
+from cohort.types import Support
+
+CHUNK_TOKENS = 512
+CHUNK_LOGITS = 2**26
+"""A chunk has at most so many tokens, and so many logits (256 MiB in float32). Memory and time only."""
+
+
+class TokenLogps(NamedTuple):
+    """Shape ``[N]`` each; only the first has a gradient."""
+
+    logps_N: Tensor
+    """``log softmax(logits / temperature)`` at the sampled token."""
+    entropy_N: Tensor
+    """``-sum_v p_v log p_v`` over what was drawn from, in nats."""
+    collision_N: Tensor
+    """``sum_v p_v^2``: the chance that two draws agree."""
+
+
+class Distribution:
+    """What completion tokens are drawn from, given the logits: temperature, repetition penalty and supports.
+
+    Args:
+        prompt_ids, completion_ids: the token ids of S completions and of their prompts.
+        temperature: divides the logits.
+        supports: what the tokens were drawn from: all others have probability 0. Empty: the whole vocabulary.
+        repetition_penalty: logits of tokens that stand in the prompt or earlier in the completion are divided by it
+            where positive and multiplied where negative, as the sampler does it. 1: none.
+        device: of the tensors.
+
+    Source of the penalty: CTRL (arXiv 1909.05858) 4.1; transformers' ``RepetitionPenaltyLogitsProcessor``.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        temperature: float,
+        supports: Sequence[Support | None] = (),
+        repetition_penalty: float = 1.0,
+        device: torch.device | None = None,
+    ) -> None:
+        self.temperature = temperature
+        self.targets_N = torch.tensor([token for ids in completion_ids for token in ids], device=device)
+        self._prompt_ids, self._completion_ids = prompt_ids, completion_ids
+        self._penalty = repetition_penalty
+        self._support = None
+        if any(support is not None for support in supports):
+            self._support = _JoinedSupport(supports, completion_ids, self.targets_N.device)
+
+    def scores(self, logits_CV: Tensor, start: int) -> tuple[Tensor, Tensor | float]:
+        """``z`` of the tokens from ``start`` on, and ``dz / dlogits``, which is diagonal: ``[C, V]``, or one number.
+
+        Args:
+            logits_CV: float32 or wider. Overwritten where they need no gradient.
+            start: the first token's place on axis N.
+        """
+        factor: Tensor | float = 1 / self.temperature
+        if self._penalty != 1:
+            seen_CV = self._seen(start, *logits_CV.shape)
+            of_seen_CV = torch.where(logits_CV.detach() < 0, logits_CV.new_tensor(self._penalty), 1 / self._penalty)
+            factor = torch.where(seen_CV, of_seen_CV, 1.0) / self.temperature
+            logits_CV = penalized_where(seen_CV, logits_CV, self._penalty)
+        in_place = not logits_CV.requires_grad
+        if self.temperature != 1:
+            logits_CV = logits_CV.div_(self.temperature) if in_place else logits_CV / self.temperature
+        if self._support is not None:
+            outside_CV = self._support.outside(start, *logits_CV.shape)
+            fill = logits_CV.masked_fill_ if in_place else logits_CV.masked_fill
+            logits_CV = fill(outside_CV, -torch.inf)
+        return logits_CV, factor
+
+    def _seen(self, start: int, count: int, vocabulary: int) -> Tensor:
+        """Which tokens stand in the prompt or before each token of the completion."""
+        device = self.targets_N.device
+        pieces = []
+        first = 0
+        for prompt, completion in zip(self._prompt_ids, self._completion_ids, strict=True):
+            wanted = range(max(start - first, 0), min(start + count - first, len(completion)))
+            first += len(completion)
+            if not wanted:
+                continue
+            # From which token of the completion on each token of the vocabulary has been seen. An id that the head has
+            # no logit for falls off the end.
+            places = torch.arange(1 - len(prompt), len(completion) + 1, device=device).clamp(min=0)
+            ids = torch.tensor([*prompt, *completion], device=device).clamp(max=vocabulary)
+            since_V = places.new_full((vocabulary + 1,), len(completion)).scatter_reduce_(0, ids, places, "amin")[:-1]
+            pieces.append(since_V <= torch.arange(wanted.start, wanted.stop, device=device)[:, None])
+        return torch.cat(pieces)
+
+
+def penalized_where(seen: Tensor, logits: Tensor, penalty: Tensor | float) -> Tensor:
+    """The repetition penalty, in sampling and in the update alike: seen tokens' logits divided by it where they are
+    positive and multiplied where negative."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+class _JoinedSupport:
+    """The supports of several completions, laid end to end."""
+
+    def __init__(
+        self, supports: Sequence[Support | None], completion_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        nothing = np.zeros(0, np.int32)
+        pairs = list(zip(supports, completion_ids, strict=True))
+        assert all(support is None or len(support.counts_N) == len(ids) for support, ids in pairs)
+        ragged = [
+            (nothing, np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_))  # nothing is excluded
+            if support is None
+            else (support.token_ids_K, support.counts_N, support.excluded_N)
+            for support, ids in pairs
+        ]
+        self._token_ids_K, self._counts_N, self._excluded_N = (
+            torch.from_numpy(np.concatenate(parts)).to(device) for parts in zip(*ragged, strict=True)
+        )
+        self._ends_N = self._counts_N.cumsum(0)
+
+    def outside(self, start: int, count: int, vocabulary: int) -> Tensor:
+        """Which tokens each of ``count`` completion tokens could not have been, boolean."""
+        stop = start + count
+        excluded_C, counts_C = self._excluded_N[start:stop], self._counts_N[start:stop]
+        first = int(self._ends_N[start] - self._counts_N[start])
+        token_ids_K = self._token_ids_K[first : int(self._ends_N[stop - 1])]
+        row_K = torch.arange(count, device=counts_C.device).repeat_interleave(counts_C)
+        outside_CV = excluded_C.logical_not()[:, None].repeat(1, vocabulary)
+        outside_CV[row_K, token_ids_K.long()] = excluded_C[row_K]
+        return outside_CV
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """``logits = cap(multiplier * (W h + b))``; or what is given are the logits already."""
+
+    linear: nn.Linear | None = None
+    """None: hidden states are logits."""
+    compute: torch.dtype = torch.float32
+    """What the product is computed in."""
+    multiplier: float = 1.0
+    cap: float | None = None
+    """Logits become ``cap * tanh(logits / cap)``. None: they stay."""
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """``[C, V]`` in float32 or wider. Differentiable."""
+        if self.linear is None:
+            return hidden_CH.to(torch.promote_types(hidden_CH.dtype, torch.float32))
+        logits_CV = _product(hidden_CH, self.linear.weight, self.linear.bias, self.compute)
+        if self.multiplier != 1:
+            logits_CV = logits_CV * self.multiplier
+        return logits_CV if self.cap is None else self.cap * torch.tanh(logits_CV / self.cap)
+
+
+def _product(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, compute: torch.dtype) -> Tensor:
+    bias_V = None if bias_V is None else bias_V.to(compute)
+    logits_CV = functional.linear(hidden_CH.to(compute), weight_VH.to(compute), bias_V)
+    return logits_CV.to(torch.promote_types(compute, torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionStates:
+    """A model's last hidden states where completion tokens were drawn, and all that makes log-probs of them."""
+
+    hidden_NH: Tensor
+    head: Head
+    distribution: Distribution
+    router_logits: tuple[Tensor, ...] = ()
+    """Of each layer with experts, ``[N, E]``, where they are asked for."""
+
+    @property
+    def chunk(self) -> int:
+        """How many tokens have logits at a time."""
+        linear = self.head.linear
+        vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
+        return max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+
+    def logps(self) -> TokenLogps:
+        """Log-probs of the tokens, differentiable, with entropies and collision probabilities."""
+        linear = self.head.linear
+        weight, bias = (None, None) if linear is None else (linear.weight, linear.bias)
+        return TokenLogps(*_SampledLogps.apply(self.hidden_NH, weight, bias, self))  # type: ignore[no-untyped-call]
+
+    def log_probs(self, hidden_CH: Tensor, start: int) -> Tensor:
+        """Of the whole vocabulary, ``[C, V]``, of the tokens from ``start`` on. Differentiable."""
+        scores_CV, _ = self.distribution.scores(self.head.logits(hidden_CH), start)
+        return torch.log_softmax(scores_CV, dim=-1)
+
+
+def chunked_terms(
+    term: Callable[..., Tensor], states: Sequence[CompletionStates], others_N: Sequence[Tensor]
+) -> Tensor:
+    """The sum of a differentiable term over the vocabulary, in chunks, each computed again in the backward pass.
+
+    Args:
+        term: takes the log-probs of a chunk under each model, then the chunk of each of ``others_N``; gives a number.
+        states: of one or more models, for the same tokens.
+        others_N: more tensors per token.
+    """
+    tokens, size = states[0].hidden_NH.shape[0], states[0].chunk
+
+    def piece(start: int, *parts: Tensor) -> Tensor:
+        hidden = parts[: len(states)]
+        log_probs = [each.log_probs(hidden_CH, start) for each, hidden_CH in zip(states, hidden, strict=True)]
+        return term(*log_probs, *parts[len(states) :])
+
+    wide = torch.promote_types(states[0].hidden_NH.dtype, torch.float32)
+    total = states[0].hidden_NH.new_zeros((), dtype=wide)
+    for start in range(0, tokens, size):
+        parts = [values[start : start + size] for values in (*(each.hidden_NH for each in states), *others_N)]
+        total = total + torch.utils.checkpoint.checkpoint(
+            piece, start, *parts, use_reentrant=False, preserve_rng_state=False
+        )
+    return total
+
+
+class _SampledLogps(torch.autograd.Function):
+    """``CompletionStates.logps``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, states: CompletionStates
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(hidden_NH.dtype, torch.float32)
+        if states.head.linear is not None:
+            wide = torch.promote_types(states.head.linear.weight.dtype, torch.float32)
+        found = hidden_NH.new_empty(3, hidden_NH.shape[0], dtype=wide)
+        compute = states.head.compute
+        weight = None if weight_VH is None else weight_VH.to(compute)  # once for all chunks
+        for start in range(0, hidden_NH.shape[0], states.chunk):
+            span = slice(start, start + states.chunk)
+            scores_CV, _, _ = _scores(hidden_NH[span], weight, bias_V, states, start)
+            highest_C, place_C = scores_CV.max(dim=-1)
+            targets_C = states.distribution.targets_N[span, None]
+            chosen_C = scores_CV.gather(-1, targets_C).squeeze(-1)
+            probs_CV = torch.softmax(scores_CV, dim=-1)
+            # The likeliest token's probability is at least 1/V, so its logarithm is exact enough.
+            highest_logp_C = probs_CV.gather(-1, place_C[:, None]).squeeze(-1).log()
+            normalizer_C = highest_C - highest_logp_C
+            found[0, span] = chosen_C - highest_C + highest_logp_C  # in this order a common shift costs nothing
+            # A token that cannot occur has score -inf, and 0 * -inf is not 0.
+            scores_CV.clamp_(min=torch.finfo(scores_CV.dtype).min)
+            found[1, span] = normalizer_C - torch.linalg.vecdot(probs_CV, scores_CV)
+            found[2, span] = torch.linalg.vecdot(probs_CV, probs_CV)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+        ctx.states = states
+        logps_N, entropy_N, collision_N = found
+        ctx.mark_non_differentiable(entropy_N, collision_N)
+        return logps_N, entropy_N, collision_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        states: CompletionStates = ctx.states
+        compute = states.head.compute
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        weight = None if weight_VH is None else weight_VH.to(compute)
+        grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
+        for start in range(0, hidden_NH.shape[0], states.chunk):
+            span = slice(start, start + states.chunk)
+            hidden_CH, grad_C1 = hidden_NH[span], grad_N[span, None]
+            scores_CV, factor, slope_CV = _scores(hidden_CH, weight, bias_V, states, start)
+            grad_CV = torch.softmax(scores_CV, dim=-1).mul_(-grad_C1)
+            grad_CV.scatter_add_(-1, states.distribution.targets_N[span, None], grad_C1.to(grad_CV.dtype))
+            grad_CV.mul_(factor)
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
+            if weight is None:
+                grad_hidden_NH[span] = grad_CV
+                continue
+            if states.head.multiplier != 1:
+                grad_CV.mul_(states.head.multiplier)
+            grad_logits_CV = grad_CV.to(compute)
+            grad_hidden_NH[span] = grad_logits_CV @ weight
+            if grad_weight is not None:
+                grad_weight += grad_logits_CV.mT @ hidden_CH.to(compute)
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(0)
+        return grad_hidden_NH, grad_weight, grad_bias, None
+
+
+def _scores(
+    hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, states: CompletionStates, start: int
+) -> tuple[Tensor, Tensor | float, Tensor | None]:
+    """``Distribution.scores`` of a chunk, and the soft cap's slope ``1 - tanh^2``, without gradient."""
+    head, slope_CV = states.head, None
+    if weight_VH is None:
+        logits_CV = hidden_CH.to(torch.promote_types(hidden_CH.dtype, torch.float32), copy=True)
+    else:
+        logits_CV = _product(hidden_CH, weight_VH, bias_V, head.compute)
+        if head.multiplier != 1:
+            logits_CV.mul_(head.multiplier)
+        if head.cap is not None:
+            soft_cap(logits_CV, head.cap)
+            slope_CV = 1 - (logits_CV / head.cap).square_()
+    scores_CV, factor = states.distribution.scores(logits_CV, start)
+    return scores_CV, factor, slope_CV

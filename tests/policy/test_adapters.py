@@ -1,0 +1,237 @@
+"""Adapters: what they start as, what is trained, the reference without a second model, saving alone and merged."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from cohort import GRPOConfig, GRPOTrainer
+from cohort.config import LoraConfig, load_config, to_toml
+from cohort.errors import ConfigError, ModelError
+from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, merged
+from tests.conftest import tiny_llama
+
+SINGLE = Precision(torch.float32, torch.float32)
+MIXED = Precision(torch.float32, torch.bfloat16)
+PROMPTS, COMPLETIONS = [(5, 9, 20), (7, 3)], [(4, 6, 11), (8, 8)]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+def adapted(precision=SINGLE, model=None, **settings):
+    settings = {"rank": 4} | settings
+    return Policy(add_adapters(model or tiny_llama(), LoraConfig(**settings), precision), precision)
+
+
+def trained(policy, size=0.2):
+    """Adapters as they are after some training: B is no longer 0."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if parameter.requires_grad and ".reference" not in name:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def logps(policy):
+    with torch.no_grad():
+        return policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N
+
+
+VARIANTS = [{}, {"variant": "rslora", "alpha": 3.0}, {"variant": "dora"}, {"target_modules": ["q_proj", "v_proj"]}]
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_a_new_adapter_changes_nothing_and_alone_is_trained(settings):
+    policy = adapted(**settings)
+    # DoRA normalises columns and multiplies by their norm: float32 rounding.
+    torch.testing.assert_close(logps(policy), logps(Policy(tiny_llama(), SINGLE)), rtol=0, atol=2e-6)
+    names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+    value = policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N.sum()
+    value.backward()
+    with_gradient = {name for name, parameter in policy.model.named_parameters() if parameter.grad is not None}
+    assert with_gradient == set(names)
+
+
+def test_scales_are_the_papers():
+    """alpha / rank; rsLoRA: alpha / sqrt(rank)."""
+    for variant, scale in (("lora", 8 / 4), ("rslora", 8 / 2)):
+        module = adapted(variant=variant, alpha=8.0).model.base_model.model.model.layers[0].self_attn.q_proj
+        assert module.scaling["default"] == scale
+    assert adapted().model.peft_config["default"].lora_alpha == 8  # twice the rank
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_the_reference_of_new_adapters_is_the_model_without_them(settings):
+    policy = adapted(**settings)
+    before = logps(policy)
+    reference = policy.reference()
+    assert reference.model is policy.model
+    trained(policy)
+    moved = logps(policy)
+    assert (moved - before).abs().max() > 0.01
+    torch.testing.assert_close(logps(reference), logps(Policy(tiny_llama(), SINGLE)), rtol=0, atol=0)
+    assert torch.equal(logps(policy), moved)  # and the adapters are on again
+    assert any(parameter.requires_grad for parameter in policy.model.parameters())
+
+
+def test_the_reference_of_trained_adapters_is_a_copy_of_them():
+    policy = trained(adapted())
+    before = logps(policy)
+    reference = policy.reference()
+    assert reference.model is policy.model
+    trainable = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    assert not any(".reference" in name for name in trainable)
+    trained(policy)
+    assert torch.equal(logps(reference), before)
+    assert (logps(policy) - before).abs().max() > 0.01
+    assert {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad} == trainable
+
+
+def test_frozen_matrices_are_kept_in_the_compute_dtype_and_nothing_changes():
+    policy = trained(adapted(MIXED))
+    layer = policy.model.base_model.model.model.layers[0]
+    assert layer.self_attn.q_proj.base_layer.weight.dtype == torch.bfloat16
+    assert layer.input_layernorm.weight.dtype == torch.float32
+    assert layer.self_attn.q_proj.lora_A["default"].weight.dtype == torch.float32
+    kept = logps(policy)
+    for module in policy.model.modules():
+        if type(module) is torch.nn.Linear:
+            module.float()
+    # The weights are those of bfloat16 already; autocast takes them to the same matrices.
+    assert torch.equal(logps(policy), kept)
+
+
+def test_a_tied_matrix_stays_as_it_is():
+    policy = adapted(MIXED, tiny_llama(tie_word_embeddings=True))
+    assert policy.model.get_base_model().get_input_embeddings().weight.dtype == torch.float32
+
+
+def test_a_frozen_reference_is_half_as_large_and_the_same():
+    policy = Policy(tiny_llama(), MIXED)
+    reference = policy.reference()
+    assert reference.model is not policy.model
+    assert reference.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert policy.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    assert torch.equal(logps(reference), logps(policy))
+    assert policy.reference(moves=True).model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_merging_is_a_copy_with_the_same_log_probs(settings):
+    policy = trained(adapted(**settings))
+    before = logps(policy)
+    whole = merged(policy.model)
+    assert not has_adapters(whole)
+    torch.testing.assert_close(logps(Policy(whole, SINGLE)), before, rtol=0, atol=1e-5)  # float32 sums, another order
+    assert torch.equal(logps(policy), before)
+
+
+def reward(completions, **_):
+    return [sum(character.isdigit() for character in text) / (len(text) + 1) for text in completions]
+
+
+@pytest.fixture
+def base(tmp_path, demo_tokenizer):
+    path = tmp_path / "base"
+    tiny_llama(vocab_size=len(demo_tokenizer)).save_pretrained(path)
+    demo_tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def settings(base, folder, lora, **run):
+    return GRPOConfig(
+        model={"path": base, "precision": "float32", "lora": lora},
+        rollout={"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6},
+        optim={"learning_rate": 0.01},
+        objective={"beta": 0.1},
+        run={"output_dir": str(folder), "max_steps": 2, "save_steps": 1} | run,
+        report={"progress": False},
+    )
+
+
+ROWS = [{"prompt": f"{number}+1"} for number in range(8)]
+
+
+def run(config, *, resume=False):
+    trainer = GRPOTrainer(args=config, reward_funcs=reward, train_dataset=ROWS)
+    trainer.train(resume=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+def test_a_run_saves_adapters_alone_and_merged_and_goes_on_from_them(tmp_path, base, variant):
+    trainer = run(settings(base, tmp_path / "run", {"rank": 4, "variant": variant, "save_merged": True}))
+    checkpoint, whole = tmp_path / "run/checkpoints/step-2", tmp_path / "run/merged"
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    assert not (checkpoint / "model.safetensors").exists()
+    assert json.loads((checkpoint / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    ours = logps(trainer.policy)
+    for folder in (checkpoint, whole):  # either loads as a model, for `cohort generate` and for a new run
+        loaded = Policy(load_model(str(folder), SINGLE, torch.device("cpu")), SINGLE)
+        torch.testing.assert_close(logps(loaded), ours, rtol=0, atol=1e-5)
+    from peft import AutoPeftModelForCausalLM
+
+    theirs = Policy(AutoPeftModelForCausalLM.from_pretrained(checkpoint), SINGLE)
+    torch.testing.assert_close(logps(theirs), ours, rtol=0, atol=1e-6)
+    # A new run that trains on: the reference is the adapter as it was loaded.
+    further = run(settings(base, tmp_path / "further", {"adapter": str(checkpoint)}))
+    torch.testing.assert_close(logps(further.reference), ours, rtol=0, atol=1e-6)
+    assert further.last_metrics["kl/k3"] > 0
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base):
+    lora = {"rank": 4}
+    whole = run(settings(base, tmp_path / "whole", lora, max_steps=3))
+    run(settings(base, tmp_path / "run", lora, max_steps=2))
+    resumed = run(settings(base, tmp_path / "run", lora, max_steps=3), resume=True)
+    assert torch.equal(logps(resumed.policy), logps(whole.policy))
+    assert resumed.last_metrics["kl/k3"] == whole.last_metrics["kl/k3"]
+
+
+def test_the_start_of_a_run_says_how_much_is_trained(tmp_path, base):
+    trainer = GRPOTrainer(args=settings(base, tmp_path / "r", {"rank": 2}), reward_funcs=reward, train_dataset=ROWS)
+    assert "of them trained)" in trainer.describe()
+
+
+def test_settings_of_adapters_are_a_table_of_their_own(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('[model]\npath = "x"\n[model.lora]\nrank = 8\n')
+    config = load_config(file, ["--model.lora.variant", "dora", "--model.lora.alpha=.5", "--model.lora.rank", "2"])
+    assert (config.model.path, config.model.lora.rank, config.model.lora.variant) == ("x", 2, "dora")
+    assert config.model.lora.alpha == 0.5
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(config))
+    assert load_config(again) == config
+    for wrong in ("--model.lora.ranks", "--model.lora"):
+        with pytest.raises(ConfigError, match="unknown setting"):
+            load_config(file, [wrong, "3"])
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "said"),
+    [
+        ({"lora": {"rank": 2, "dropout": 0.1}}, {}, "needs model.dropout"),
+        ({"lora": {"rank": 2, "adapter": "x"}}, {}, "exclude each other"),
+        ({"quantization": "4bit"}, {}, "needs adapters"),
+        ({"lora": {"rank": 2}}, {"beta": 0.1, "sync_ref_model": True}, "not for adapters"),
+        ({"lora": {"rank": -1}}, {}, "model.lora.rank"),
+    ],
+)
+def test_settings_that_cannot_be(model, objective, said):
+    with pytest.raises(ConfigError, match=said):
+        GRPOConfig(model=model, objective=objective)
+
+
+def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):
+    with pytest.raises(ModelError, match=r"model\.lora does not fit LlamaForCausalLM.*no_such"):
+        adapted(target_modules=["no_such"])
+    with pytest.raises(ModelError, match=r"no adapter_config\.json"):
+        adapted(rank=0, adapter=str(tmp_path))
+    with pytest.raises(ModelError, match="needs CUDA"):
+        load_model(base, SINGLE, torch.device("cpu"), quantization="4bit")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match=r"cohort-rl\[lora\]"):
+        adapted()

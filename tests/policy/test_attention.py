@@ -1,0 +1,212 @@
+"""Packed attention against a softmax written out token by token: outputs, and gradients of everything."""
+
+import math
+
+import pytest
+import torch
+
+from cohort.policy.attention import Layout, explicit_attention, packed_attention
+
+CPU = torch.device("cpu")
+LAYOUTS = {  # lengths, prefix of each, lengths of the prefixes
+    "one": ([7], None, ()),
+    "one token": ([1], None, ()),
+    "equal": ([5, 5, 5], None, ()),
+    "unequal": ([9, 1, 3, 4, 2, 8, 20], None, ()),
+    "several after each prefix": ([3, 9, 1, 5, 4, 2], [0, 0, 1, 1, 1, 2], [6, 11, 1]),
+    "equal after prefixes": ([4, 4, 4, 4, 4], [0, 0, 0, 1, 1], [3, 8]),
+    "single tokens after prefixes": ([1, 1, 1], [1, 1, 0], [9, 2]),
+    "some prefixes empty": ([3, 2, 6, 1], [0, 1, 1, 2], [0, 5, 0]),
+    "all prefixes empty": ([3, 2], [0, 1], [0, 0]),
+    "a prefix's sequences apart": ([2, 5, 3, 4, 1, 6], [1, 0, 1, 1, 0, 1], [4, 7]),
+    "a prefix that none continues": ([2, 5], [2, 0], [4, 3, 7]),
+}
+
+
+def made(lengths, prefix_lengths, heads=4, kv_heads=2, width=6, dtype=torch.float64, size=1.0):
+    """q, k, v, and the prefixes' k and v; leaves, laid out as a model's projections are (tokens before heads)."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(sum(lengths), h) for h in (heads, kv_heads, kv_heads)] + [(sum(prefix_lengths), kv_heads)] * 2
+    tensors = [torch.randn(*shape, width, generator=generator, dtype=torch.float64) * size for shape in shapes]
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+def naive(tensors, layout, scaling, window=None, cap=None):
+    """Every token and every head by itself: all keys it sees in a row, one softmax."""
+    lengths, prefixes, prefix_lengths = layout
+    q, k, v, prefix_k, prefix_v = tensors
+    ratio = q.shape[1] // k.shape[1]
+    rows, start = [], 0
+    for s, length in enumerate(lengths):
+        first = 0 if prefixes is None else sum(prefix_lengths[: prefixes[s]])
+        before = 0 if prefixes is None else prefix_lengths[prefixes[s]]
+        for place in range(length):
+            parts = []
+            for head in range(q.shape[1]):
+                of = head // ratio
+                keys = torch.cat([prefix_k[first : first + before, of], k[start : start + place + 1, of]])
+                values = torch.cat([prefix_v[first : first + before, of], v[start : start + place + 1, of]])
+                seen = min(window or math.inf, len(keys))
+                scores = keys[-seen:] @ q[start + place, head] * scaling
+                if cap is not None:
+                    scores = cap * torch.tanh(scores / cap)
+                parts.append(torch.softmax(scores, 0) @ values[-seen:])
+            rows.append(torch.stack(parts))
+        start += length
+    return torch.stack(rows)
+
+
+def packed(tensors, layout, scaling, window=None, cap=None, function=packed_attention):
+    lengths, prefixes, prefix_lengths = layout
+    q, k, v, *prefix = (tensor.transpose(0, 1) for tensor in tensors)
+    prefix = None if prefixes is None else tuple(prefix)
+    where = Layout(lengths, CPU, prefixes, prefix_lengths)
+    if function is explicit_attention:
+        out = function(q, k, v, where, scaling, prefix or (None, None), window, cap)
+    else:
+        out = function(q, k, v, where, scaling=scaling, prefix=prefix, window=window, cap=cap)
+    return out.transpose(0, 1)
+
+
+def assert_same(tensors, layout, tolerance, **settings):
+    """Outputs, and gradients of all five tensors, beside the largest number of each, or the numbers of size 1 whose
+    sums they are and which may cancel."""
+    function, least = settings.pop("function", packed_attention), settings.pop("least", 1.0)
+    expected = naive(tensors, layout, **settings)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    got = packed(tensors, layout, **settings, function=function)
+    assert got.dtype == tensors[2].dtype
+    results = []
+    for out in (got, expected):
+        grads = torch.autograd.grad((out * weights).sum(), tensors, materialize_grads=True)
+        results.append([out.detach(), *grads])
+    for name, one, other in zip(("out", "q", "k", "v", "prefix k", "prefix v"), *results, strict=True):
+        scale = other.abs().max().item() if other.numel() else 1.0
+        gap = (one - other).abs().max().item() if other.numel() else 0.0
+        assert gap <= tolerance * max(scale, least), f"{name}: off by {gap:.2g} of {scale:.2g}"
+
+
+@pytest.mark.parametrize("cap", [None, 0.8])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 7, 12, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_and_gradients(layout, window, cap):
+    """Windows shorter than the own part and than the prefix, that end inside either, and longer than everything."""
+    tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2])
+    # float64, sums of up to 30 terms in another order
+    assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=window, cap=cap)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("width", [1, 3, 6, 7, 16, 24])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (2, 1), (3, 1), (4, 4), (6, 2), (5, 1), (7, 1), (12, 2), (8, 1)]
+)
+def test_shared_heads_and_widths(heads, kv_heads, width, window):
+    layout = LAYOUTS["several after each prefix"]
+    tensors = made(layout[0], layout[2], heads, kv_heads, width)
+    assert_same(tensors, layout, 1e-13, scaling=width**-0.5, window=window)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_explicit_formula(layout, window, cap):
+    """What caps and windows take where the fused kernels cannot."""
+    tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2])
+    settings = {"scaling": 0.4, "window": window, "cap": cap, "function": explicit_attention}
+    assert_same(tensors, LAYOUTS[layout], 1e-13, **settings)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_float32(layout, window):
+    tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2], dtype=torch.float32)
+    assert_same(tensors, LAYOUTS[layout], 1e-5, scaling=0.4, window=window)
+
+
+def test_in_bfloat16():
+    layout = LAYOUTS["a prefix's sequences apart"]
+    tensors = made(layout[0], layout[2], dtype=torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    got, expected = packed(tensors, layout, 0.4), naive(exact, layout, 0.4)
+    grads = torch.autograd.grad(got.double().square().sum(), tensors)
+    expected_grads = torch.autograd.grad(expected.square().sum(), exact)
+    assert {each.dtype for each in (got, *grads)} == {torch.bfloat16}
+    for one, other in zip((got, *grads), (expected, *expected_grads), strict=True):
+        # Computed in float32; only what comes out and what goes back in has 8 bits (half a unit: 2^-9).
+        assert (one - other).abs().max() <= 2**-7 * other.abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("size", [30.0, 1e-8])
+def test_scores_of_any_size(size, window):
+    """Scores up to some thousand: one part may be nothing beside the other, and exponentials of 1000 are infinite."""
+    layout = LAYOUTS["several after each prefix"]
+    tensors = made(layout[0], layout[2], size=size)
+    scores = (tensors[0][:, 0] @ tensors[1][:, 0].T).abs().max()
+    assert scores > 1000 or scores < 1e-10
+    # A gap of 1e-16 of a score of 5000 is one of 5e-13 of its weight; q's gradient is a difference of such.
+    assert_same(tensors, layout, 1e-11, scaling=1.0, window=window, least=1.0 if size > 1 else 0.0)
+
+
+def test_prefixes_may_be_of_a_wider_dtype():
+    """As leaves that gradients add up in: bfloat16 tokens after float32 prefixes."""
+    layout = LAYOUTS["several after each prefix"]
+    tensors = made(layout[0], layout[2], dtype=torch.bfloat16)
+    tensors[3:] = [tensor.detach().float().requires_grad_() for tensor in tensors[3:]]
+    out = packed(tensors, layout, 0.4)
+    grads = torch.autograd.grad(out.double().sum(), tensors)
+    assert out.dtype == torch.bfloat16
+    assert [grad.dtype for grad in grads] == [torch.bfloat16] * 3 + [torch.float32] * 2
+    torch.testing.assert_close(out.double(), naive([t.double() for t in tensors], layout, 0.4), rtol=0, atol=2**-7)
+
+
+def test_a_sequence_is_the_same_whatever_it_is_packed_with():
+    """Also in numbers that the others' could spoil: padding takes its values from some token."""
+    lengths, prefixes, prefix_lengths = LAYOUTS["several after each prefix"]
+    tensors = made(lengths, prefix_lengths)
+    whole = packed(tensors, (lengths, prefixes, prefix_lengths), 0.4)
+    start = 0
+    for s, length in enumerate(lengths):
+        spoiled = [tensor.detach().clone() for tensor in tensors]
+        others = torch.ones(sum(lengths), dtype=torch.bool)
+        others[start : start + length] = False
+        first = sum(prefix_lengths[: prefixes[s]])
+        prefix_others = torch.ones(sum(prefix_lengths), dtype=torch.bool)
+        prefix_others[first : first + prefix_lengths[prefixes[s]]] = False
+        for tensor, hidden in zip(spoiled, [others] * 3 + [prefix_others] * 2, strict=True):
+            tensor[hidden] = 50.0
+        got = packed(spoiled, (lengths, prefixes, prefix_lengths), 0.4)
+        torch.testing.assert_close(got[start : start + length], whole[start : start + length], rtol=0, atol=1e-14)
+        start += length
+
+
+def test_the_layout_by_hand():
+    layout = Layout([3, 1, 2], CPU, [1, 0, 0], [4, 2])
+    assert layout.positions_N.tolist() == [2, 3, 4, 4, 4, 5]
+    assert layout.before == (2, 4, 4)
+    assert layout.longest == 6
+    assert [(c.tokens, c.prefix) for c in layout.continuations] == [
+        (slice(0, 3), slice(4, 6)),
+        (slice(3, 6), slice(0, 4)),
+    ]
+    assert [bucket.shape for bucket in layout.buckets] == [(1, 3), (1, 2), (1, 1)]
+    assert [bucket.shape for bucket in Layout([8, 6, 7, 1], CPU).buckets] == [(3, 8), (1, 1)]
+
+
+def test_nothing_but_inputs_and_one_output_is_kept_for_the_backward_pass():
+    """No scores: what is kept grows with the tokens and not with their square."""
+    kept = {}
+    for length in (50, 100):
+        layout = ([length] * 3, [0, 0, 1], [length, length])
+        tensors = made(layout[0], layout[2])
+        sizes = {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            packed(tensors, layout, 0.4)
+        kept[length] = sum(sizes.values())
+    assert kept[100] == pytest.approx(2 * kept[50], rel=1e-6)

@@ -1,0 +1,373 @@
+"""Log-probs from hidden states in chunks, against a plain log-softmax of all logits by autograd."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cohort.policy import CompletionStates, Distribution, Head, chunked_terms, head
+from cohort.types import Support
+
+VOCABULARY, HIDDEN = 23, 6
+PROMPTS = [(5, 9, 20), (7,), (30, 3, 5, 5, 11), (2, 3)]  # 30 is beyond the vocabulary
+COMPLETIONS = [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
+TARGETS = list(itertools.chain(*COMPLETIONS))
+N = len(TARGETS)
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "bias": {"bias": True},
+    "multiplier": {"multiplier": 0.3},
+    "soft cap": {"cap": 1.5, "bias": True},
+    "soft cap after multiplier": {"cap": 1.5, "multiplier": 2.5},
+    "supports": {"supports": True},
+    "penalty": {"penalty": 1.4},
+    "reward for repeating": {"penalty": 0.7},
+    "all": {
+        "temperature": 0.6,
+        "bias": True,
+        "multiplier": 0.8,
+        "cap": 3.0,
+        "supports": True,
+        "penalty": 1.4,
+    },
+}
+
+
+def kept_sets(vocabulary=VOCABULARY):
+    """What each token was drawn from; the third completion's from everything."""
+    generator = np.random.default_rng(0)
+    sizes = generator.choice([0, 1, 5, 20], size=N)
+    kept = [sorted({t, *generator.permutation(vocabulary)[:size]}) for t, size in zip(TARGETS, sizes, strict=True)]
+    kept[9] = list(range(vocabulary))
+    return kept
+
+
+def supports_of(kept, vocabulary=VOCABULARY):
+    found, start = [], 0
+    for ids in COMPLETIONS:
+        rows = kept[start : start + len(ids)]
+        start += len(ids)
+        excluded = [len(row) > vocabulary // 2 for row in rows]
+        listed = [
+            sorted(set(range(vocabulary)) - set(row)) if out else row for row, out in zip(rows, excluded, strict=True)
+        ]
+        counts = np.array([len(row) for row in listed], np.int32)
+        found.append(Support(np.array(sum(listed, []), np.int32), counts, np.array(excluded, np.bool_)))
+    found[2] = None
+    return found
+
+
+def parts(bias=False, dtype=torch.float64, scale=1.0):
+    """Hidden states and a head, leaves."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(N, HIDDEN, generator=generator, dtype=torch.float64) * scale
+    linear = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return hidden.to(dtype).requires_grad_(), linear
+
+
+def states_of(hidden, linear, multiplier=1.0, cap=None, compute=torch.float64, **settings):
+    its_head = Head(linear, compute, multiplier, cap)
+    return CompletionStates(hidden, its_head, distribution(**settings))
+
+
+def distribution(temperature=1.0, supports=False, penalty=1.0, **_):
+    given = supports_of(kept_sets()) if supports else ()
+    return Distribution(PROMPTS, COMPLETIONS, temperature, given, penalty)
+
+
+def plain_scores(logits, temperature=1.0, supports=False, penalty=1.0, **_):
+    """Penalty, then support, then temperature, token by token."""
+    kept, rows, n = kept_sets(), [], 0
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        for t in range(len(completion)):
+            row, seen = logits[n], torch.zeros(logits.shape[1], dtype=torch.bool)
+            seen[[token for token in (*prompt, *completion[:t]) if token < logits.shape[1]]] = True
+            row = torch.where(seen, torch.where(row < 0, row * penalty, row / penalty), row)
+            if supports:
+                outside = torch.ones_like(seen)
+                outside[kept[n]] = False
+                row = row.masked_fill(outside, -torch.inf)
+            rows.append(row / temperature)
+            n += 1
+    return torch.stack(rows)
+
+
+def plain_log_probs(hidden, linear, multiplier=1.0, cap=None, **settings):
+    logits = linear(hidden) * multiplier
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return torch.log_softmax(plain_scores(logits, **settings), -1)
+
+
+def statistics(log_probs):
+    probs = log_probs.exp()
+    chosen = log_probs.gather(-1, torch.tensor(TARGETS)[:, None]).squeeze(-1)
+    entropy = -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
+    return chosen, entropy, probs.square().sum(-1)
+
+
+def gradients(value, hidden, linear):
+    return torch.autograd.grad(value, [hidden, *linear.parameters()])
+
+
+WEIGHTS = torch.linspace(-1, 2, N, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_statistics_and_gradients(monkeypatch, name, chunk):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", chunk)
+    settings = dict(SETTINGS[name])
+    hidden, linear = parts(settings.pop("bias", False))
+    states = states_of(hidden, linear, **settings)
+    assert states.chunk == chunk
+    got, expected = states.logps(), statistics(plain_log_probs(hidden, linear, **settings))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert [values.requires_grad for values in got] == [True, False, False]
+    for one, other in zip(
+        gradients((got.logps_N * WEIGHTS).sum(), hidden, linear),
+        gradients((expected[0] * WEIGHTS).sum(), hidden, linear),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_terms_over_the_vocabulary(monkeypatch, name, chunk):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", chunk)
+    settings = dict(SETTINGS[name])
+    hidden, linear = parts(settings.pop("bias", False))
+
+    def term(log_probs, weights):
+        finite = log_probs.masked_fill(log_probs.isneginf(), 0.0)
+        return (weights[:, None] * log_probs.exp() * finite).sum()
+
+    got = chunked_terms(term, [states_of(hidden, linear, **settings)], [WEIGHTS])
+    expected = term(plain_log_probs(hidden, linear, **settings), WEIGHTS)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(gradients(got, hidden, linear), gradients(expected, hidden, linear), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_have_at_most_so_many_logits(monkeypatch):
+    hidden, linear = parts()
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 2 * VOCABULARY + 1)
+    assert states_of(hidden, linear).chunk == 2
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 1)
+    assert states_of(hidden, linear).chunk == 1
+
+
+@pytest.mark.parametrize("name", ["plain", "temperature", "supports", "penalty", "all"])
+def test_logits_may_be_given(monkeypatch, name):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 4)
+    settings = {k: v for k, v in SETTINGS[name].items() if k in ("temperature", "supports", "penalty")}
+    logits = torch.randn(N, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    before = logits.clone()
+    logits.requires_grad_()
+    got = CompletionStates(logits, Head(), distribution(**settings)).logps()
+    assert torch.equal(logits, before)  # nothing is written into them
+    expected = statistics(torch.log_softmax(plain_scores(logits, **settings), -1))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    (one,) = torch.autograd.grad((got.logps_N * WEIGHTS).sum(), logits)
+    (other,) = torch.autograd.grad((expected[0] * WEIGHTS).sum(), logits)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_penalty_of_logits_that_are_zero_by_hand():
+    """Seen: 0 (logit 0), 1 (logit -1) and 2 (logit 1). Zero counts as positive, as in sampling: its slope is 1 / 2."""
+    logits = torch.tensor([[0.0, -1.0, 1.0, -0.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    states = CompletionStates(logits, Head(), Distribution([(0, 1, 2)], [(4,)], 1.0, (), 2.0))
+    logps = states.logps().logps_N
+    z = torch.tensor([0.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
+    probs = z.softmax(0)
+    assert logps.item() == pytest.approx(probs[4].log().item(), abs=1e-15)
+    (grad,) = torch.autograd.grad(logps.sum(), logits)
+    expected = -probs * torch.tensor([0.5, 2.0, 0.5, 1.0, 1.0], dtype=torch.float64)
+    expected[4] += 1
+    torch.testing.assert_close(grad[0], expected, rtol=0, atol=1e-15)
+
+
+def test_float32_is_as_exact_as_log_softmax():
+    hidden, linear = parts(dtype=torch.float32, scale=3.0)
+    exact = statistics(plain_log_probs(hidden.detach().double(), linear.double()))
+    got = states_of(hidden, linear.float(), compute=torch.float32).logps()
+    assert {values.dtype for values in got} == {torch.float32}
+    for one, other in zip(got, exact, strict=True):
+        # Logits up to 30 have a rounding of 2e-6.
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_bfloat16_products(name):
+    """Weights in float32, products in bfloat16: 8 bits of each logit, and nothing else, is lost."""
+    settings = dict(SETTINGS[name])
+    hidden, linear = parts(settings.pop("bias", False), torch.float32)
+    exact = plain_log_probs(hidden, linear, **settings)
+    got = states_of(hidden, linear, compute=torch.bfloat16, **settings).logps()
+    assert {values.dtype for values in got} == {torch.float32}
+    largest = linear(hidden).abs().max().item() * settings.get("multiplier", 1) / settings.get("temperature", 1)
+    largest *= max(settings.get("penalty", 1), 1)
+    # Hidden states, weights and the sum are each rounded by at most 2^-9 of themselves; two logits per log-prob.
+    bound = 2 * 3 * 2**-9 * largest
+    expected = statistics(exact)
+    gap = (got.logps_N - expected[0]).abs().max().item()
+    assert 1e-6 < gap < bound
+    assert (got.entropy_N - expected[1]).abs().max() < bound
+    weights = WEIGHTS.float()
+    grads = gradients((got.logps_N * weights).sum(), hidden, linear)
+    expected_grads = gradients((expected[0] * weights).sum(), hidden, linear)
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.05 * other.norm()  # probabilities off by a few percent of themselves
+
+
+def test_hidden_states_in_bfloat16_give_their_gradient_in_bfloat16():
+    hidden, linear = parts(dtype=torch.float32)
+    half = hidden.detach().bfloat16().requires_grad_()
+    got = states_of(half, linear, compute=torch.bfloat16).logps()
+    assert got.logps_N.dtype == torch.float32
+    grads = gradients(got.logps_N.sum(), half, linear)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32]
+
+
+def test_what_is_frozen_gets_no_gradient():
+    hidden, linear = parts(bias=True)
+    linear.requires_grad_(False)
+    states_of(hidden, linear).logps().logps_N.sum().backward()
+    assert hidden.grad is not None
+    assert linear.weight.grad is linear.bias.grad is None
+    linear.bias.requires_grad_(True)
+    states_of(hidden.detach(), linear).logps().logps_N.sum().backward()
+    assert linear.bias.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_logits_are_finite(dtype):
+    logits = torch.full((N, VOCABULARY), -1e4, dtype=dtype)
+    logits[:, ::2] = 1e4
+    logits[1] = -1e4
+    logits[2, 5:10] = -torch.inf  # as a model forbids tokens
+    logits[3] = 0.0
+    logits[:, 0] = 1e4
+    logits.requires_grad_()
+    for settings in ({}, {"temperature": 0.01}, {"supports": True}, {"penalty": 1.5}):
+        got = CompletionStates(logits, Head(), distribution(**settings)).logps()
+        expected = statistics(torch.log_softmax(plain_scores(logits.double(), **settings), -1))
+        for one, other in zip(got, expected, strict=True):
+            assert torch.isfinite(one).all()
+            # Beside logits of 1e4 a float32 number has a rounding of 1e-3, of 1e6 one of 0.1.
+            size = 1e6 if "temperature" in settings else 2e4
+            torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=size * torch.finfo(dtype).eps)
+        (grad,) = torch.autograd.grad(got.logps_N.sum(), logits)
+        assert torch.isfinite(grad).all()
+    assert (got.entropy_N > -1e-2).all()
+
+
+def test_log_probs_of_large_logits_are_as_exact_as_their_differences():
+    """log_softmax takes the largest off first; so that a common shift costs nothing."""
+    logits = torch.tensor([[3000.0, 3001.5, 2999.25]])
+    got = CompletionStates(logits, Head(), Distribution([(0,)], [(0,)], 1.0)).logps()
+    expected = torch.log_softmax(logits.double(), -1)[0]
+    assert got.logps_N.item() == pytest.approx(expected[0].item(), abs=1e-6)
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+MANY = 1000  # a vocabulary beside which nothing else is large
+CASES = [{}, {"penalty": 1.3}, {"cap": 5.0, "multiplier": 0.5}]
+
+
+def long_states(tokens, penalty=1.0, **settings):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(MANY, (tokens,), generator=generator).tolist()
+    linear = nn.Linear(4, MANY, bias=False)
+    hidden = torch.randn(tokens, 4, generator=generator).requires_grad_()
+    completions = [ids[start : start + 20] for start in range(0, tokens, 20)]
+    its_distribution = Distribution([(1, 2)] * len(completions), completions, 0.9, (), penalty)
+    return CompletionStates(hidden, Head(linear, **settings), its_distribution)
+
+
+def kept_bytes(function):
+    """Distinct storage kept for the backward pass."""
+    sizes = {}
+
+    def keep(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = function()
+    return sum(sizes.values()), value
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, torch.Tensor):
+                self.numel = max(self.numel, each.numel())
+        return out
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_nothing_of_the_vocabularys_size_is_kept(settings):
+    kept = {}
+    for tokens in (400, 800):
+        states = long_states(tokens, **settings)
+        kept[tokens], _ = kept_bytes(lambda states=states: states.logps().logps_N.sum())
+        assert kept[tokens] < 2 * (tokens * 4 + MANY * 4) * 4
+    # Per token: 4 numbers of its hidden state.
+    assert kept[800] - kept[400] <= 400 * 4 * 4 + 64
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("term", ["logps", "entropy"])
+def test_the_largest_tensor_is_a_chunk_of_logits(monkeypatch, settings, term):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 8)
+    for tokens in (400, 1200):
+        states = long_states(tokens, **settings)
+        with Largest() as largest:
+            if term == "logps":
+                value = states.logps().logps_N.sum()
+            else:
+                value = chunked_terms(lambda p, w: (w[:, None] * p.exp() * p).sum(), [states], [torch.ones(tokens)])
+            value.backward()
+        assert 8 * MANY <= largest.numel <= 8 * (MANY + 1), tokens
+
+
+def test_terms_keep_hidden_states_only():
+    kept = {}
+    for tokens in (400, 800):
+        states, ones = long_states(tokens), torch.ones(tokens)
+        kept[tokens], _ = kept_bytes(
+            lambda states=states, ones=ones: chunked_terms(
+                lambda p, w: (w[:, None] * p.exp() * p).sum(), [states], [ones]
+            )
+        )
+    assert kept[800] - kept[400] <= 400 * 4 * (4 + 1) + 1000  # hidden states, weights, and little per chunk
+
+
+def test_without_gradients_nothing_is_kept():
+    states = long_states(400)
+    with torch.no_grad():
+        kept, logps = kept_bytes(states.logps)
+    assert kept == 0
+    assert not logps.logps_N.requires_grad
+    assert logps.logps_N.grad_fn is None
+    with torch.no_grad():
+        again = states.logps()
+    assert all(torch.equal(one, other) for one, other in zip(logps, again, strict=True))
