@@ -111,9 +111,11 @@ class LocalEngine:
     def describe_model(self) -> str:
         """Model, numerics and way of sampling, a line each."""
         policy = self.policy
-        size = sum(parameter.numel() for parameter in policy.model.parameters())
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
+        count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+        size = f"{count:,} parameters" + ("" if trained == count else f" ({trained:,} of them trained)")
         return (
-            f"model: {type(policy.model).__name__}, {size:,} parameters, {policy.precision}, on {policy.device}\n"
+            f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}\n"
             f"sampler: {self.backend.description}"
         )
 
