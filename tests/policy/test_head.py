@@ -56,7 +56,11 @@ def supports_of(kept, vocabulary=VOCABULARY):
             sorted(set(range(vocabulary)) - set(row)) if out else row for row, out in zip(rows, excluded, strict=True)
         ]
         counts = np.array([len(row) for row in listed], np.int32)
-        found.append(Support(np.array([token for row in listed for token in row], np.int32), counts, np.array(excluded, np.bool_)))
+        found.append(
+            Support(
+                np.array([token for row in listed for token in row], np.int32), counts, np.array(excluded, np.bool_)
+            )
+        )
     found[2] = None
     return found
 
