@@ -210,7 +210,7 @@ class OptimConfig(Section):
     """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
     microbatch_tokens: PositiveInt | None = None
     """Tokens of one pass over prompts or completions. Memory only: the gradient is the same whatever it is. Unset: what
-    half of the free memory holds, at most 4,096 on a CPU and 16,384 on CUDA; halved when memory runs out."""
+    half of the free memory holds, at most 2,048 on a CPU and 16,384 on CUDA; halved when memory runs out."""
     max_nonfinite_updates: PositiveInt = 3
     """An update whose log-probabilities, coefficients or gradient are not finite is not made, and its batch is written
     to nonfinite/ in the run folder; so many in a row stop the run."""

@@ -21,8 +21,8 @@ from cohort.rollout.budget import free_bytes
 
 Result = TypeVar("Result")
 
-MOST_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""More in a pass saves no time."""
+MOST_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""More in a pass saves little time and takes memory in proportion."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
 FREE_SHARE = 0.5
