@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -155,11 +156,16 @@ class SharedPasses:
         )
         return self._run(rows, PackedPass(layout, prefixes=prefixes.keys_values))
 
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self.policy.compute(), _exchanged_attention(self._model.get_decoder()):
+            yield
+
     def _run(self, rows: Sequence[Sequence[int]], packed: PackedPass) -> Hidden:
         ids = torch.tensor([[token for row in rows for token in row]], device=self.policy.device)
         decoder = self._model.get_decoder()
         asked = {"output_router_logits": True} if self.policy.router_aux_loss_coef else {}
-        with self.policy.compute(), _exchanged_attention(decoder), _same_when_recomputed(decoder, self.policy):
+        with self._entered(), _same_when_recomputed(decoder, self._entered):
             output = decoder(
                 input_ids=ids,
                 position_ids=packed.layout.positions_N[None],
@@ -260,13 +266,14 @@ def _exchanged_attention(decoder: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_when_recomputed(decoder: Any, policy: Policy) -> Iterator[None]:
-    """Layers that run within the block and are checkpointed run in the backward pass as they do here."""
-    before = [(m, m._gradient_checkpointing_func) for m in decoder.modules() if getattr(m, "gradient_checkpointing", 0)]
+def _same_when_recomputed(model: Any, entered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Checkpointed layers that run within this block run again, in the backward pass, in the block that ``entered``
+    makes. (Inside ``Tensor.backward`` even a block around it would not do: torch function modes are off there.)"""
+    before = [(m, m._gradient_checkpointing_func) for m in model.modules() if getattr(m, "gradient_checkpointing", 0)]
 
     def checkpoint(function: Any, layer: Any, *arguments: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with policy.compute(), _exchanged_attention(decoder):
+            with entered():
                 return layer(*arguments)
 
         return function(run, *arguments)
@@ -314,7 +321,8 @@ class PlainPasses:
         for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             start = len(prompt) - shortest
             taken[row, start : start + len(completion)] = True
-        with self.policy.compute():
+        compute = self.policy.compute
+        with compute(), _same_when_recomputed(self.policy.model, compute):
             if self.head.linear is None:
                 hidden = self.policy.logits(input_ids, keep=keep, use_cache=False).logits
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -74,9 +75,9 @@ def _filled(items: Sequence[Item], sizes: Sequence[int], budget: int) -> list[li
 
 
 def _balanced(sizes: Sequence[int], budget: int) -> int:
-    """A budget, no larger, that fills as many parts about equally instead of leaving a small last one."""
-    parts = -(-sum(sizes) // budget)
-    return min(budget, -(-sum(sizes) // parts) + max(sizes) // 2)
+    """The smallest budget that makes no more parts: about equal ones, instead of a small last one."""
+    parts = len(_filled(sizes, sizes, budget))
+    return bisect_left(range(budget), True, key=lambda less: len(_filled(sizes, sizes, less)) <= parts)
 
 
 def _padded(batch: TokenBatch, token_budget: int) -> tuple[tuple[int, ...], ...]:
