@@ -100,7 +100,7 @@ def _serve(connection: Any, work: Callable[..., None], arguments: Sequence[Any],
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             work(Turns(connection), *arguments)
         connection.send({"error": "it came to its end before it was told to stop"})
-    except Stop:
+    except (Stop, EOFError, BrokenPipeError):  # the last two: the parent is gone
         pass
     except BaseException as error:  # the parent says what became of the side
         traceback.print_exc()

@@ -204,15 +204,15 @@ def exchange_test(differences: Sequence[float]) -> float:
     return sum(abs(sum(s * d for s, d in zip(sign, differences, strict=True))) >= seen for sign in signs) / len(signs)
 
 
-def compare(runs: Sequence[dict[str, Curve]], take: Any) -> dict[str, float]:
+def compare(runs: Sequence[dict[str, Curve]], take: Any) -> dict[str, float | None]:
     """A number of each curve: means of both sides, the mean difference, its standard error and the test's p."""
     values = {name: [take(run[name]) for run in runs] for name in SIDES}
     differences = [ours - theirs for ours, theirs in zip(values["cohort"], values["trl"], strict=True)]
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None
     return {
         **{name: round(statistics.mean(own), 4) for name, own in values.items()},
         "difference": round(statistics.mean(differences), 4),
-        "standard_error": round(error, 4),
+        "standard_error": None if error is None else round(error, 4),  # of one seed there is none
         "p": round(exchange_test(differences), 4),
     }
 
@@ -333,8 +333,8 @@ def show(result: dict[str, Any]) -> None:
     for key, what in (("mean_accuracy", "Mean accuracy over all evaluations"), ("last_accuracy", "Last accuracy")):
         found = result[key]
         print(f"\n{what}: Cohort {found['cohort']:.1%}, TRL {found['trl']:.1%}", end=", ")
-        print(f"difference {found['difference']:+.1%} (standard error {found['standard_error']:.1%}", end=", ")
-        print(f"p = {found['p']:.3f})", end="")
+        error = "none" if found["standard_error"] is None else f"{found['standard_error']:.1%}"
+        print(f"difference {found['difference']:+.1%} (standard error {error}, p = {found['p']:.3f})", end="")
     print(f"\n\nSeconds to {GOAL:.0%}, by seed:")
     for name, values in result["seconds_to_goal"].items():
         print(f"  {name}: " + ", ".join("not reached" if v is None else f"{v:.1f}" for v in values))

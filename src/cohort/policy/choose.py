@@ -68,9 +68,11 @@ def choose_passes(policy: Policy) -> Passes:
 def logit_gap(passes: Passes, policy: Policy) -> float:
     """``relative_gap`` to the model's own forward pass, at worst, over a few tokens drawn at random."""
     generator = torch.Generator().manual_seed(0)
+    # A head may be rounded up beyond what the embedding holds.
+    known = min(policy.vocab_size, getattr(policy.model.get_input_embeddings(), "num_embeddings", policy.vocab_size))
 
     def tokens(count: int) -> list[int]:
-        drawn: list[int] = torch.randint(policy.vocab_size, (count,), generator=generator).tolist()
+        drawn: list[int] = torch.randint(known, (count,), generator=generator).tolist()
         return drawn
 
     prompts = [tokens(length) for length in TRIED_PROMPTS]

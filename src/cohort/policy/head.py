@@ -26,8 +26,8 @@ from cohort.policy.anatomy import soft_cap
 from cohort.types import Support
 
 CHUNK_TOKENS = 512
-CHUNK_LOGITS = 2**26
-"""A chunk has at most so many tokens, and so many logits (256 MiB in float32). Memory and time only."""
+CHUNK_LOGITS = 2**25
+"""A chunk has at most so many tokens, and so many logits (128 MiB in float32). Memory and time only."""
 
 
 class TokenLogps(NamedTuple):
@@ -283,6 +283,7 @@ class _SampledLogps(torch.autograd.Function):
             hidden_CH, grad_C1 = hidden_NH[span], grad_N[span, None]
             scores_CV, factor, slope_CV = _scores(hidden_CH, weight, bias_V, states, start)
             grad_CV = torch.softmax(scores_CV, dim=-1).mul_(-grad_C1)
+            del scores_CV  # one vocabulary-wide tensor less
             grad_CV.scatter_add_(-1, states.distribution.targets_N[span, None], grad_C1.to(grad_CV.dtype))
             grad_CV.mul_(factor)
             if slope_CV is not None:

@@ -70,7 +70,7 @@ class Prefixes:
             (computed, leaf.grad.to(computed.dtype))
             for layer, parts in self._computed.items()
             for computed, leaf in zip(parts, self.keys_values[layer], strict=True)
-            if leaf.grad is not None
+            if leaf is not computed and leaf.grad is not None
         ]
         if pairs:
             computed, grads = zip(*pairs, strict=True)
@@ -276,6 +276,9 @@ def _same_when_recomputed(model: Any, entered: Callable[[], AbstractContextManag
             with entered():
                 return layer(*arguments)
 
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            # The older kind runs layers without a graph: nothing would flow into the prompts' keys and values.
+            function = functools.partial(function, use_reentrant=False)
         return function(run, *arguments)
 
     for module, function in before:
