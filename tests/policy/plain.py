@@ -40,3 +40,8 @@ def assert_near(got, expected, tolerance):
         scale = max(wanted.abs().max().item(), least)
         gap = (got[name] - wanted).abs().max().item() / scale
         assert gap <= tolerance, f"{name}: off by {gap:.2g} of {scale:.2g}"
+
+
+def shares(policy):
+    """Whether prompts are read once, by the first way that was tried: there is no reason given."""
+    return policy.passes.shared and "(" not in policy.passes.description

@@ -72,7 +72,8 @@ def test_the_reference_of_new_adapters_is_the_model_without_them(settings):
     trained(policy)
     moved = logps(policy)
     assert (moved - before).abs().max() > 0.01
-    torch.testing.assert_close(logps(reference), logps(Policy(tiny_llama(), SINGLE)), rtol=0, atol=0)
+    # With DoRA the layers are transformers' own, without it ours: float32 has 6e-8, log-probs are about 4.
+    torch.testing.assert_close(logps(reference), logps(Policy(tiny_llama(), SINGLE)), rtol=0, atol=2e-6)
     assert torch.equal(logps(policy), moved)  # and the adapters are on again
     assert any(parameter.requires_grad for parameter in policy.model.parameters())
 

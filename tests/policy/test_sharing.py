@@ -9,9 +9,9 @@ from transformers.models.llama import modeling_llama
 
 from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.policy.choose import find_head
-from cohort.policy.passes import PlainPasses, SharedPasses
+from cohort.policy.passes import PlainPasses
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_logps
+from tests.policy.plain import assert_near, gradients, plain_logps, shares
 from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import disturbed
 
@@ -157,7 +157,7 @@ def assert_plain(policy, tolerance=1e-10, logp_tolerance=1e-12, prompts=PROMPTS,
 @pytest.mark.parametrize("name", [*SHARING, *slow(SHARING_TOO)])
 def test_families_that_share(name):
     policy = policy_of(*(SHARING | SHARING_TOO)[name])
-    assert policy.passes.description == SharedPasses.description
+    assert shares(policy), policy.passes.description
     assert_plain(policy)
 
 
@@ -175,7 +175,7 @@ def test_experts_that_share(name):
     """In float32: transformers' product of the experts takes no float64. A token's experts are its own affair, so
     packing changes only the order of sums."""
     policy = policy_of(*SHARING_EXPERTS[name], SINGLE)
-    assert policy.passes.description == SharedPasses.description
+    assert shares(policy), policy.passes.description
     assert_plain(policy, 1e-4, 1e-5)
 
 
@@ -213,7 +213,7 @@ def test_padding_of_the_head_beyond_the_embedding():
     model.lm_head = nn.Linear(24, 40, bias=False)
     policy = Policy(model.double(), DOUBLE)
     assert policy.vocab_size == 40
-    assert policy.passes.description == SharedPasses.description
+    assert shares(policy), policy.passes.description
     assert_plain(policy)
 
 
@@ -262,7 +262,7 @@ def double(wrapped):
 @pytest.mark.parametrize("name", SHARED_ADAPTERS)
 def test_adapters(name):
     policy = double(with_peft(dict(SHARED_ADAPTERS[name])))
-    assert policy.passes.description == SharedPasses.description
+    assert shares(policy), policy.passes.description
     before = policy.logps(PROMPTS, COMPLETIONS, 0.8).logps_N
     assert_plain(policy)
     with policy.model.disable_adapter():
@@ -549,7 +549,7 @@ def test_a_model_that_does_not_use_the_interface(kind, reason):
 
 
 def test_sinks_and_dropout_of_attention_are_not_shared():
-    policy = Policy(tiny_llama(), SINGLE)
+    policy = policy_of("olmo2", ATTENTION, SINGLE)
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with policy.training(), pytest.raises(Exception, match="attention has dropout"):

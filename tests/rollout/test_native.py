@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cohort.native import build
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine
 from cohort.rollout.backend import Capacity
-from cohort.rollout.native import Kernels, SlotCache, Unavailable, build
+from cohort.rollout.native import Kernels, SlotCache, Unavailable
 from cohort.rollout.native.kernels import Gated, LayerCall, Residual
 from tests.conftest import tiny_llama
 from tests.rollout.test_local_engine import LetterTokenizer

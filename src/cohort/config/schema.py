@@ -245,7 +245,7 @@ class ReportConfig(Section):
     term_norms_steps: Count = 0
     """Every so many steps, measure the gradient's norm of each term (policy, KL, entropy) by a backward pass of its own
     over the first minibatch. 0: never."""
-    update_kl_completions: Count = 16
+    update_kl_completions: Count = 8
     """Measure how far each step moved the policy (update_kl) on so many of its completions. 0: do not."""
 
 

@@ -77,6 +77,8 @@ class Norm:
     @classmethod
     def of(cls, module: Any, *, shifted: bool) -> Norm:
         """A norm of transformers, which spells eps in two ways."""
+        if hasattr(module, "modules_to_save"):
+            raise UnknownAnatomy("a norm is trained by an adapter")
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
         if eps is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
             raise UnknownAnatomy(f"a norm is a {type(module).__name__}")
@@ -185,16 +187,25 @@ class Anatomy:
     def rope_tables(self, length: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """Cosines and sines of positions 0 to ``length - 1``, each ``[length, head_dim]``, by kind of rotation."""
         like = torch.empty(0, dtype=dtype, device=self.norm.weight.device)
-        positions = torch.arange(length, device=like.device)[None]
-        tables = {}
-        for kind in {layer.rope for layer in self.layers if layer.rope is not None}:
-            cos, sin = self.rotary(like, positions, kind) if kind else self.rotary(like, positions)
-            tables[kind] = (cos[0], sin[0])
-        return tables
+        positions = torch.arange(length, device=like.device)
+        return {kind: self.angles(kind, positions, like) for kind in self.rotations}
+
+    @property
+    def rotations(self) -> set[str]:
+        """The kinds of rotation that there are."""
+        return {layer.rope for layer in self.layers if layer.rope is not None}
+
+    def angles(self, kind: str, positions_N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, each ``[N, head_dim]``, in the dtype of ``like``."""
+        cos, sin = self.rotary(like, positions_N[None], kind) if kind else self.rotary(like, positions_N[None])
+        return cos[0], sin[0]
 
 
 def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    for module in (layer, attention, mlp):
+        if not type(module).__module__.startswith("transformers."):
+            raise UnknownAnatomy(f"{type(module).__name__} is a class of its own")
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
 
     def norm(name: str) -> Norm:

@@ -14,7 +14,9 @@ bucket, T tokens of the longest of them.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -23,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from cohort.policy.kernels import Attention, UpdateKernels, Work
 
 LIKE_LENGTHS = 0.75
 """Sequences at least so long as the longest of their bucket are computed with it, padded to its length."""
@@ -96,6 +100,7 @@ class Layout:
     ) -> None:
         self.lengths = tuple(lengths)
         self.starts = (0, *accumulate(lengths))
+        self.tokens = self.starts[-1]
         before = [0] * len(lengths) if prefixes is None else [prefix_lengths[prefix] for prefix in prefixes]
         self.before = tuple(before)
         """Tokens of the prefix that each sequence continues."""
@@ -107,6 +112,26 @@ class Layout:
         self.prefix_starts = (0, *accumulate(prefix_lengths))
         self.prefixes = None if prefixes is None else tuple(prefixes)
         self.continuations = tuple(self._continuations())
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """How a kernel's threads share the sequences: those of one prefix together, unless there were too few then."""
+        sequences = [
+            (start, length, 0 if self.prefixes is None else self.prefix_starts[self.prefixes[s]], self.before[s])
+            for s, (start, length) in enumerate(zip(self.starts, self.lengths, strict=False))
+        ]
+        prefixes = self.prefixes or range(len(sequences))  # without any, each sequence stands by itself
+        changes = [s for s in range(1, len(sequences)) if prefixes[s] != prefixes[s - 1]]
+        stretches = list(pairwise([0, *changes, len(sequences)]))
+        pieces = -(-torch.get_num_threads() // len(stretches))
+        items: list[tuple[int, int, int]] = []
+        used: Counter[int] = Counter()  # slots, by prefix: gradients of one are written by one item
+        for start, end in stretches:
+            for first, stop in pairwise(_cuts(start, end, pieces)):
+                items.append((first, stop, used[prefixes[first]]))
+                used[prefixes[first]] += 1
+        slots = max(used.values())
+        return Work(torch.tensor(sequences), torch.tensor(items), self.tokens, slots, self.longest)
 
     def _buckets(self, device: torch.device) -> Iterator[Bucket]:
         if len(set(self.lengths)) == 1:
@@ -141,6 +166,12 @@ class Layout:
                 yield Continuation(slice(self.starts[first], self.starts[stop]), keys)
 
 
+def _cuts(start: int, end: int, pieces: int) -> list[int]:
+    """Where to cut so that there are so many pieces, or fewer where there is less to cut."""
+    pieces = min(pieces, end - start)
+    return [start + (end - start) * piece // pieces for piece in range(pieces + 1)]
+
+
 def packed_attention(
     q_HND: Tensor,
     k_KND: Tensor,
@@ -151,33 +182,96 @@ def packed_attention(
     prefix: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     cap: float | None = None,
+    kernels: UpdateKernels | None = None,
 ) -> Tensor:
     """Attention as the module describes it. Differentiable in everything, the prefixes included.
 
     Args:
-        q_HND, k_KND, v_KND: of the tokens; H is a multiple of K.
+        q_HND, k_KND, v_KND: of the tokens; H is a multiple of K. What comes after those that the layout knows means
+            nothing: zeros come of it.
         layout: which token belongs to what.
         scaling: s, multiplies the scores.
         prefix: keys and values of the prefixes, ``[K, M, D]`` each, laid end to end.
         window: tokens further back are not seen, the token itself counted in. None: all are.
         cap: scores become ``cap * tanh(scores / cap)``. None: they stay.
+        kernels: what does it on a CPU, where there are such; else torch's kernels do.
 
     Returns:
         ``[H, N, D]``, in the dtype of ``v_KND``.
     """
     if window is not None and window >= layout.longest:
         window = None
-    # On a CPU the fused kernel's backward pass is slower in bfloat16 than in float32, and less exact.
-    on_cpu = q_HND.device.type == "cpu"
-    dtype = torch.promote_types(v_KND.dtype, torch.float32) if on_cpu else v_KND.dtype
-    q, k, v = (part.to(dtype) for part in (q_HND, k_KND, v_KND))
-    prefix_k, prefix_v = (None, None) if prefix is None else (part.to(dtype) for part in prefix)
-    fused = on_cpu or (window is None and dtype in {torch.bfloat16, torch.float16})
+    prefix_k, prefix_v = (None, None) if prefix is None else prefix
+    if kernels is not None and cap is None and layout.work.items.shape[0] * k_KND.shape[0] >= torch.get_num_threads():
+        native: Tensor = _Native.apply(  # type: ignore[no-untyped-call]
+            q_HND, k_KND, v_KND, prefix_k, prefix_v, Attention(layout.work, scaling, window), kernels
+        )
+        return native
+    filler = q_HND.shape[1] - layout.tokens
+    if filler:
+        q_HND, k_KND, v_KND = (part[:, : layout.tokens] for part in (q_HND, k_KND, v_KND))
+    fused = q_HND.device.type == "cpu" or (window is None and v_KND.dtype in {torch.bfloat16, torch.float16})
     if cap is None and fused:
-        out: Tensor = _TwoPart.apply(q, k, v, prefix_k, prefix_v, layout, scaling, window)  # type: ignore[no-untyped-call]
-    else:
-        out = explicit_attention(q, k, v, layout, scaling, (prefix_k, prefix_v), window, cap)
-    return out.to(v_KND.dtype)
+        out: Tensor = _TwoPart.apply(  # type: ignore[no-untyped-call]
+            q_HND, k_KND, v_KND, prefix_k, prefix_v, layout, scaling, window
+        )
+        return functional.pad(out, (0, 0, 0, filler))
+    dtype = kernel_dtype(v_KND)
+    q, k, v = (part.to(dtype) for part in (q_HND, k_KND, v_KND))
+    before = (None, None) if prefix is None else (prefix[0].to(dtype), prefix[1].to(dtype))
+    out = explicit_attention(q, k, v, layout, scaling, before, window, cap).to(v_KND.dtype)
+    return functional.pad(out, (0, 0, 0, filler))
+
+
+def kernel_dtype(like: Tensor) -> torch.dtype:
+    """What attention is computed in. On a CPU torch's backward pass is slower in bfloat16 than in float32, and less
+    exact."""
+    return torch.promote_types(like.dtype, torch.float32) if like.device.type == "cpu" else like.dtype
+
+
+class _Native(torch.autograd.Function):
+    """``packed_attention`` by the kernel, whose tensors lie token by token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prefix_k: Tensor | None,
+        prefix_v: Tensor | None,
+        attention: Attention,
+        kernels: UpdateKernels,
+    ) -> Tensor:
+        # One dtype for each: of rotation and adapters some may come out wider than others.
+        ctx.dtypes = [part.dtype for part in (q, k, v, prefix_k, prefix_v) if part is not None]
+        q, k, v = _alike(q, k, v)
+        prefix_k, prefix_v = _alike(prefix_k, prefix_v)
+        out, lse = kernels.attend(attention, q, k, v, (prefix_k, prefix_v))
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse)
+        ctx.rest = attention, kernels
+        return out.transpose(0, 1).to(ctx.dtypes[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, prefix_k, prefix_v, out, lse = ctx.saved_tensors
+        attention, kernels = ctx.rest
+        grads = kernels.attend_grad(attention, _by_token(grad.to(q.dtype)), q, k, v, (prefix_k, prefix_v), out, lse)
+        found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return *found, *(() if prefix_k is not None else (None, None)), None, None
+
+
+def _by_token(part: Tensor) -> Tensor:
+    """``[heads, N, D]`` to ``[N, heads, D]``, contiguous; as a rule it lies so."""
+    return part.transpose(0, 1).contiguous()
+
+
+def _alike(*parts: Any) -> Sequence[Any]:
+    """``_by_token`` in the widest of their dtypes."""
+    if parts[0] is None:
+        return parts
+    dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    return [_by_token(part.to(dtype)) for part in parts]
 
 
 class _TwoPart(torch.autograd.Function):
@@ -195,6 +289,11 @@ class _TwoPart(torch.autograd.Function):
         scaling: float,
         window: int | None,
     ) -> Tensor:
+        given = q, k, v, prefix_k, prefix_v  # kept as they came: half as large, where they are in half precision
+        dtype = kernel_dtype(v)
+        q, k, v = (part.to(dtype) for part in (q, k, v))
+        if prefix_k is not None and prefix_v is not None:
+            prefix_k, prefix_v = prefix_k.to(dtype), prefix_v.to(dtype)
         out_HND, lse_HN = (
             torch.empty_like(q),
             q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
@@ -218,14 +317,17 @@ class _TwoPart(torch.autograd.Function):
                 out[0], (lse[0] - whole).exp_()[..., None].to(out.dtype)
             )
             lse_HN[:, part.tokens] = whole
-        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out_HND, lse_HN)
+        out_HND = out_HND.to(given[2].dtype)
+        ctx.save_for_backward(*given, out_HND, lse_HN)
         ctx.rest = layout, scaling, window
         return out_HND
 
     @staticmethod
     def backward(ctx: Any, grad_HND: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, prefix_k, prefix_v, out_HND, lse_HN = ctx.saved_tensors
+        *given, out_HND, lse_HN = ctx.saved_tensors
         layout, scaling, window = ctx.rest
+        dtype = kernel_dtype(given[2])
+        q, k, v, out_HND, grad_HND = (part.to(dtype) for part in (*given[:3], out_HND, grad_HND))
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for bucket in layout.buckets:
             lse, grad = bucket.hide_padding(bucket.take(lse_HN), bucket.take(grad_HND))
@@ -234,8 +336,9 @@ class _TwoPart(torch.autograd.Function):
             grads = _attend_backward(grad, own_q, own_k, own_v, own_out, lse, scaling, mask, causal=True)
             for target, values in zip((grad_q, grad_k, grad_v), grads, strict=True):
                 bucket.put(target, values)
-        if prefix_k is None:
-            return grad_q, grad_k, grad_v, None, None, None, None, None
+        if given[3] is None:
+            return *_as([grad_q, grad_k, grad_v], given), None, None, None, None, None
+        prefix_k, prefix_v = (part.to(dtype) for part in given[3:])
         grad_prefix_k, grad_prefix_v = torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)
         for part in layout.continuations:
             seen = _prefix_seen(part, layout, window)
@@ -255,7 +358,11 @@ class _TwoPart(torch.autograd.Function):
             grad_q[:, part.tokens] += grads[0][0]
             grad_prefix_k[:, part.prefix] += grads[1][0]
             grad_prefix_v[:, part.prefix] += grads[2][0]
-        return grad_q, grad_k, grad_v, grad_prefix_k, grad_prefix_v, None, None, None
+        return *_as([grad_q, grad_k, grad_v, grad_prefix_k, grad_prefix_v], given), None, None, None
+
+
+def _as(grads: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    return [grad.to(part.dtype) for grad, part in zip(grads, given, strict=False)]
 
 
 def _own_mask(bucket: Bucket, window: int | None, like: Tensor) -> Tensor | None:

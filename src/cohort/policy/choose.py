@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from cohort.policy.anatomy import UnknownAnatomy
+from cohort.policy.exchanged import ExchangedAttention
 from cohort.policy.head import Head
+from cohort.policy.kernels import kernels_for
+from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import NotShared, Passes, PlainPasses, SharedPasses, base_of
 
 if TYPE_CHECKING:
@@ -32,7 +36,13 @@ def find_head(policy: Policy) -> Head | None:
     config = model.config.get_text_config()
     multiplier = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
-    return Head(linear, policy.precision.compute, multiplier, getattr(config, "final_logit_softcapping", None))
+    return Head(
+        linear,
+        policy.precision.compute,
+        multiplier,
+        getattr(config, "final_logit_softcapping", None),
+        kernels_for(policy)[0],
+    )
 
 
 @torch.no_grad()
@@ -46,11 +56,13 @@ def choose_passes(policy: Policy) -> Passes:
     mode = policy.model.training
     policy.model.eval()
     try:
-        for kind in (SharedPasses, PlainPasses) if head is not None else ():
+        for way in (_lean, _exchanged, PlainPasses) if head is not None else ():
             assert head is not None
             try:
-                passes = kind(policy, head)
+                passes = way(policy, head)
                 gap = logit_gap(passes, policy)
+            except UnknownAnatomy:
+                continue  # few are lean; the next way does not need it
             except Exception as error:  # models bring their own code
                 failures.append(f"{type(error).__name__}: {error}" if not isinstance(error, NotShared) else str(error))
                 continue
@@ -63,6 +75,14 @@ def choose_passes(policy: Policy) -> Passes:
     plain = PlainPasses(policy, Head(compute=policy.precision.compute))
     plain.description += f" ({'; '.join(failures)})" if failures else ""
     return plain
+
+
+def _lean(policy: Policy, head: Head) -> Passes:
+    return SharedPasses(policy, head, LeanLayers(policy))
+
+
+def _exchanged(policy: Policy, head: Head) -> Passes:
+    return SharedPasses(policy, head, ExchangedAttention(policy))
 
 
 def logit_gap(passes: Passes, policy: Policy) -> float:

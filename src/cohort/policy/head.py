@@ -23,11 +23,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.policy.anatomy import soft_cap
+from cohort.policy.kernels import UpdateKernels
 from cohort.types import Support
 
 CHUNK_TOKENS = 512
 CHUNK_LOGITS = 2**25
 """A chunk has at most so many tokens, and so many logits (128 MiB in float32). Memory and time only."""
+
+
+LIKE_SHAPES = 64
+"""On a CPU, products have so many rows or a multiple of it: for every shape it meets, oneDNN compiles code, and keeps
+most of it until the process ends. With as many shapes as there are token counts a run would grow step by step."""
+
+
+def in_like_shapes(rows: Tensor) -> Tensor:
+    """With zeros after the last row, so that the number of rows is one of a few."""
+    missing = -len(rows) % LIKE_SHAPES if rows.device.type == "cpu" else 0
+    return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
 
 class TokenLogps(NamedTuple):
@@ -69,8 +81,13 @@ class Distribution:
         self._prompt_ids, self._completion_ids = prompt_ids, completion_ids
         self._penalty = repetition_penalty
         self._support = None
-        if any(support is not None for support in supports):
+        if any(support is not None and _excludes(support) for support in supports):
             self._support = _JoinedSupport(supports, completion_ids, self.targets_N.device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the softmax of the logits over the temperature, and no more."""
+        return self._penalty == 1 and self._support is None
 
     def scores(self, logits_CV: Tensor, start: int) -> tuple[Tensor, Tensor | float]:
         """``z`` of the tokens from ``start`` on, and ``dz / dlogits``, which is diagonal: ``[C, V]``, or one number.
@@ -119,6 +136,11 @@ def penalized_where(seen: Tensor, logits: Tensor, penalty: Tensor | float) -> Te
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+def _excludes(support: Support) -> bool:
+    """Whether there is a token that could not have been drawn."""
+    return not bool((support.excluded_N & (support.counts_N == 0)).all())
+
+
 class _JoinedSupport:
     """The supports of several completions, laid end to end."""
 
@@ -162,6 +184,8 @@ class Head:
     multiplier: float = 1.0
     cap: float | None = None
     """Logits become ``cap * tanh(logits / cap)``. None: they stay."""
+    kernels: UpdateKernels | None = None
+    """What goes over logits in one pass, where there are such."""
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """``[C, V]`` in float32 or wider. Differentiable."""
@@ -174,9 +198,13 @@ class Head:
 
 
 def _product(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, compute: torch.dtype) -> Tensor:
+    return _linear(hidden_CH, weight_VH, bias_V, compute).to(torch.promote_types(compute, torch.float32))
+
+
+def _linear(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, compute: torch.dtype) -> Tensor:
     bias_V = None if bias_V is None else bias_V.to(compute)
-    logits_CV = functional.linear(hidden_CH.to(compute), weight_VH.to(compute), bias_V)
-    return logits_CV.to(torch.promote_types(compute, torch.float32))
+    rows_CH = in_like_shapes(hidden_CH.to(compute))
+    return functional.linear(rows_CH, weight_VH.to(compute), bias_V)[: len(hidden_CH)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +222,19 @@ class CompletionStates:
         """How many tokens have logits at a time."""
         linear = self.head.linear
         vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
-        return max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+        size = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+        return size - size % LIKE_SHAPES or size
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether a kernel makes log-probs of the logits as they are."""
+        head = self.head
+        return head.kernels is not None and head.linear is not None and head.cap is None and self.distribution.is_plain
+
+    @property
+    def factor(self) -> float:
+        """What takes logits to scores, where nothing else is between them."""
+        return self.head.multiplier / self.distribution.temperature
 
     def logps(self) -> TokenLogps:
         """Log-probs of the tokens, differentiable, with entropies and collision probabilities."""
@@ -245,27 +285,23 @@ class _SampledLogps(torch.autograd.Function):
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         if states.head.linear is not None:
             wide = torch.promote_types(states.head.linear.weight.dtype, torch.float32)
-        found = hidden_NH.new_empty(3, hidden_NH.shape[0], dtype=wide)
+        found = hidden_NH.new_empty(5, hidden_NH.shape[0], dtype=wide)
         compute = states.head.compute
         weight = None if weight_VH is None else weight_VH.to(compute)  # once for all chunks
         for start in range(0, hidden_NH.shape[0], states.chunk):
             span = slice(start, start + states.chunk)
-            scores_CV, _, _ = _scores(hidden_NH[span], weight, bias_V, states, start)
-            highest_C, place_C = scores_CV.max(dim=-1)
-            targets_C = states.distribution.targets_N[span, None]
-            chosen_C = scores_CV.gather(-1, targets_C).squeeze(-1)
-            probs_CV = torch.softmax(scores_CV, dim=-1)
-            # The likeliest token's probability is at least 1/V, so its logarithm is exact enough.
-            highest_logp_C = probs_CV.gather(-1, place_C[:, None]).squeeze(-1).log()
-            normalizer_C = highest_C - highest_logp_C
-            found[0, span] = chosen_C - highest_C + highest_logp_C  # in this order a common shift costs nothing
-            # A token that cannot occur has score -inf, and 0 * -inf is not 0.
-            scores_CV.clamp_(min=torch.finfo(scores_CV.dtype).min)
-            found[1, span] = normalizer_C - torch.linalg.vecdot(probs_CV, scores_CV)
-            found[2, span] = torch.linalg.vecdot(probs_CV, probs_CV)
+            if states.in_one_pass:
+                assert states.head.kernels is not None
+                assert weight is not None
+                logits_CV = _linear(hidden_NH[span], weight, bias_V, compute)
+                targets_C = states.distribution.targets_N[span]
+                states.head.kernels.head_statistics(logits_CV, targets_C, states.factor, found[:, span])
+            else:
+                found[:3, span] = _statistics(hidden_NH[span], weight, bias_V, states, start)
+        ctx.tops_sums_2N = found[3:]
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         ctx.states = states
-        logps_N, entropy_N, collision_N = found
+        logps_N, entropy_N, collision_N = found[:3]
         ctx.mark_non_differentiable(entropy_N, collision_N)
         return logps_N, entropy_N, collision_N
 
@@ -274,32 +310,72 @@ class _SampledLogps(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         states: CompletionStates = ctx.states
         compute = states.head.compute
-        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_hidden_NH, grad_N = torch.empty_like(hidden_NH), grad_N.contiguous()
         weight = None if weight_VH is None else weight_VH.to(compute)
         grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden_NH.shape[0], states.chunk):
             span = slice(start, start + states.chunk)
-            hidden_CH, grad_C1 = hidden_NH[span], grad_N[span, None]
-            scores_CV, factor, slope_CV = _scores(hidden_CH, weight, bias_V, states, start)
-            grad_CV = torch.softmax(scores_CV, dim=-1).mul_(-grad_C1)
-            del scores_CV  # one vocabulary-wide tensor less
-            grad_CV.scatter_add_(-1, states.distribution.targets_N[span, None], grad_C1.to(grad_CV.dtype))
-            grad_CV.mul_(factor)
-            if slope_CV is not None:
-                grad_CV.mul_(slope_CV)
+            hidden_CH = hidden_NH[span]
+            if states.in_one_pass:
+                assert states.head.kernels is not None
+                assert weight is not None
+                grad_CV = _linear(hidden_CH, weight, bias_V, compute)
+                targets_C, (tops_C, sums_C) = states.distribution.targets_N[span], ctx.tops_sums_2N[:, span]
+                states.head.kernels.head_gradient(grad_CV, targets_C, states.factor, tops_C, sums_C, grad_N[span])
+            else:
+                grad_CV = _gradient(hidden_CH, weight, bias_V, states, start, grad_N[span])
             if weight is None:
                 grad_hidden_NH[span] = grad_CV
                 continue
-            if states.head.multiplier != 1:
-                grad_CV.mul_(states.head.multiplier)
-            grad_logits_CV = grad_CV.to(compute)
-            grad_hidden_NH[span] = grad_logits_CV @ weight
+            grad_rows_CV = in_like_shapes(grad_CV.to(compute))
+            grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
             if grad_weight is not None:
-                grad_weight += grad_logits_CV.mT @ hidden_CH.to(compute)
+                grad_weight += grad_rows_CV.mT @ in_like_shapes(hidden_CH.to(compute))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
         return grad_hidden_NH, grad_weight, grad_bias, None
+
+
+def _gradient(
+    hidden_CH: Tensor,
+    weight_VH: Tensor | None,
+    bias_V: Tensor | None,
+    states: CompletionStates,
+    start: int,
+    grad_C: Tensor,
+) -> Tensor:
+    """Of a chunk's logits, as the linear layer gives them."""
+    scores_CV, factor, slope_CV = _scores(hidden_CH, weight_VH, bias_V, states, start)
+    targets_C1 = states.distribution.targets_N[start : start + len(hidden_CH), None]
+    grad_CV = torch.softmax(scores_CV, dim=-1).mul_(-grad_C[:, None])
+    del scores_CV  # one vocabulary-wide tensor less
+    grad_CV.scatter_add_(-1, targets_C1, grad_C[:, None].to(grad_CV.dtype))
+    grad_CV.mul_(factor)
+    if slope_CV is not None:
+        grad_CV.mul_(slope_CV)
+    if weight_VH is not None and states.head.multiplier != 1:
+        grad_CV.mul_(states.head.multiplier)
+    return grad_CV
+
+
+def _statistics(
+    hidden_CH: Tensor, weight_VH: Tensor | None, bias_V: Tensor | None, states: CompletionStates, start: int
+) -> Tensor:
+    """Log-probs, entropies and collision probabilities of a chunk, ``[3, C]``."""
+    scores_CV, _, _ = _scores(hidden_CH, weight_VH, bias_V, states, start)
+    highest_C, place_C = scores_CV.max(dim=-1)
+    targets_C = states.distribution.targets_N[start : start + len(hidden_CH), None]
+    chosen_C = scores_CV.gather(-1, targets_C).squeeze(-1)
+    probs_CV = torch.softmax(scores_CV, dim=-1)
+    # The likeliest token's probability is at least 1/V, so its logarithm is exact enough.
+    highest_logp_C = probs_CV.gather(-1, place_C[:, None]).squeeze(-1).log()
+    normalizer_C = highest_C - highest_logp_C
+    logps_C = chosen_C - highest_C + highest_logp_C  # in this order a common shift costs nothing
+    # A token that cannot occur has score -inf, and 0 * -inf is not 0.
+    scores_CV.clamp_(min=torch.finfo(scores_CV.dtype).min)
+    entropy_C = normalizer_C - torch.linalg.vecdot(probs_CV, scores_CV)
+    return torch.stack([logps_C, entropy_C, torch.linalg.vecdot(probs_CV, probs_CV)])
 
 
 def _scores(

@@ -26,18 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from cohort.policy.attention import Layout, packed_attention
-from cohort.policy.head import Head
+from cohort.policy.head import Head, in_like_shapes
+from cohort.policy.kernels import UpdateKernels, kernels_for
 
 if TYPE_CHECKING:
     from cohort.policy.policy import Policy
 
-INTERFACE = "cohort_packed"
-"""Our attention's name among transformers'."""
-
-
-LENGTH_ROPES = frozenset({"dynamic", "longrope"})
-"""Rotations that look at the longest sequence of a pass: beyond a length that no trial reaches, a prompt read by itself
-has other keys than with a completion after it."""
+SHARED = "prompts computed once per group, completions packed"
 
 
 class NotShared(Exception):  # noqa: N818 - not an error: another way is taken
@@ -114,29 +109,33 @@ class Passes(Protocol):
         """
 
 
+class Body(Protocol):
+    """What runs a model's layers over packed tokens."""
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
+        """The last hidden states; of no use where only keys and values are asked for. After the tokens that ``packed``
+        knows there may be some of no meaning."""
+
+
 class SharedPasses:
     """See the module.
 
     Args:
         policy: the model.
         head: from hidden states to logits.
-
-    Raises:
-        NotShared: the model is known to be another kind.
+        body: what runs its layers.
     """
 
-    description = "prompts computed once per group, completions packed"
     shared = True
 
-    def __init__(self, policy: Policy, head: Head) -> None:
+    def __init__(self, policy: Policy, head: Head, body: Body) -> None:
         self.policy = policy
         self.head = head
-        self._model = base_of(policy.model)
-        if not getattr(self._model, "_supports_attention_backend", False):
-            raise NotShared("its attention cannot be exchanged")
-        if changing := LENGTH_ROPES & _rotations(self._model):
-            raise NotShared(f"its rotary embedding is {min(changing)!r}, which changes with the sequence's length")
-        _register()
+        self.body = body
+        self.kernels, without = kernels_for(policy)
+        self.description = SHARED
+        if policy.device.type == "cpu":
+            self.description += ", native kernels" if self.kernels else f", no native kernels: {without}"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """See ``Passes``."""
@@ -144,7 +143,7 @@ class SharedPasses:
         ids = [prompt[:-1] for prompt in prompt_ids if len(prompt) > 1]
         if ids:
             layout = Layout([len(prompt) for prompt in ids], self.policy.device)
-            self._run(ids, PackedPass(layout, read=keys_values))
+            self._run(ids, PackedPass(layout, self.kernels, read=keys_values))
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
 
     def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
@@ -154,26 +153,13 @@ class SharedPasses:
         layout = Layout(
             [len(row) for row in rows], self.policy.device, prompt_S, [len(prompt) - 1 for prompt in prompts]
         )
-        return self._run(rows, PackedPass(layout, prefixes=prefixes.keys_values))
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self.policy.compute(), _exchanged_attention(self._model.get_decoder()):
-            yield
+        return self._run(rows, PackedPass(layout, self.kernels, prefixes=prefixes.keys_values))
 
     def _run(self, rows: Sequence[Sequence[int]], packed: PackedPass) -> Hidden:
-        ids = torch.tensor([[token for row in rows for token in row]], device=self.policy.device)
-        decoder = self._model.get_decoder()
-        asked = {"output_router_logits": True} if self.policy.router_aux_loss_coef else {}
-        with self._entered(), _same_when_recomputed(decoder, self._entered):
-            output = decoder(
-                input_ids=ids,
-                position_ids=packed.layout.positions_N[None],
-                use_cache=False,
-                **{INTERFACE: packed},
-                **asked,
-            )
-        return Hidden(output.last_hidden_state[0], tuple(getattr(output, "router_logits", None) or ()))
+        ids_N = torch.tensor([token for row in rows for token in row], device=self.policy.device)
+        count, positions_N = len(ids_N), packed.layout.positions_N
+        found = self.body(in_like_shapes(ids_N), in_like_shapes(positions_N), packed)
+        return Hidden(found.states_NH[:count], tuple(logits[:count] for logits in found.router_logits))
 
 
 class PackedPass:
@@ -181,6 +167,7 @@ class PackedPass:
 
     Args:
         layout: which token belongs to what.
+        kernels: what attends, where there are such.
         read: takes up the keys and values of each layer, where they are wanted.
         prefixes: those that the tokens attend to besides their own.
     """
@@ -188,85 +175,40 @@ class PackedPass:
     def __init__(
         self,
         layout: Layout,
+        kernels: UpdateKernels | None,
         read: dict[int, tuple[Tensor, Tensor]] | None = None,
         prefixes: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.layout = layout
+        self._kernels = kernels
         self._read = read
         self._prefixes = prefixes or {}
+
+    @property
+    def reads(self) -> bool:
+        """Whether keys and values are all that is wanted."""
+        return self._read is not None
+
+    def take(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keep a layer's keys and values."""
+        assert self._read is not None
+        tokens = self.layout.tokens
+        self._read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, cap: float | None
     ) -> Tensor:
         """One layer's attention; ``[heads, N, D]`` each."""
-        if self._read is not None:
-            self._read.setdefault(layer, (k, v))  # once: checkpointing runs a layer again
+        if self.reads:
+            self.take(layer, k, v)
         prefix = self._prefixes.get(layer)
-        return packed_attention(q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Any,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' interface of attention functions."""
-    packed: PackedPass | None = others.get(INTERFACE)
-    if packed is None:
-        raise NotShared("it does not hand arguments on to its attention")
-    if dropout:
-        raise NotShared("attention has dropout")
-    if not getattr(module, "is_causal", True):
-        raise NotShared("attention is not causal")
-    if any(others.get(name) is not None for name in ("s_aux", "position_bias", "head_mask")):
-        raise NotShared("attention has sinks or biases")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = others["sliding_window"] if "sliding_window" in others else _window_of(module)
-    out_HND = packed.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap)
-    return out_HND.transpose(0, 1)[None].contiguous(), None
-
-
-def _window_of(module: Any) -> int | None:
-    """The window of a layer that is not told it: none, or it is not known which layers have one."""
-    config = module.config
-    if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
-        raise NotShared("which of its layers see only part of the tokens is not known")
-    return None
-
-
-def _rotations(model: nn.Module) -> set[str]:
-    """The types of a model's rotary embeddings, as transformers names them; some have one for each type of layer."""
-    types = [getattr(module, "rope_type", ()) for module in model.modules()]
-    return {name for each in types for name in ([each] if isinstance(each, str) else dict(each).values())}
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(INTERFACE, _attention)
+        return packed_attention(
+            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, kernels=self._kernels
+        )
 
 
 @contextlib.contextmanager
-def _exchanged_attention(decoder: Any) -> Iterator[None]:
-    """Our attention instead of the model's own, within the block. Without a mask function of its name, transformers
-    makes no masks."""
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation = INTERFACE
-    try:
-        yield
-    finally:
-        decoder.config._attn_implementation = before
-
-
-@contextlib.contextmanager
-def _same_when_recomputed(model: Any, entered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def same_when_recomputed(model: Any, entered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Checkpointed layers that run within this block run again, in the backward pass, in the block that ``entered``
     makes. (Inside ``Tensor.backward`` even a block around it would not do: torch function modes are off there.)"""
     before = [(m, m._gradient_checkpointing_func) for m in model.modules() if getattr(m, "gradient_checkpointing", 0)]
@@ -325,7 +267,7 @@ class PlainPasses:
             start = len(prompt) - shortest
             taken[row, start : start + len(completion)] = True
         compute = self.policy.compute
-        with compute(), _same_when_recomputed(self.policy.model, compute):
+        with compute(), same_when_recomputed(self.policy.model, compute):
             if self.head.linear is None:
                 hidden = self.policy.logits(input_ids, keep=keep, use_cache=False).logits
             else:

@@ -50,6 +50,8 @@ class Policy:
         self.dropout = dropout
         self.router_aux_loss_coef = 0.0
         """What the load-balancing loss of a model with experts weighs in an update; see ``policy.router``."""
+        self.native_kernels = True
+        """Whether passes on a CPU go through the kernels of ``cohort.native``, where there are such."""
         self._adapter = adapter
         if not dropout:
             disable_dropout(model)
@@ -190,7 +192,7 @@ class Policy:
             add_reference_adapter(self.model)
         adapter = None if untouched else REFERENCE
         seen = Policy(self.model, self.precision, dropout=self.dropout, adapter=adapter)
-        seen.version = self.version
+        seen.version, seen.native_kernels = self.version, self.native_kernels
         return seen
 
     def copy_frozen(self) -> Policy:
@@ -198,7 +200,7 @@ class Policy:
         model = copy.deepcopy(self.model)
         model.requires_grad_(False)
         frozen = Policy(model, self.precision, dropout=self.dropout)
-        frozen.version = self.version
+        frozen.version, frozen.native_kernels = self.version, self.native_kernels
         return frozen
 
     @torch.no_grad()

@@ -31,6 +31,9 @@ from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layou
 from cohort.rollout.native import DTYPES, Decoder, Kernels, SlotCache, Unavailable
 from cohort.rollout.weights import LayerWeights, Weights
 
+PREFILL_MULTIPLE = 64
+"""Tokens of a prefill are padded to a multiple of it: oneDNN keeps the code that it compiles for each shape."""
+
 
 class LeanBackend:
     """See the module.
@@ -151,7 +154,7 @@ class LeanBackend:
         first = self.cache.add_prompts(lengths)
         flat = [token for prompt in prompts for token in prompt]
         places = [place for length in lengths for place in range(length)]
-        filler = [0] * (-len(flat) % ROW_MULTIPLE)
+        filler = [0] * (-len(flat) % PREFILL_MULTIPLE)
         device = self.policy.device
         x = self.anatomy.embedding(torch.tensor(flat + filler, device=device)).to(self._wide)
         rotations = self._rotations(torch.tensor(places + filler, device=device))

@@ -21,6 +21,8 @@ from cohort.train.update import UpdateResult
 from cohort.types import FinishReason, Scores, TokenBatch
 
 QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
+MOVED_PER_PROMPT = 4
+"""Completions of one prompt by which it is measured how far the policy has moved."""
 
 
 class PhaseClock:
@@ -272,10 +274,21 @@ def policy_movement(
         return {"update_kl": 0.0}
     before_N = results[0].logps_N if batch.old_logps_N is None else batch.old_logps_N
     known = sorted(set(batch.sequence_N[~before_N.isnan()].tolist()))
-    chosen = known[:: max(1, len(known) // completions)][:completions]
+    chosen = _of_few_prompts(batch, known, completions)
     places_N = token_indices(batch, chosen)
     after_N = policy_logps(policy, select(batch, chosen), temperature, token_budget)
     return {"update_kl": float(k3(before_N[places_N].double(), after_N.double()).mean())}
+
+
+def _of_few_prompts(batch: TokenBatch, sequences: Sequence[int], count: int) -> list[int]:
+    """Some of the sequences, four of a prompt, as a prompt may cost more than they do; of prompts far apart."""
+    of_prompt: dict[tuple[int, ...], list[int]] = {}
+    for s in sequences:
+        of_prompt.setdefault(batch.prompt_ids[s], []).append(s)
+    first = [own[:MOVED_PER_PROMPT] for own in of_prompt.values()]
+    apart = first[:: max(1, len(first) * MOVED_PER_PROMPT // count)]
+    rest = [own[MOVED_PER_PROMPT:] for own in of_prompt.values()]  # where there are few prompts
+    return sorted([s for own in (*apart, *rest) for s in own][:count])
 
 
 def quantile(values: Tensor, q: float) -> float | None:

@@ -1,6 +1,6 @@
 """Parts of a decode step in C, for CPUs, compiled at their first use. Where that cannot be, torch does the same."""
 
-from cohort.rollout.native.build import Unavailable
+from cohort.native import Unavailable
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.decoder import Decoder
 from cohort.rollout.native.kernels import DTYPES, Kernels

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cohort.native import threads_for
 from cohort.policy.anatomy import Layer, Norm
 from cohort.rollout.cache import ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
-from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall, threads_for
+from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall
 from cohort.rollout.weights import LayerWeights, Weights
 
 

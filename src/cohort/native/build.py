@@ -19,7 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("decode.c")
+SOURCE = Path(__file__).with_name("kernels.c")
+PARTS = ("kernels.c", "decode.c", "attention.c", "update.c", "vectors.h")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """No ``-ffast-math``: what is not a number must stay none, and every number comes from the same operations wherever it
 is computed."""
@@ -122,7 +123,13 @@ def _flags() -> list[str]:
 def _key(command: list[str]) -> str:
     """Names all that the library depends on."""
     version = subprocess.run([*command, "--version"], capture_output=True, timeout=TIMEOUT, check=False).stdout
-    parts = (SOURCE.read_bytes(), shlex.join(command).encode(), version, " ".join(_flags()).encode(), _cpu())
+    parts = (
+        *(SOURCE.with_name(part).read_bytes() for part in PARTS),
+        shlex.join(command).encode(),
+        version,
+        " ".join(_flags()).encode(),
+        _cpu(),
+    )
     return _digest(b"\0".join(_digest(part).encode() for part in parts))
 
 
@@ -139,7 +146,7 @@ def _digest(content: bytes) -> str:
 
 
 def _compiled(command: list[str], workplace: Path) -> Path:
-    made = workplace / "decode.so"
+    made = workplace / "kernels.so"
     arguments = [*command, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
     done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
     if done.returncode or not made.exists():

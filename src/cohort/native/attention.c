@@ -1,0 +1,226 @@
+/* Attention of an update: sequences laid end to end, each over itself and over all of a prefix that it may share with its
+ * neighbours; forward, and backward from the log-sum-exps.
+ *
+ *     out_n = sum_j p_nj v_j        p_nj = exp(q_n . k_j scaling - lse_n)        lse_n = log sum_j exp(q_n . k_j scaling)
+ *
+ * An item of work is a stretch of sequences of one prefix, and one key-value head: the prefix's keys are laid out once
+ * for them, and its gradients add up in one place. Queries come in tiles of TILE.
+ *
+ * Axis letters: N tokens, M tokens of prefixes, H query heads, K key-value heads, D a head's width, stored as `padded`.
+ */
+#include "vectors.h"
+
+typedef struct {
+    const void *q, *k, *v, *prefix_k, *prefix_v; /* [N, H, D], [N, K, D] twice, [M, K, D] twice */
+    void *out;                                   /* [N, H, D]; read by the backward pass */
+    float *lse;                                  /* [N, H] */
+    const void *grad_out;                        /* NULL: forward */
+    void *grad_q, *grad_k, *grad_v;
+    float *grad_prefix_k, *grad_prefix_v; /* [slots, M, K, D] */
+    const int64_t *sequences;             /* [S, 4]: first token, tokens, first of its prefix, tokens of that */
+    const int64_t *items;                 /* [items, 3]: first sequence, the one after the last, slot */
+    float *scratch;                       /* [threads, scratch_size] */
+    int64_t item_count, kv_heads, group, width, padded, longest, prefix_tokens, window, half, prefix_half, scratch_size,
+        threads;
+    float scaling;
+} packed;
+
+/* A thread's memory. Keys and values lie token by token, [longest, padded], and in blocks as `score` wants them. */
+typedef struct {
+    step shape;
+    float *keys, *values, *key_blocks, *value_blocks, *grad_keys, *grad_values; /* the last three: backward only */
+    float *q, *out, *grad, *weights, *slopes;
+    int64_t stride; /* of weights and slopes, [TILE, stride] */
+} table;
+
+static table laid_out(const packed *p, int thread) {
+    const int64_t stride = up(p->longest) * LANES, size = stride * p->padded, tile = TILE * p->padded;
+    float *at = p->scratch + thread * p->scratch_size;
+    table t = {.shape = {.width = p->width, .padded = p->padded}, .stride = stride};
+    float **parts[] = {&t.keys, &t.values, &t.key_blocks, &t.value_blocks, &t.grad_keys, &t.grad_values};
+    memset(at, 0, (size_t)p->scratch_size * sizeof *at);
+    for (int i = 0; i < (p->grad_out ? 6 : 3); i++) *parts[i] = at, at += size;
+    t.q = at, t.out = t.q + tile, t.grad = t.out + tile, t.weights = t.grad + tile;
+    t.slopes = t.weights + TILE * stride;
+    return t;
+}
+
+int64_t cohort_attention_scratch(int64_t longest, int64_t padded, int64_t backward) {
+    const int64_t stride = up(longest) * LANES;
+    return (backward ? 6 : 3) * stride * padded + 3 * TILE * padded + 2 * TILE * stride;
+}
+
+/* `count` tokens of one head, from `first` on, become the table's tokens from `place` on. */
+static void lay(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
+                int64_t head, int64_t place, const int half) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = place + i;
+        const int64_t block = to / LANES * p->padded * LANES + to % LANES;
+        for (int64_t d = 0; d < p->width; d++) {
+            const float k = load1(keys, from + d, half), v = load1(values, from + d, half);
+            t->keys[to * p->padded + d] = k, t->values[to * p->padded + d] = v;
+            t->key_blocks[block + d * LANES] = k;
+            if (t->value_blocks) t->value_blocks[block + d * LANES] = v;
+        }
+    }
+}
+
+/* Which tokens of the table query number `j` of a sequence sees: from .first to before .end; none where it is padding. */
+typedef struct {
+    int64_t first, end;
+} view;
+
+static view seen(const packed *p, const int64_t *sequence, int64_t j) {
+    if (j >= sequence[1] * p->group) return (view){0, 0};
+    const int64_t end = sequence[3] + j / p->group + 1;
+    return (view){p->window ? later(0, end - p->window) : 0, end};
+}
+
+/* Where query number `j` of a sequence lies on [N, H]. */
+static int64_t place_of(const packed *p, const int64_t *sequence, int64_t head, int64_t j) {
+    return ((sequence[0] + j / p->group) * p->kv_heads + head) * p->group + j % p->group;
+}
+
+static ivec within(view v, int64_t t) {
+    ivec place;
+    for (int i = 0; i < LANES; i++) place[i] = (int32_t)(t + i);
+    return (place >= (int32_t)v.first) & (place < (int32_t)v.end);
+}
+
+/* TILE rows of [N, H, D], zeros where there are no more queries. */
+static void take_tile(const packed *p, const void *from, const int64_t *sequence, int64_t head, int64_t j, float *to) {
+    for (int64_t i = 0; i < TILE; i++) {
+        const int there = j + i < sequence[1] * p->group;
+        const int64_t at = there ? place_of(p, sequence, head, j + i) * p->width : 0;
+        for (int64_t d = 0; d < p->width; d++) to[i * p->padded + d] = there ? load1(from, at + d, (int)p->half) : 0;
+    }
+}
+
+static void put_tile(const packed *p, const float *from, const int64_t *sequence, int64_t head, int64_t j, void *to) {
+    for (int64_t i = 0; i < TILE && j + i < sequence[1] * p->group; i++) {
+        const int64_t at = place_of(p, sequence, head, j + i) * p->width;
+        for (int64_t d = 0; d < p->width; d++) store1(to, at + d, from[i * p->padded + d], (int)p->half);
+    }
+}
+
+static void forward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
+    const int64_t last = sooner(j + TILE, sequence[1] * p->group) - 1;
+    const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end;
+    take_tile(p, p->q, sequence, head, j, t->q);
+    memset(t->out, 0, (size_t)(TILE * p->padded) * sizeof *t->out);
+    score_tile(TILE, 1, t->q, t->key_blocks, &t->shape, first / LANES, up(end), t->weights, t->stride, 0);
+    float sums[TILE];
+    for (int64_t i = 0; i <= last - j; i++) {
+        const view v = seen(p, sequence, j + i);
+        float *row = t->weights + i * t->stride;
+        vec top_v = all(-INFINITY), total = {0};
+        for (int64_t k = first / LANES * LANES; k < end; k += LANES) {
+            const vec x = pick(within(v, k), load(row, k, 0) * p->scaling, all(-INFINITY));
+            store(row, k, x, 0);
+            top_v = pick(x > top_v, x, top_v);
+        }
+        const float top = highest(top_v);
+        for (int64_t k = first / LANES * LANES; k < end; k += LANES) {
+            const vec e = exponential(load(row, k, 0) - top);
+            store(row, k, e, 0);
+            total += e;
+        }
+        sums[i] = sum(total);
+        p->lse[place_of(p, sequence, head, j + i)] = top + logf(sums[i]);
+    }
+    mix(last - j + 1, t->weights, t->stride, t->values, &t->shape, first, end, t->out, 0);
+    for (int64_t i = 0; i <= last - j; i++)
+        for (int64_t d = 0; d < p->width; d++) t->out[i * p->padded + d] /= sums[i];
+    put_tile(p, t->out, sequence, head, j, p->out);
+}
+
+/* target[t] += sum over the tile of weights[i][t] rows[i], for the tokens from `from` to `end`. */
+INLINE void fold_wide(const int wide, const float *weights, int64_t stride, const float *rows, int64_t padded,
+                      int64_t from, int64_t end, float *target) {
+    for (int64_t d = 0; d + wide * LANES <= padded; d += wide * LANES) {
+        vec held[TILE * 2];
+        UNROLL for (int i = 0; i < TILE; i++)
+            UNROLL for (int w = 0; w < wide; w++) held[i * wide + w] = load(rows, i * padded + d + w * LANES, 0);
+        for (int64_t t = from; t < end; t++) {
+            vec total[2];
+            UNROLL for (int w = 0; w < wide; w++) total[w] = load(target, t * padded + d + w * LANES, 0);
+            UNROLL for (int i = 0; i < TILE; i++)
+                UNROLL for (int w = 0; w < wide; w++)
+                    total[w] = multiply_add(all(weights[i * stride + t]), held[i * wide + w], total[w]);
+            UNROLL for (int w = 0; w < wide; w++) store(target, t * padded + d + w * LANES, total[w], 0);
+        }
+    }
+}
+
+static void fold(const float *weights, int64_t stride, const float *rows, int64_t padded, int64_t from, int64_t end,
+                 float *target) {
+    if (padded / LANES % 2) fold_wide(1, weights, stride, rows, padded, from, end, target);
+    else fold_wide(2, weights, stride, rows, padded, from, end, target);
+}
+
+static void backward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
+    const int64_t last = sooner(j + TILE, sequence[1] * p->group) - 1;
+    const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end;
+    take_tile(p, p->q, sequence, head, j, t->q);
+    take_tile(p, p->out, sequence, head, j, t->out);
+    take_tile(p, p->grad_out, sequence, head, j, t->grad);
+    score_tile(TILE, 1, t->q, t->key_blocks, &t->shape, first / LANES, up(end), t->weights, t->stride, 0);
+    score_tile(TILE, 1, t->grad, t->value_blocks, &t->shape, first / LANES, up(end), t->slopes, t->stride, 0);
+    for (int64_t i = 0; i < TILE; i++) {
+        const view v = seen(p, sequence, j + i);
+        const float lse = j + i <= last ? p->lse[place_of(p, sequence, head, j + i)] : 0;
+        float *weights = t->weights + i * t->stride, *slopes = t->slopes + i * t->stride, delta = 0;
+        for (int64_t d = 0; d < p->width; d++) delta += t->grad[i * p->padded + d] * t->out[i * p->padded + d];
+        for (int64_t k = first / LANES * LANES; k < end; k += LANES) {
+            const ivec inside = within(v, k);
+            const vec e = pick(inside, exponential(load(weights, k, 0) * p->scaling - lse), (vec){0});
+            store(weights, k, e, 0);
+            store(slopes, k, pick(inside, e * (load(slopes, k, 0) - delta) * p->scaling, (vec){0}), 0);
+        }
+    }
+    memset(t->out, 0, (size_t)(TILE * p->padded) * sizeof *t->out);
+    mix(TILE, t->slopes, t->stride, t->keys, &t->shape, first, end, t->out, 0);
+    put_tile(p, t->out, sequence, head, j, p->grad_q);
+    fold(t->weights, t->stride, t->grad, p->padded, first, end, t->grad_values);
+    fold(t->slopes, t->stride, t->q, p->padded, first, end, t->grad_keys);
+}
+
+/* A sequence's own gradients go where they belong; the table is free for the next. */
+static void put_own(const packed *p, table *t, const int64_t *sequence, int64_t head) {
+    for (int64_t i = 0; i < sequence[1]; i++) {
+        const int64_t to = ((sequence[0] + i) * p->kv_heads + head) * p->width, from = (sequence[3] + i) * p->padded;
+        for (int64_t d = 0; d < p->width; d++) {
+            store1(p->grad_k, to + d, t->grad_keys[from + d], (int)p->half);
+            store1(p->grad_v, to + d, t->grad_values[from + d], (int)p->half);
+            t->grad_keys[from + d] = t->grad_values[from + d] = 0;
+        }
+    }
+}
+
+static void put_prefix(const packed *p, const table *t, const int64_t *sequence, int64_t head, int64_t slot) {
+    for (int64_t i = 0; i < sequence[3]; i++) {
+        const int64_t to = ((slot * p->prefix_tokens + sequence[2] + i) * p->kv_heads + head) * p->width;
+        memcpy(p->grad_prefix_k + to, t->grad_keys + i * p->padded, (size_t)p->width * sizeof(float));
+        memcpy(p->grad_prefix_v + to, t->grad_values + i * p->padded, (size_t)p->width * sizeof(float));
+    }
+}
+
+static void attend_packed(void *what, int64_t number, int thread) {
+    const packed *p = what;
+    /* Heads first: all take the same time. */
+    const int64_t *item = p->items + number % p->item_count * 3, head = number / p->item_count;
+    const int64_t *first = p->sequences + item[0] * 4;
+    table t = laid_out(p, thread);
+    lay(p, &t, p->prefix_k, p->prefix_v, first[2], first[3], head, 0, (int)p->prefix_half);
+    for (int64_t s = item[0]; s < item[1]; s++) {
+        const int64_t *sequence = p->sequences + s * 4;
+        lay(p, &t, p->k, p->v, sequence[0], sequence[1], head, sequence[3], (int)p->half);
+        for (int64_t j = 0; j < sequence[1] * p->group; j += TILE)
+            if (p->grad_out) backward_tile(p, &t, sequence, head, j);
+            else forward_tile(p, &t, sequence, head, j);
+        if (p->grad_out) put_own(p, &t, sequence, head);
+    }
+    if (p->grad_out) put_prefix(p, &t, first, head, item[2]);
+}
+
+void cohort_packed_attention(packed *p) { run(attend_packed, p, p->item_count * p->kv_heads, (int)p->threads); }

@@ -1,0 +1,4 @@
+/* The whole library: one translation unit, so that all kernels run on the same threads. */
+#include "decode.c"
+#include "attention.c"
+#include "update.c"

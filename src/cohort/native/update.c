@@ -1,0 +1,256 @@
+/* What an update does between its matrix products, forward and backward, on a CPU.
+ *
+ * Each function goes over its numbers once, where a chain of tensor operations would write every step to memory. Numbers
+ * are float32, or bfloat16 where a `_half` flag says so.
+ *
+ * Axis letters: N tokens, V the vocabulary, D a head's width.
+ */
+#include "vectors.h"
+
+#define EACH(i, width) \
+    int64_t i = 0;     \
+    for (; i + LANES <= (width); i += LANES)
+#define REST(i, width) for (; i < (width); i++)
+
+/* ---- norms: sum = x + update; scale = 1 / sqrt(mean(sum^2) + eps); out = sum * scale * factor */
+
+typedef struct {
+    const void *x, *update; /* update NULL: none */
+    const float *factor;
+    float *sum, *scale; /* sum NULL: not kept */
+    void *out;
+    int64_t rows, width, x_half, update_half, out_half, threads;
+    float eps;
+} norm;
+
+static void norm_row(void *what, int64_t row, int thread) {
+    const norm *n = what;
+    const int64_t width = n->width, at = row * width;
+    float held[n->sum ? 1 : width], *sum = n->sum ? n->sum + at : held;
+    (void)thread;
+    {
+        EACH(i, width) {
+            vec x = load(n->x, at + i, (int)n->x_half);
+            if (n->update) x += load(n->update, at + i, (int)n->update_half);
+            store(sum, i, x, 0);
+        }
+        REST(i, width) {
+            sum[i] = load1(n->x, at + i, (int)n->x_half);
+            if (n->update) sum[i] += load1(n->update, at + i, (int)n->update_half);
+        }
+    }
+    const float scale = n->scale[row] = inverse_rms(sum, width, n->eps);
+    EACH(i, width) store(n->out, at + i, load(sum, i, 0) * scale * load(n->factor, i, 0), (int)n->out_half);
+    REST(i, width) store1(n->out, at + i, sum[i] * scale * n->factor[i], (int)n->out_half);
+}
+
+void cohort_norm(norm *n) { run(norm_row, n, n->rows, (int)n->threads); }
+
+/* With u = x scale and g = grad_out factor:
+ *     grad_x = scale (g - u mean(g u)) + grad_sum        grad_factor = sum over rows of grad_out u */
+typedef struct {
+    const void *x, *grad_out;
+    const float *factor, *scale, *grad_sum; /* grad_sum NULL: none */
+    void *grad_x, *grad_update;             /* grad_update NULL: none; the same numbers, in bfloat16 */
+    float *grad_factor;                     /* [threads, width], of each thread's rows; NULL: not wanted */
+    int64_t rows, width, x_half, grad_half, threads;
+} norm_grad;
+
+static void norm_grad_row(void *what, int64_t row, int thread) {
+    const norm_grad *n = what;
+    const int64_t width = n->width, at = row * width;
+    const int x_half = (int)n->x_half, grad_half = (int)n->grad_half;
+    const float scale = n->scale[row];
+    float *grad_factor = n->grad_factor ? n->grad_factor + thread * width : 0;
+    vec products = {0};
+    float mean = 0;
+    {
+        EACH(i, width) {
+            const vec u = load(n->x, at + i, x_half) * scale, grad = load(n->grad_out, at + i, grad_half), gu = grad * u;
+            products = multiply_add(gu, load(n->factor, i, 0), products);
+            if (grad_factor) store(grad_factor, i, load(grad_factor, i, 0) + gu, 0);
+        }
+        REST(i, width) {
+            const float gu = load1(n->grad_out, at + i, grad_half) * load1(n->x, at + i, x_half) * scale;
+            mean += gu * n->factor[i];
+            if (grad_factor) grad_factor[i] += gu;
+        }
+    }
+    mean = (mean + sum(products)) / (float)width;
+    EACH(i, width) {
+        const vec u = load(n->x, at + i, x_half) * scale;
+        vec grad = (load(n->grad_out, at + i, grad_half) * load(n->factor, i, 0) - u * mean) * scale;
+        if (n->grad_sum) grad += load(n->grad_sum, at + i, 0);
+        store(n->grad_x, at + i, grad, x_half);
+        if (n->grad_update) store(n->grad_update, at + i, grad, 1);
+    }
+    REST(i, width) {
+        const float u = load1(n->x, at + i, x_half) * scale;
+        float grad = (load1(n->grad_out, at + i, grad_half) * n->factor[i] - u * mean) * scale;
+        if (n->grad_sum) grad += n->grad_sum[at + i];
+        store1(n->grad_x, at + i, grad, x_half);
+        if (n->grad_update) store1(n->grad_update, at + i, grad, 1);
+    }
+}
+
+void cohort_norm_grad(norm_grad *n) { run(norm_grad_row, n, n->rows, (int)n->threads); }
+
+/* ---- rotation of each head's halves: [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]; or its transpose */
+
+typedef struct {
+    const void *x;
+    const float *cos, *sin; /* [N, D] */
+    void *out;
+    int64_t rows, heads, width, x_half, out_half, transposed, threads;
+} rotation;
+
+static void rotate_row(void *what, int64_t row, int thread) {
+    const rotation *r = what;
+    const int64_t width = r->width, middle = width / 2;
+    const int x_half = (int)r->x_half, out_half = (int)r->out_half;
+    const float *cos = r->cos + row * width, *sin = r->sin + row * width;
+    /* What each half is multiplied by in the other's sum. */
+    const float *in_first = r->transposed ? sin + middle : sin, *in_second = r->transposed ? sin : sin + middle;
+    const float sign = r->transposed ? -1.0f : 1.0f;
+    (void)thread;
+    for (int64_t head = 0; head < r->heads; head++) {
+        const int64_t at = (row * r->heads + head) * width;
+        EACH(i, middle) {
+            const vec first = load(r->x, at + i, x_half), second = load(r->x, at + middle + i, x_half);
+            store(r->out, at + i, first * load(cos, i, 0) - second * load(in_first, i, 0) * sign, out_half);
+            store(r->out, at + middle + i, second * load(cos, middle + i, 0) + first * load(in_second, i, 0) * sign,
+                  out_half);
+        }
+        REST(i, middle) {
+            const float first = load1(r->x, at + i, x_half), second = load1(r->x, at + middle + i, x_half);
+            store1(r->out, at + i, first * cos[i] - second * in_first[i] * sign, out_half);
+            store1(r->out, at + middle + i, second * cos[middle + i] + first * in_second[i] * sign, out_half);
+        }
+    }
+}
+
+void cohort_rotate(rotation *r) { run(rotate_row, r, r->rows, (int)r->threads); }
+
+/* ---- the MLP's activation: out = act(gate) up, with act(x) = x sigmoid(t(x)); SiLU: t = x; GELU's tanh form: a cubic */
+
+typedef struct {
+    const void *gate, *up, *grad_out; /* grad_out NULL: forward */
+    void *out, *grad_gate, *grad_up;
+    int64_t count, half, gelu, threads;
+} activation;
+
+#define STRETCH 4096 /* numbers, of one thread's turn */
+
+INLINE void activation_at(const activation *a, int64_t i, const int half, const int gelu) {
+    const float slope = 1.5957691216057308f, cubic = 0.044715f;
+    const vec x = load(a->gate, i, half), up = load(a->up, i, half);
+    const vec t = gelu ? slope * (x + cubic * x * x * x) : x;
+    const vec s = 1.0f / (1.0f + exponential(-t));
+    if (!a->grad_out) {
+        store(a->out, i, x * s * up, half);
+        return;
+    }
+    const vec grad = load(a->grad_out, i, half);
+    const vec steep = gelu ? slope * (1.0f + 3.0f * cubic * x * x) : all(1.0f);
+    /* Where s is 1 or 0, x may be anything, infinite too. */
+    const vec rest = s * (1.0f - s), bend = pick(rest == 0.0f, (vec){0}, x * steep * rest);
+    store(a->grad_up, i, grad * x * s, half);
+    store(a->grad_gate, i, grad * up * (s + bend), half);
+}
+
+INLINE void activation_stretch(const activation *a, int64_t from, int64_t to, const int half, const int gelu) {
+    for (int64_t i = from; i < to; i += LANES) activation_at(a, i, half, gelu);
+}
+
+static void activate_stretch(void *what, int64_t number, int thread) {
+    const activation *a = what;
+    const int64_t from = number * STRETCH, to = sooner(from + STRETCH, a->count);
+    (void)thread;
+    if (a->half) a->gelu ? activation_stretch(a, from, to, 1, 1) : activation_stretch(a, from, to, 1, 0);
+    else a->gelu ? activation_stretch(a, from, to, 0, 1) : activation_stretch(a, from, to, 0, 0);
+}
+
+/* `count` is a multiple of LANES. */
+void cohort_gate(activation *a) { run(activate_stretch, a, (a->count + STRETCH - 1) / STRETCH, (int)a->threads); }
+
+/* ---- the head: z = factor logits; p = softmax(z)
+ *
+ *     logp = log p_target    entropy = -sum_v p_v log p_v    collision = sum_v p_v^2 */
+
+typedef struct {
+    void *logits; /* [N, V]; overwritten with their gradient */
+    const int64_t *targets;
+    float *logps, *entropies, *collisions; /* NULL for the gradient */
+    float *tops, *sums;                    /* of each row: max z, and sum_v exp(z_v - max z) */
+    const float *grads;                    /* of the log-probs */
+    int64_t rows, vocabulary, half, threads;
+    float factor;
+} head;
+
+#define BLOCK 4096 /* numbers whose sums are added up before they are added to the whole: so many roundings, no more */
+
+INLINE void statistics_of(const head *h, int64_t row, const int half) {
+    const int64_t size = h->vocabulary, at = row * size;
+    vec best = all(-INFINITY);
+    float top = -INFINITY;
+    {
+        EACH(i, size) {
+            const vec z = load(h->logits, at + i, half) * h->factor;
+            best = pick(z > best, z, best);
+        }
+        REST(i, size) {
+            const float z = load1(h->logits, at + i, half) * h->factor;
+            top = z > top ? z : top;
+        }
+    }
+    const float inside = highest(best);
+    top = inside > top ? inside : top;
+    double total = 0, weighted = 0, squared = 0;
+    for (int64_t from = 0; from < size; from += BLOCK) {
+        const int64_t to = sooner(from + BLOCK, size);
+        vec total_v = {0}, weighted_v = {0}, squared_v = {0};
+        int64_t i = from;
+        for (; i < to; i += LANES) {
+            vec z;
+            if (i + LANES <= to) z = load(h->logits, at + i, half) * h->factor;
+            else
+                for (int lane = 0; lane < LANES; lane++)
+                    z[lane] = i + lane < to ? load1(h->logits, at + i + lane, half) * h->factor : -INFINITY;
+            const vec below = z - top, e = exponential(below);
+            total_v += e;
+            squared_v = multiply_add(e, e, squared_v);
+            weighted_v += pick(e == 0.0f, (vec){0}, e * below); /* what cannot occur adds nothing */
+        }
+        total += sum(total_v), weighted += sum(weighted_v), squared += sum(squared_v);
+    }
+    const double log_total = log(total);
+    const float chosen = load1(h->logits, at + h->targets[row], half) * h->factor;
+    h->tops[row] = top, h->sums[row] = (float)total;
+    h->logps[row] = (float)((double)(chosen - top) - log_total);
+    h->entropies[row] = (float)(log_total - weighted / total);
+    h->collisions[row] = (float)(squared / (total * total));
+}
+
+INLINE void gradient_of(const head *h, int64_t row, const int half) {
+    const int64_t size = h->vocabulary, at = row * size;
+    const float top = h->tops[row], grad = h->grads[row] * h->factor, each = -grad / h->sums[row];
+    const float chosen = load1(h->logits, at + h->targets[row], half) * h->factor;
+    EACH(i, size) {
+        const vec z = load(h->logits, at + i, half) * h->factor;
+        store(h->logits, at + i, exponential(z - top) * each, half);
+    }
+    REST(i, size) {
+        const float z = load1(h->logits, at + i, half) * h->factor;
+        store1(h->logits, at + i, exponential(all(z - top))[0] * each, half);
+    }
+    store1(h->logits, at + h->targets[row], grad + exponential(all(chosen - top))[0] * each, half);
+}
+
+static void head_row(void *what, int64_t row, int thread) {
+    const head *h = what;
+    (void)thread;
+    if (h->grads) h->half ? gradient_of(h, row, 1) : gradient_of(h, row, 0);
+    else h->half ? statistics_of(h, row, 1) : statistics_of(h, row, 0);
+}
+
+void cohort_head(head *h) { run(head_row, h, h->rows, (int)h->threads); }

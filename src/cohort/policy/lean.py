@@ -1,0 +1,124 @@
+"""The layers of a Llama-like model, run for the trainer: its own modules for the matrix products, fused operations
+between them.
+
+What ``Anatomy`` knows runs this way; it computes what transformers' modules compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from cohort.policy.anatomy import Anatomy, Layer, Norm
+from cohort.policy.fused import Fused
+from cohort.policy.kernels import kernels_for
+from cohort.policy.passes import Hidden, PackedPass
+
+if TYPE_CHECKING:
+    from cohort.policy.policy import Policy
+
+
+class LeanLayers:
+    """See the module.
+
+    Args:
+        policy: the model.
+
+    Raises:
+        UnknownAnatomy: it is of another kind.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.anatomy = Anatomy.of(policy.model)
+        base = policy.model.get_base_model() if hasattr(policy.model, "get_base_model") else policy.model
+        self._modules = base.model.layers
+        wide = torch.promote_types(policy.precision.master, torch.float32)
+        self.fused = Fused(kernels_for(policy)[0], wide, policy.precision.compute)
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
+        """See ``Body``."""
+        anatomy, layers = self.anatomy, self.anatomy.layers
+        with self.policy.compute():
+            x: Tensor = anatomy.embedding(ids_N).to(self.fused.wide)
+            angles = self._angles(positions_N)
+            update: Tensor | None = None
+            for number, layer in enumerate(layers):
+                run = _LayerRun(layer, self._modules[number], number, number + 1 == len(layers))
+                if torch.is_grad_enabled() and self._modules[number].training and _checkpointed(self._modules[number]):
+                    x, update = torch.utils.checkpoint.checkpoint(
+                        self._recomputed, run, x, update, angles, packed, use_reentrant=False
+                    )
+                else:
+                    x, update = self._layer(run, x, update, angles, packed)
+            return Hidden(self._add_norm(x, update, anatomy.norm)[1])
+
+    def _recomputed(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        # The backward pass may run outside of the block that the forward pass ran in.
+        with self.policy.compute():
+            return self._layer(*arguments)
+
+    def _layer(
+        self,
+        run: _LayerRun,
+        x: Tensor,
+        update: Tensor | None,
+        angles: dict[str, tuple[Tensor, Tensor]],
+        packed: PackedPass,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and what is to be added to it; before and after a layer."""
+        layer, fused = run.layer, self.fused
+        attention, mlp = run.module.self_attn, run.module.mlp
+        x, normed = self._add_norm(x, update, layer.before_attention)
+        q, k, v = (
+            project(normed).unflatten(-1, (-1, self.anatomy.head_dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if layer.qk_norms is not None:
+            q, k = (self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms, strict=True))
+        if layer.rope is not None:
+            q, k = (fused.rotate(part, *angles[layer.rope]) for part in (q, k))
+        q_HND, k_KND, v_KND = (part.to(fused.narrow).transpose(0, 1) for part in (q, k, v))
+        if packed.reads and run.last:
+            packed.take(run.number, k_KND, v_KND)  # the rest of the layer would be of no use
+            return x, None
+        out_HND = packed.attend(
+            run.number, q_HND, k_KND, v_KND, self.anatomy.scaling, layer.window, self.anatomy.score_cap
+        )
+        update = attention.o_proj(out_HND.transpose(0, 1).flatten(1))
+        if layer.after_attention is not None:
+            update = self._norm(update, layer.after_attention, wide=True)
+        x, normed = self._add_norm(x, update, layer.before_mlp)
+        update = mlp.down_proj(fused.gate(mlp.gate_proj(normed), mlp.up_proj(normed), gelu=self.anatomy.gelu))
+        if layer.after_mlp is not None:
+            update = self._norm(update, layer.after_mlp, wide=True)
+        return x, update
+
+    def _add_norm(self, x: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        return self.fused.add_norm(x, update, self._factor(norm), norm.eps)
+
+    def _norm(self, x: Tensor, norm: Norm, *, wide: bool = False) -> Tensor:
+        return self.fused.norm(x, self._factor(norm), norm.eps, wide=wide)
+
+    def _factor(self, norm: Norm) -> Tensor:
+        factor = norm.weight.to(self.fused.wide)
+        return 1 + factor if norm.shifted else factor
+
+    def _angles(self, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosines and sines, ``[N, D]`` each, by kind of rotation."""
+        like = torch.empty(0, dtype=self.fused.wide, device=positions_N.device)
+        return {kind: self.anatomy.angles(kind, positions_N, like) for kind in self.anatomy.rotations}
+
+
+class _LayerRun(NamedTuple):
+    layer: Layer
+    module: Any
+    number: int
+    last: bool
+
+
+def _checkpointed(module: Any) -> bool:
+    return bool(getattr(module, "gradient_checkpointing", False))

@@ -1,0 +1,548 @@
+"""What lies between the matrix products, by the kernels, against torch in float64: outputs, and gradients of everything;
+and the head's pass over the logits."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cohort.native import Unavailable
+from cohort.policy import CompletionStates, Distribution, Head, head
+from cohort.policy.fused import Fused
+from cohort.policy.kernels import UpdateKernels
+from tests.policy.test_head import kept_sets, supports_of
+
+try:
+    KERNELS = UpdateKernels()
+except Unavailable as reason:
+    pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+EXACT = Fused(None, torch.float64, torch.float64)
+ROUNDING = {FLOAT: 2**-24, HALF: 2**-8}  # of a number, at most, beside itself
+SUMS = 2e-6  # of what float32 computes, beside the largest number of its row: some ten roundings of 6e-8
+MANY = (900, 37)  # more numbers than one thread takes alone
+BOTH = pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "bfloat16"])
+
+
+def randn(*shape, seed=0, dtype=FLOAT):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def fused(narrow=FLOAT):
+    return Fused(KERNELS, FLOAT, narrow)
+
+
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def results(operation, by, inputs, used=None, transposed=False):
+    """Outputs of an operation, and gradients of its inputs that are to have one.
+
+    Args:
+        used: numbers of the outputs that the gradient comes from. None: all.
+        transposed: gradients come to the outputs in another order of memory.
+    """
+    leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
+    outs = operation(by, *leaves)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    pairs = [(outs[n], randn(*outs[n].shape, seed=50 + n)) for n in used or range(len(outs))]
+    total = sum(
+        ((out.mT.contiguous().mT if transposed else out).double() * grad.to(HALF).double()).sum() for out, grad in pairs
+    )
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return [out.detach() for out in outs], torch.autograd.grad(total, wanted, materialize_grads=True)
+
+
+def assert_near(one, other, sums=SUMS):
+    """Each rounded to its own dtype, after sums in float32."""
+    assert one.shape == other.shape
+    if not one.numel():
+        return
+    bound = ROUNDING[one.dtype] * other.abs() + sums * other.abs().amax(-1, keepdim=True)
+    gap = (one.double() - other).abs()
+    assert (gap <= bound).all(), f"off by {(gap / bound).max():.3g} times what is allowed"
+
+
+def assert_same(operation, narrow, inputs, sums=SUMS, **ways):
+    outs, grads = results(operation, fused(narrow), inputs, **ways)
+    exact_inputs = [each.detach().double().requires_grad_(each.requires_grad) for each in inputs]
+    expected_outs, expected_grads = results(operation, EXACT, exact_inputs, **ways)
+    wanted = [each for each in inputs if each.requires_grad]
+    assert [grad.dtype for grad in grads] == [each.dtype for each in wanted]
+    assert len(outs) == len(expected_outs)
+    for one, other in zip((*outs, *grads), (*expected_outs, *expected_grads), strict=True):
+        assert_near(one, other, sums)
+    return outs
+
+
+def leaves(*tensors):
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+# Norms
+
+
+def norm(by, x, factor, eps=1e-6):
+    return by.norm(x, factor, eps)
+
+
+def add_norm(by, x, update, factor):
+    return by.add_norm(x, update, factor, 1e-6)
+
+
+SHAPES = [(1, 8), (1, 5), (3, 24), (4, 3, 20), (7, 37), (5, 256), MANY]
+
+
+@pytest.mark.parametrize("narrow", [FLOAT, HALF], ids=["to float32", "to bfloat16"])
+@BOTH
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms(shape, dtype, narrow):
+    inputs = leaves(randn(*shape, dtype=dtype), randn(shape[-1], seed=1))
+    (out,) = assert_same(norm, narrow, inputs)
+    assert out.dtype == narrow
+
+
+@BOTH
+def test_a_norm_to_be_added_to_the_stream_is_wide(dtype):
+    def wide(by, x, factor):
+        return by.norm(x, factor, 1e-5, wide=True)
+
+    (out,) = assert_same(wide, HALF, leaves(randn(6, 37, dtype=dtype), randn(37, seed=1)))
+    assert out.dtype == FLOAT
+
+
+@pytest.mark.parametrize("narrow", [FLOAT, HALF], ids=["to float32", "to bfloat16"])
+@BOTH
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_and_their_norms(shape, dtype, narrow):
+    inputs = leaves(randn(*shape), randn(*shape, seed=1, dtype=dtype), randn(shape[-1], seed=2))
+    stream, out = assert_same(add_norm, narrow, inputs)
+    assert (stream.dtype, out.dtype) == (FLOAT, narrow)
+    assert torch.equal(stream, inputs[0] + inputs[1])
+
+
+@pytest.mark.parametrize("used", [(0,), (1,)], ids=["the sum", "the norm"])
+@BOTH
+def test_a_gradient_may_come_from_one_of_the_two(dtype, used):
+    inputs = leaves(randn(6, 24), randn(6, 24, seed=1, dtype=dtype), randn(24, seed=2))
+    assert_same(add_norm, dtype, inputs, used=used)
+
+
+@BOTH
+def test_what_is_frozen_gets_no_gradient(dtype):
+    x, update, factor = randn(6, 37), randn(6, 37, seed=1, dtype=dtype), randn(37, seed=2)
+    assert_same(norm, dtype, [*leaves(x), factor])
+    assert_same(add_norm, dtype, [*leaves(x, update), factor])
+    assert_same(add_norm, dtype, [*leaves(x), update.detach(), factor])
+    assert_same(add_norm, dtype, [x.detach(), *leaves(update), factor])
+    assert_same(norm, dtype, [x.detach(), *leaves(factor)])
+    assert_same(add_norm, dtype, [x.detach(), update.detach(), *leaves(factor)])
+
+
+def test_without_an_update_the_stream_is_as_it_was():
+    x, factor = leaves(randn(6, 24), randn(24, seed=1))
+    stream, out = fused(HALF).add_norm(x, None, factor, 1e-6)
+    assert stream is x
+    assert torch.equal(out, fused(HALF).norm(x, factor, 1e-6))
+    assert_same(lambda by, x, factor: by.add_norm(x, None, factor, 1e-6), HALF, [x, factor])
+
+
+def test_gradients_of_a_sum_are_two_tensors_wherever_they_add_up():
+    """The stream and what is added to it have the same gradient; what else comes to one does not come to the other."""
+    x, update, factor = leaves(randn(6, 24), randn(6, 24, seed=1), randn(24, seed=2))
+    for _ in range(2):
+        stream, out = fused().add_norm(x, update, factor, 1e-6)
+        (stream.sum() + out.square().sum() + 3 * x.sum() + (5 * update).sum()).backward()
+    torch.testing.assert_close(x.grad + 4, update.grad, rtol=0, atol=1e-5)  # 2 * (5 - 3); sums of a few numbers to 20
+    assert x.grad.data_ptr() != update.grad.data_ptr()
+
+
+@pytest.mark.parametrize("size", [1e4, 1e-6, 0.0])
+@BOTH
+def test_norms_of_any_size(dtype, size):
+    """1e-6 is small beside the root of eps: there the norm is hardly one."""
+    inputs = leaves(randn(5, 37) * size, (randn(5, 37, seed=1) * size).to(dtype), randn(37, seed=2))
+    assert_same(add_norm, dtype, inputs)
+    assert_same(norm, dtype, leaves(inputs[1].detach().clone(), randn(37, seed=3)))
+
+
+@BOTH
+def test_inputs_and_gradients_in_another_order_of_memory(dtype):
+    x, update = randn(37, 9).T, randn(9, 74, seed=1, dtype=dtype)[:, ::2]
+    assert not x.is_contiguous()
+    assert not update.is_contiguous()
+    inputs = [*leaves(x, update), randn(37, seed=2).requires_grad_()]
+    assert_same(add_norm, dtype, inputs, transposed=True)
+    assert_same(norm, dtype, inputs[1:], transposed=True)
+
+
+@pytest.mark.parametrize("operation", ["norm", "rotate", "gate"])
+def test_gradients_that_are_one_number_everywhere(operation):
+    """As of a sum: a tensor without strides."""
+    x, factor, up = leaves(randn(4, 2, 24), randn(24, seed=1), randn(4, 2, 24, seed=2))
+    angles = randn(4, 24, seed=3)
+    operations = {
+        "norm": lambda by, x, factor, up: (by.add_norm(x, up, factor, 1e-6)[1], [x, up, factor]),
+        "rotate": lambda by, x, factor, up: (by.rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)), [x]),
+        "gate": lambda by, x, factor, up: (by.gate(x, up, gelu=False), [x, up]),
+    }
+    out, wanted = operations[operation](fused(), x, factor, up)
+    exact = [each.detach().double().requires_grad_() for each in (x, factor, up)]
+    expected, exact_wanted = operations[operation](EXACT, *exact)
+    grads, expected_grads = torch.autograd.grad(out.sum(), wanted), torch.autograd.grad(expected.sum(), exact_wanted)
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@BOTH
+def test_what_is_no_number_stays_none_and_in_its_row(dtype, bad):
+    sound = leaves(randn(5, 37), randn(5, 37, seed=1, dtype=dtype), randn(37, seed=2))
+    spoilt = [each.detach().clone() for each in sound]
+    spoilt[1][2, 20] = bad  # in a vector
+    spoilt[1][3, 36] = bad  # after the last whole one
+    leaves(*spoilt)
+    outs, grads = results(add_norm, fused(dtype), spoilt)
+    exact_outs, exact_grads = results(add_norm, EXACT, [each.detach().double().requires_grad_() for each in spoilt])
+    for one, other in zip((*outs, *grads), (*exact_outs, *exact_grads), strict=True):
+        assert not one[~other.isfinite()].isfinite().any()
+    sound_outs, sound_grads = results(add_norm, fused(dtype), sound)
+    for one, other in zip((*outs, *grads[:2]), (*sound_outs, *sound_grads[:2]), strict=True):
+        assert torch.equal(one[[0, 1, 4]], other[[0, 1, 4]])
+
+
+# Rotation
+
+
+def tables(tokens, width):
+    """Without any relation between the halves, as some kinds of rotation have it."""
+    angles = randn(tokens, width, seed=7)
+    return angles.cos(), angles.sin()
+
+
+def rotation(cos, sin):
+    return lambda by, x: by.rotate(x, cos.to(by.wide), sin.to(by.wide))
+
+
+@pytest.mark.parametrize("narrow", [FLOAT, HALF], ids=["to float32", "to bfloat16"])
+@BOTH
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 3, 6), (5, 2, 24), (4, 3, 64), (3, 1, 74), (500, 3, 30)], ids=str)
+def test_rotation(shape, dtype, narrow):
+    inputs = leaves(randn(*shape, dtype=dtype))
+    (out,) = assert_same(rotation(*tables(shape[0], shape[2])), narrow, inputs)
+    assert out.dtype == narrow
+
+
+@pytest.mark.parametrize("size", [1e4, 1e-6, 0.0])
+def test_rotation_of_any_size(size):
+    assert_same(rotation(*tables(5, 24)), HALF, leaves(randn(5, 2, 24) * size))
+
+
+def test_rotation_of_another_order_of_memory():
+    (x,) = leaves(randn(2, 5, 24).transpose(0, 1))
+    assert not x.is_contiguous()
+    assert_same(rotation(*tables(5, 24)), FLOAT, [x], transposed=True)
+    (x,) = leaves(randn(5, 3 * 24).unflatten(-1, (3, 24))[:, 1:])  # a part of a wider product
+    assert not x.is_contiguous()
+    assert_same(rotation(*tables(5, 24)), FLOAT, [x])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rotation_of_what_is_no_number(bad):
+    x = randn(3, 2, 74)
+    x[1, 0, 5], x[2, 1, 73] = bad, bad
+    (x,) = leaves(x)
+    (out,), _ = results(rotation(*tables(3, 74)), fused(), [x])
+    (expected,), _ = results(rotation(*tables(3, 74)), EXACT, [x.detach().double().requires_grad_()])
+    assert (~out.isfinite()).sum() == 4  # itself and its partner
+    assert torch.equal(out.isfinite(), expected.isfinite())
+
+
+# The activation
+
+
+def gating(gelu):
+    return lambda by, gate, up: by.gate(gate, up, gelu=gelu)
+
+
+ACTIVATIONS = pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
+
+
+@BOTH
+@ACTIVATIONS
+@pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 3, 64), (16, 37), (70, 576)], ids=str)
+def test_activation(shape, gelu, dtype):
+    inputs = leaves(2 * randn(*shape, dtype=dtype), randn(*shape, seed=1, dtype=dtype))
+    assert inputs[0].numel() % KERNELS.lanes == 0
+    (out,) = assert_same(gating(gelu), dtype, inputs)
+    assert out.dtype == dtype
+    assert type(gating(gelu)(fused(dtype), *inputs).grad_fn).__name__ == "_GateBackward"
+
+
+@ACTIVATIONS
+def test_counts_that_fill_no_vectors_are_left_to_torch(gelu):
+    inputs = leaves(randn(3, 37), randn(3, 37, seed=1))
+    assert inputs[0].numel() % KERNELS.lanes
+    assert type(gating(gelu)(fused(), *inputs).grad_fn).__name__ == "MulBackward0"
+    assert_same(gating(gelu), FLOAT, inputs)
+
+
+@BOTH
+@ACTIVATIONS
+def test_activation_of_any_size(gelu, dtype):
+    """Each size in rows of its own: what is small is not measured by what is large."""
+    sizes = torch.tensor([100, -100, 1e4, -1e4, 1e-6, -1e-6, 0.0, 20, -20, 5, -5])
+    gate = (sizes[:, None] * (1 + 0.1 * randn(len(sizes), 48))).to(dtype)
+    inputs = leaves(gate, randn(len(sizes), 48, seed=1, dtype=dtype))
+    found, expected = (
+        results(gating(gelu), by, given)
+        for by, given in ((fused(dtype), inputs), (EXACT, [each.detach().double().requires_grad_() for each in inputs]))
+    )
+    for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert one.isfinite().all()
+        # A rounding of -20, or of its cube in GELU's form, is one of 1e-5 of e^-20; 1e-30 is 0.
+        bound = (ROUNDING[dtype] + 2e-5) * other.abs() + 1e-6 * other.abs().amax(-1, keepdim=True) + 1e-30
+        assert ((one.double() - other).abs() <= bound).all()
+
+
+@BOTH
+@ACTIVATIONS
+def test_activation_of_what_is_no_number(gelu, dtype):
+    gate, up = randn(2, 48, dtype=dtype), randn(2, 48, seed=1, dtype=dtype)
+    sound = results(gating(gelu), fused(dtype), leaves(gate.clone(), up.clone()))
+    gate[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    up[1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    found = results(gating(gelu), fused(dtype), leaves(gate, up))
+    exact = results(gating(gelu), EXACT, leaves(gate.detach().double(), up.detach().double()))
+    assert not found[0][0][~exact[0][0].isfinite()].isfinite().any()
+    (grad_gate, grad_up), (exact_gate, exact_up) = found[1], exact[1]
+    assert not grad_up[~exact_up.isfinite()].isfinite().any()
+    assert grad_gate[0, 0].isnan()
+    assert not grad_gate[1, :3].isfinite().any()
+    assert not exact_gate[1, :3].isfinite().any()
+    for one, other in zip((*found[0], *found[1]), (*sound[0], *sound[1]), strict=True):
+        assert torch.equal(one[:, 3:], other[:, 3:])
+
+
+@ACTIVATIONS
+def test_activation_in_another_order_of_memory(gelu):
+    both = randn(10, 96)
+    inputs = leaves(both[:, :48], randn(48, 10, seed=1).T)
+    assert not any(each.is_contiguous() for each in inputs)
+    assert_same(gating(gelu), FLOAT, inputs, transposed=True)
+
+
+# Threads
+
+
+@BOTH
+def test_numbers_do_not_depend_on_the_threads(dtype):
+    rows = randn(*MANY), randn(*MANY, seed=1, dtype=dtype), randn(MANY[1], seed=2)
+    cases = {
+        "norm": (norm, [rows[1], rows[2]]),
+        "sum": (add_norm, rows),
+        "rotation": (rotation(*tables(500, 30)), [randn(500, 3, 30, dtype=dtype)]),
+        "silu": (gating(False), [randn(70, 576, dtype=dtype), randn(70, 576, seed=1, dtype=dtype)]),
+        "gelu": (gating(True), [randn(70, 576, dtype=dtype), randn(70, 576, seed=1, dtype=dtype)]),
+    }
+    for name, (operation, inputs) in cases.items():
+        found = []
+        for count in (1, 2):
+            with threads(count):
+                found.append(results(operation, fused(dtype), leaves(*(each.clone() for each in inputs))))
+        (one_outs, one_grads), (other_outs, other_grads) = found
+        if name in {"norm", "sum"}:
+            # The factor's gradient is a sum over 900 rows, in another order.
+            *one_grads, of_one = one_grads
+            *other_grads, of_other = other_grads
+            torch.testing.assert_close(of_one, of_other, rtol=0, atol=2e-6 * of_one.abs().max().item())
+        for one, other in zip((*one_outs, *one_grads), (*other_outs, *other_grads), strict=True):
+            assert torch.equal(one, other), name
+
+
+# The head
+
+HIDDEN, TOKENS = 24, 11
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "temperature": {"temperature": 0.6},
+    "multiplier": {"multiplier": 0.3, "bias": True},
+    "both": {"temperature": 1.7, "multiplier": 2.5},
+}
+
+
+def head_parts(vocabulary, tokens=TOKENS, bias=False, hidden_dtype=FLOAT):
+    linear = nn.Linear(HIDDEN, vocabulary, bias=bias)
+    with torch.no_grad():
+        linear.weight.copy_(randn(vocabulary, HIDDEN, seed=1) / 3)
+        if bias:
+            linear.bias.copy_(randn(vocabulary, seed=2))
+    targets = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(3)).tolist()
+    return randn(tokens, HIDDEN, dtype=hidden_dtype), linear, targets
+
+
+def states_of(hidden, linear, targets, kernels, compute=FLOAT, temperature=1.0, multiplier=1.0, **_):
+    its_head = Head(linear, compute, multiplier, kernels=kernels)
+    return CompletionStates(hidden, its_head, Distribution([(0,)], [targets], temperature))
+
+
+def with_gradients(hidden, linear, targets, kernels, **settings):
+    hidden = hidden.detach().requires_grad_()
+    states = states_of(hidden, linear, targets, kernels, **settings)
+    assert states.in_one_pass == (kernels is not None)
+    found = states.logps()
+    weights = torch.linspace(-1, 2, len(targets))
+    grads = torch.autograd.grad((found.logps_N * weights).sum(), [hidden, *linear.parameters()])
+    return found, grads
+
+
+@pytest.mark.parametrize("compute", [FLOAT, HALF], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("vocabulary", [1, 37, 64, 5003])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_is_torchs(name, vocabulary, compute):
+    """From the same logits. 5003 tokens are more than one block of sums, and 11 of them than one thread's share."""
+    settings = HEADS[name]
+    parts = head_parts(vocabulary, bias=settings.get("bias", False))
+    found, grads = with_gradients(*parts, KERNELS, compute=compute, **settings)
+    expected, expected_grads = with_gradients(*parts, None, compute=compute, **settings)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == FLOAT
+        # Scores up to some 20 have a rounding of 1e-6, in both.
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert one.dtype == other.dtype
+        # In bfloat16 both round the logits' gradient before the products, but the bias's only the kernel.
+        bound = 2e-6 if compute == FLOAT else 2**-8
+        assert (one - other).norm() <= bound * other.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_in_float32_is_the_formula(name):
+    settings = HEADS[name]
+    hidden, linear, targets = head_parts(5003, bias=settings.get("bias", False))
+    found, grads = with_gradients(hidden, linear, targets, KERNELS, **settings)
+    exact = nn.Linear(HIDDEN, 5003, bias=linear.bias is not None, dtype=torch.float64)
+    exact.load_state_dict(linear.state_dict())
+    leaf = hidden.double().requires_grad_()
+    scores = exact(leaf) * settings.get("multiplier", 1.0) / settings.get("temperature", 1.0)
+    log_probs = scores.log_softmax(-1)
+    expected = log_probs[range(TOKENS), targets], -(log_probs.exp() * log_probs).sum(-1), log_probs.exp().square().sum(-1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.detach(), rtol=0, atol=1e-5)  # scores up to 20, as above
+    total = (expected[0] * torch.linspace(-1, 2, TOKENS)).sum()
+    for one, other in zip(grads, torch.autograd.grad(total, [leaf, *exact.parameters()]), strict=True):
+        assert (one - other).norm() <= 5e-6 * other.norm()
+
+
+@pytest.mark.parametrize("compute", [FLOAT, HALF], ids=["float32", "bfloat16"])
+def test_the_head_in_chunks(monkeypatch, compute):
+    parts = head_parts(37, bias=True)
+    expected, expected_grads = with_gradients(*parts, KERNELS, compute=compute)
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 3)
+    found, grads = with_gradients(*parts, KERNELS, compute=compute)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # the product may add in another order
+    for one, other in zip(grads, expected_grads, strict=True):
+        # In bfloat16 each chunk's part of the weights' gradient is rounded.
+        assert (one - other).norm() <= (1e-6 if compute == FLOAT else 2**-8) * other.norm()
+
+
+def test_hidden_states_in_bfloat16():
+    hidden, linear, targets = head_parts(37, hidden_dtype=HALF)
+    found, grads = with_gradients(hidden, linear, targets, KERNELS, compute=HALF)
+    expected, expected_grads = with_gradients(hidden, linear, targets, None, compute=HALF)
+    assert [grad.dtype for grad in grads] == [HALF, FLOAT]
+    torch.testing.assert_close(found.logps_N, expected.logps_N, rtol=0, atol=1e-5)
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert (one - other).norm() <= 2**-8 * other.norm()
+
+
+def test_the_head_does_not_depend_on_the_threads():
+    parts, found = head_parts(4099, bias=True), []
+    for count in (1, 2):
+        with threads(count):
+            logits = randn(TOKENS, 4099, seed=9)
+            statistics = torch.empty(5, TOKENS)
+            targets = torch.tensor(parts[2])
+            KERNELS.head_statistics(logits, targets, 0.7, statistics)
+            KERNELS.head_gradient(logits, targets, 0.7, *statistics[3:], randn(TOKENS))
+            found.append((statistics, logits))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compute", [FLOAT, HALF], ids=["float32", "bfloat16"])
+def test_tokens_that_cannot_occur(compute):
+    """A bias of -inf, for a token within a vector, one after the last, and a target."""
+    hidden, linear, targets = head_parts(37, bias=True)
+    targets[:3] = [4, 5, 6]
+    with torch.no_grad():
+        linear.bias[[4, 20, 36]] = -math.inf
+    targets = [4, *(token if token not in {4, 20, 36} else 7 for token in targets[1:])]
+    found, grads = with_gradients(hidden, linear, targets, KERNELS, compute=compute)
+    expected, expected_grads = with_gradients(hidden, linear, targets, None, compute=compute)
+    assert found.logps_N[0] == -math.inf
+    assert found.logps_N[1:].isfinite().all()
+    assert found.entropy_N.isfinite().all()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    for one, other in zip(grads, expected_grads, strict=True):
+        assert one.isfinite().all()
+        assert (one - other).norm() <= (2e-6 if compute == FLOAT else 2**-8) * other.norm()
+    assert (grads[1][[20, 36]] == 0).all()
+
+
+@pytest.mark.parametrize("compute", [FLOAT, HALF], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_hidden_states_that_are_no_numbers_give_none(bad, compute):
+    hidden, linear, targets = head_parts(37)
+    sound, sound_grads = with_gradients(hidden, linear, targets, KERNELS, compute=compute)
+    hidden[4, 3] = bad
+    found, grads = with_gradients(hidden, linear, targets, KERNELS, compute=compute)
+    others = [row for row in range(TOKENS) if row != 4]
+    for one, other in zip((*found, grads[0]), (*sound, sound_grads[0]), strict=True):
+        assert one[4].isnan().all()
+        assert torch.equal(one[others], other[others])
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_a_common_shift_costs_no_more_than_the_logits_roundings(size):
+    hidden, linear, targets = head_parts(5003, bias=True)
+    with torch.no_grad():
+        linear.bias += size
+    logits = Head(linear).logits(hidden).detach().double()
+    log_probs = logits.log_softmax(-1)
+    found, grads = with_gradients(hidden, linear, targets, KERNELS)
+    expected = log_probs[range(TOKENS), targets], -(log_probs.exp() * log_probs).sum(-1), log_probs.exp().square().sum(-1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-6)  # of numbers up to 15
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("settings", [{"cap": 1.5}, {"penalty": 1.4}, {"supports": True}, {"linear": None}], ids=str)
+def test_what_shapes_the_distribution_otherwise_is_torchs(settings):
+    prompts, completions = [(5, 9, 20), (7,), (3, 3), (2, 3)], [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
+    supports = supports_of(kept_sets()) if settings.get("supports") else ()
+    distribution = Distribution(prompts, completions, 0.8, supports, settings.get("penalty", 1.0))
+    hidden, linear, _ = head_parts(23, tokens=12, bias=True)
+    if "linear" in settings:
+        hidden, linear = randn(12, 23), None
+    found = []
+    for kernels in (KERNELS, None):
+        states = CompletionStates(hidden, Head(linear, cap=settings.get("cap"), kernels=kernels), distribution)
+        assert not states.in_one_pass
+        found.append(states.logps())
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
