@@ -335,6 +335,15 @@ def test_activation_of_what_is_no_number(gelu, dtype):
 
 
 @ACTIVATIONS
+@pytest.mark.parametrize("dtypes", [(FLOAT, HALF), (HALF, FLOAT)], ids=["gate wide", "up wide"])
+def test_activation_where_one_of_the_two_is_wide(gelu, dtypes):
+    """As adapters may leave it; numbers that bfloat16 holds, so that narrowing them costs nothing."""
+    gate, up = randn(3, 48, dtype=HALF).to(dtypes[0]), randn(3, 48, seed=1, dtype=HALF).to(dtypes[1])
+    (out,) = assert_same(gating(gelu), HALF, leaves(gate, up), sums=2**-8)  # gradients too are rounded to bfloat16
+    assert out.dtype == HALF
+
+
+@ACTIVATIONS
 def test_activation_in_another_order_of_memory(gelu):
     both = randn(10, 96)
     inputs = leaves(both[:, :48], randn(48, 10, seed=1).T)
@@ -437,7 +446,11 @@ def test_the_head_in_float32_is_the_formula(name):
     leaf = hidden.double().requires_grad_()
     scores = exact(leaf) * settings.get("multiplier", 1.0) / settings.get("temperature", 1.0)
     log_probs = scores.log_softmax(-1)
-    expected = log_probs[range(TOKENS), targets], -(log_probs.exp() * log_probs).sum(-1), log_probs.exp().square().sum(-1)
+    expected = (
+        log_probs[range(TOKENS), targets],
+        -(log_probs.exp() * log_probs).sum(-1),
+        log_probs.exp().square().sum(-1),
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other.detach(), rtol=0, atol=1e-5)  # scores up to 20, as above
     total = (expected[0] * torch.linspace(-1, 2, TOKENS)).sum()
@@ -524,7 +537,11 @@ def test_a_common_shift_costs_no_more_than_the_logits_roundings(size):
     logits = Head(linear).logits(hidden).detach().double()
     log_probs = logits.log_softmax(-1)
     found, grads = with_gradients(hidden, linear, targets, KERNELS)
-    expected = log_probs[range(TOKENS), targets], -(log_probs.exp() * log_probs).sum(-1), log_probs.exp().square().sum(-1)
+    expected = (
+        log_probs[range(TOKENS), targets],
+        -(log_probs.exp() * log_probs).sum(-1),
+        log_probs.exp().square().sum(-1),
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-6)  # of numbers up to 15
     assert all(grad.isfinite().all() for grad in grads)

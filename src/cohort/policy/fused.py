@@ -77,7 +77,7 @@ class Fused:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor, eps: float, dtype: torch.dtype, kernels: UpdateKernels) -> Tensor:
-        x = x.contiguous()
+        x, factor = x.contiguous(), factor.contiguous()
         _, scale, out = kernels.norm(x, None, factor, eps, dtype)
         ctx.save_for_backward(x, scale, factor)
         ctx.kernels = kernels
@@ -97,6 +97,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, update: Tensor, factor: Tensor, eps: float, dtype: torch.dtype, kernels: UpdateKernels
     ) -> tuple[Tensor, Tensor]:
+        factor = factor.contiguous()
         total, scale, out = kernels.norm(x.contiguous(), update.contiguous(), factor, eps, dtype)
         ctx.save_for_backward(total, scale, factor)
         ctx.rest = update.dtype, kernels
@@ -121,6 +122,7 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, dtype: torch.dtype, kernels: UpdateKernels
     ) -> Tensor:
+        cos_ND, sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
         ctx.save_for_backward(cos_ND, sin_ND)
         ctx.rest = x_NHD.dtype, kernels
         return kernels.rotate(x_NHD.contiguous(), cos_ND, sin_ND, dtype, transposed=False)

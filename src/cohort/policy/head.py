@@ -31,6 +31,8 @@ CHUNK_LOGITS = 2**25
 """A chunk has at most so many tokens, and so many logits (128 MiB in float32). Memory and time only."""
 
 
+PRODUCT = 2**23
+"""Numbers of a product that is added to a gradient. Memory only."""
 LIKE_SHAPES = 64
 """On a CPU, products have so many rows or a multiple of it: for every shape it meets, oneDNN compiles code, and keeps
 most of it until the process ends. With as many shapes as there are token counts a run would grow step by step."""
@@ -216,6 +218,9 @@ class CompletionStates:
     distribution: Distribution
     router_logits: tuple[Tensor, ...] = ()
     """Of each layer with experts, ``[N, E]``, where they are asked for."""
+    adds_gradient: bool = False
+    """Whether the backward pass of ``logps`` adds the weight's gradient to ``.grad``; see
+    ``Policy.gradients_in_place``."""
 
     @property
     def chunk(self) -> int:
@@ -312,7 +317,9 @@ class _SampledLogps(torch.autograd.Function):
         compute = states.head.compute
         grad_hidden_NH, grad_N = torch.empty_like(hidden_NH), grad_N.contiguous()
         weight = None if weight_VH is None else weight_VH.to(compute)
-        grad_weight = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = gradient_of(weight_VH) if states.adds_gradient else torch.zeros_like(weight_VH)
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden_NH.shape[0], states.chunk):
             span = slice(start, start + states.chunk)
@@ -331,10 +338,24 @@ class _SampledLogps(torch.autograd.Function):
             grad_rows_CV = in_like_shapes(grad_CV.to(compute))
             grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
             if grad_weight is not None:
-                grad_weight += grad_rows_CV.mT @ in_like_shapes(hidden_CH.to(compute))
+                add_product(grad_weight, grad_rows_CV.mT, in_like_shapes(hidden_CH.to(compute)))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
-        return grad_hidden_NH, grad_weight, grad_bias, None
+        return grad_hidden_NH, None if states.adds_gradient else grad_weight, grad_bias, None
+
+
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Where a leaf's gradient adds up."""
+    if leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf)
+    return leaf.grad
+
+
+def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
+    """``total += left @ right``, some rows at a time: the product of narrow matrices is as large as the total."""
+    size = max(1, PRODUCT // right_CH.shape[1])
+    for start in range(0, len(total_VH), size):
+        total_VH[start : start + size] += left_VC[start : start + size] @ right_CH
 
 
 def _gradient(

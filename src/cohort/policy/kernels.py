@@ -122,6 +122,8 @@ class UpdateKernels:
         self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of x and the update (x itself without one), its scales, and the norm in ``dtype``."""
+        assert factor.dtype == torch.float32
+        assert update is None or x.dtype == torch.float32
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
         total = x if update is None else torch.empty_like(x)
         scale = x.new_empty(rows, dtype=torch.float32)
@@ -161,6 +163,7 @@ class UpdateKernels:
 
     def rotate(self, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
         """Rotated, in ``dtype``."""
+        assert cos_ND.dtype == sin_ND.dtype == torch.float32
         rows, heads, width = x_NHD.shape
         out = torch.empty_like(x_NHD, dtype=dtype)
         call = _Rotation(

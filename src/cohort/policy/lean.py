@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from cohort.policy.anatomy import Anatomy, Layer, Norm
 from cohort.policy.fused import Fused
+from cohort.policy.head import gradient_of
 from cohort.policy.kernels import kernels_for
 from cohort.policy.passes import Hidden, PackedPass
 
@@ -43,7 +44,7 @@ class LeanLayers:
         """See ``Body``."""
         anatomy, layers = self.anatomy, self.anatomy.layers
         with self.policy.compute():
-            x: Tensor = anatomy.embedding(ids_N).to(self.fused.wide)
+            x = self._embedded(ids_N).to(self.fused.wide)
             angles = self._angles(positions_N)
             update: Tensor | None = None
             for number, layer in enumerate(layers):
@@ -55,6 +56,13 @@ class LeanLayers:
                 else:
                     x, update = self._layer(run, x, update, angles, packed)
             return Hidden(self._add_norm(x, update, anatomy.norm)[1])
+
+    def _embedded(self, ids_N: Tensor) -> Tensor:
+        embedding = self.anatomy.embedding
+        if self.policy.adds_gradients and embedding.weight.requires_grad and type(embedding) is nn.Embedding:
+            out: Tensor = _Lookup.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-untyped-call]
+            return out
+        return embedding(ids_N)  # type: ignore[no-any-return]
 
     def _recomputed(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         # The backward pass may run outside of the block that the forward pass ran in.
@@ -111,6 +119,24 @@ class LeanLayers:
         """Cosines and sines, ``[N, D]`` each, by kind of rotation."""
         like = torch.empty(0, dtype=self.fused.wide, device=positions_N.device)
         return {kind: self.anatomy.angles(kind, positions_N, like) for kind in self.anatomy.rotations}
+
+
+class _Lookup(torch.autograd.Function):
+    """An embedding whose gradient is added to ``.grad``; see ``Policy.gradients_in_place``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, ids_N: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(weight_VH, ids_N)
+        ctx.padding_idx = padding_idx
+        return weight_VH[ids_N]
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[None, None, None]:
+        weight_VH, ids_N = ctx.saved_tensors
+        if ctx.padding_idx is not None:  # transformers' embeddings do not train it
+            grad_NH = grad_NH * (ids_N != ctx.padding_idx)[:, None]
+        gradient_of(weight_VH).index_add_(0, ids_N, grad_NH.to(weight_VH.dtype))
+        return None, None, None
 
 
 class _LayerRun(NamedTuple):

@@ -52,6 +52,8 @@ class Policy:
         """What the load-balancing loss of a model with experts weighs in an update; see ``policy.router``."""
         self.native_kernels = True
         """Whether passes on a CPU go through the kernels of ``cohort.native``, where there are such."""
+        self.adds_gradients = False
+        """See ``gradients_in_place``."""
         self._adapter = adapter
         if not dropout:
             disable_dropout(model)
@@ -112,6 +114,17 @@ class Policy:
         finally:
             self.model.eval()
 
+    @contextlib.contextmanager
+    def gradients_in_place(self) -> Iterator[None]:
+        """Passes made in this block add the gradients of the embedding and the head, as a rule the largest matrices
+        that there are, to ``.grad`` themselves, without tensors of the same size on the way. Only for losses of which
+        ``backward`` is called: ``torch.autograd.grad`` would find no gradient there."""
+        self.adds_gradients = True
+        try:
+            yield
+        finally:
+            self.adds_gradients = False
+
     def logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
         """The model's output with logits of the last ``keep`` positions only, where the model can leave out the
         rest."""
@@ -151,7 +164,9 @@ class Policy:
         prompt_S = [prefixes.numbers[tuple(prompt)] for prompt in prompt_ids]
         distribution = Distribution(prompt_ids, completion_ids, temperature, supports, repetition_penalty, self.device)
         hidden = passes.hidden(prefixes, prompt_S, completion_ids)
-        return CompletionStates(hidden.states_NH, passes.head, distribution, hidden.router_logits)
+        return CompletionStates(
+            hidden.states_NH, passes.head, distribution, hidden.router_logits, adds_gradient=self.adds_gradients
+        )
 
     def logps(
         self,

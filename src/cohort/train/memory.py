@@ -21,7 +21,7 @@ from cohort.rollout.budget import free_bytes
 
 Result = TypeVar("Result")
 
-MOST_TOKENS = {"cpu": 2048, "cuda": 16384}
+MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 """More in a pass saves little time and takes memory in proportion."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
@@ -117,7 +117,7 @@ def peak_bytes(policy: Policy, prompt_length: int, completion_length: int, *, fo
     the gradients of the parameters included; ``forward_only``: up to the last hidden states."""
     token = 0
     live, passes = LiveBytes(), policy.passes  # which is chosen before anything is counted
-    with live, policy.training(), policy.compute():
+    with live, policy.training(), policy.compute(), policy.gradients_in_place():
         prefixes = passes.read([(token,) * (prompt_length + 1)])
         states = policy.states(
             prefixes, [(token,) * (prompt_length + 1)], [(token,) * completion_length], temperature=1.0

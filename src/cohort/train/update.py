@@ -117,7 +117,7 @@ def backward_passes(
     places: list[Tensor] = []
     forwards: list[Forward] = []
     passes = policy.passes
-    with policy.training(), policy.compute():
+    with policy.training(), policy.compute(), policy.gradients_in_place():
         for pack in packs(minibatch, token_budget, shared=passes.shared):
             # Each prompt once forward, then its completions, whose gradients of its keys and values add up, then once
             # backward.

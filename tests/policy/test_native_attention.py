@@ -1,0 +1,383 @@
+"""Packed attention by the kernel against the formula in float64: outputs, and gradients of everything."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.native import Unavailable
+from cohort.policy.attention import Layout, explicit_attention, packed_attention
+from cohort.policy.kernels import UpdateKernels
+
+try:
+    KERNELS = UpdateKernels()
+except Unavailable as reason:
+    pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
+
+CPU = torch.device("cpu")
+FLOAT, HALF = torch.float32, torch.bfloat16
+NAMES = ("out", "q", "k", "v", "prefix k", "prefix v")
+ROUNDING = {FLOAT: 2**-24, HALF: 2**-8}  # of a number, at most, beside itself
+SUMS = 2e-6  # of what float32 computes, beside the largest number of its kind: some ten roundings of 6e-8
+BOTH = pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "bfloat16"])
+LAYOUTS = {  # lengths, prefix of each, lengths of the prefixes
+    "one": ([7], None, ()),
+    "one token": ([1], None, ()),
+    "more than a block of keys": ([70], None, ()),
+    "unequal": ([9, 1, 3, 4, 2, 8, 20], None, ()),
+    "one prefix": ([3, 9, 1, 5, 4, 2], [0] * 6, [6]),
+    "several after each prefix": ([3, 9, 1, 5, 4, 2], [0, 0, 1, 1, 1, 2], [6, 11, 1]),
+    "long prefixes": ([3, 18, 5], [0, 0, 1], [40, 33]),
+    "single tokens after prefixes": ([1, 1, 1], [1, 1, 0], [9, 2]),
+    "some prefixes empty": ([3, 2, 6, 1], [0, 1, 1, 2], [0, 5, 0]),
+    "all prefixes empty": ([3, 2], [0, 1], [0, 0]),
+    "a prefix's sequences apart": ([2, 5, 3, 4, 1, 6], [1, 0, 1, 1, 0, 1], [4, 7]),
+    "a prefix that none continues": ([2, 5], [2, 0], [4, 3, 7]),
+}
+
+
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def made(layout, kv_heads=2, group=2, width=8, dtype=FLOAT, prefix_dtype=None, size=1.0, filler=0):
+    """q, k, v, and the prefixes' k and v; laid out as a model's projections are (tokens before heads)."""
+    lengths, prefixes, prefix_lengths = layout
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(sum(lengths) + filler, heads) for heads in (kv_heads * group, kv_heads, kv_heads)]
+    if prefixes is not None:
+        shapes += [(sum(prefix_lengths), kv_heads)] * 2
+    tensors = [torch.randn(*shape, width, generator=generator) * size for shape in shapes]
+    return [tensor.to(dtype if n < 3 else prefix_dtype or dtype) for n, tensor in enumerate(tensors)]
+
+
+def attended(tensors, layout, count=None, *, scaling=0.4, window=None, exact=False, rounded=None, spoil=None):
+    """Output and gradients of all tensors, ``[tokens, heads, D]``.
+
+    Args:
+        count: of threads. None: two, or one where there is too little for two.
+        exact: by the formula, in float64.
+        rounded: the output that gradients are computed from: each weight's slope is its own less the mean of all, which
+            is found as the output's product with its gradient.
+        spoil: takes the weights that make one number of the output.
+    """
+    lengths, prefixes, prefix_lengths = layout
+    if exact:
+        tensors = [tensor.double() for tensor in tensors]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    q, k, v, *prefix = (leaf.transpose(0, 1) for leaf in leaves)
+    where = Layout(lengths, CPU, prefixes, prefix_lengths)
+    with threads(count or min(2, len(lengths) * k.shape[0])):
+        if exact:
+            q, k, v = (part[:, : where.tokens] for part in (q, k, v))
+            out = explicit_attention(q, k, v, where, scaling, tuple(prefix) or (None, None), window)
+            sums = log_sums(q, k, where, scaling, prefix[0] if prefix else None, window).T
+        else:
+            prefix = tuple(prefix) or None
+            out = packed_attention(q, k, v, where, scaling=scaling, prefix=prefix, window=window, kernels=KERNELS)
+            assert type(out.grad_fn).__name__ == "_NativeBackward"
+            assert out.dtype == tensors[2].dtype
+        out = out.transpose(0, 1)
+        shape = (sum(lengths), *out.shape[1:])
+        weights = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(HALF).to(out.dtype)
+        if spoil is not None:
+            spoil(weights)
+        # What comes after the layout's tokens has gradients too, which go nowhere.
+        weights = torch.nn.functional.pad(weights, (0, 0, 0, 0, 0, len(out) - len(weights)), value=1e3)
+        total = (out * weights).sum()
+        if rounded is not None:
+            # The slopes of the log of the sum are the weights themselves.
+            total = total - (((rounded[: len(out)] - out) * weights).sum(-1).detach() * sums).sum()
+        grads = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return [out.detach(), *grads]
+
+
+def log_sums(q, k, layout, scaling, prefix_k, window):
+    """Of the exponentials of each token's scores, ``[heads, tokens]``; by the formula."""
+    share, found = q.shape[0] // k.shape[0], []
+    for s, length in enumerate(layout.lengths):
+        own = slice(layout.starts[s], layout.starts[s + 1])
+        first = 0 if prefix_k is None else layout.prefix_starts[layout.prefixes[s]]
+        before = k[:, :0] if prefix_k is None else prefix_k[:, first : first + layout.before[s]]
+        keys = torch.cat([before, k[:, own]], 1).repeat_interleave(share, 0)
+        back = torch.arange(length)[:, None] + layout.before[s] - torch.arange(keys.shape[1])
+        seen = (back >= 0) & (back < (window or math.inf))
+        found.append((q[:, own] @ keys.mT * scaling).masked_fill(~seen, -torch.inf).logsumexp(-1))
+    return torch.cat(found, 1)
+
+
+def assert_same(tensors, layout, count=None, sums=SUMS, **ways):
+    found = attended(tensors, layout, count, **ways)
+    expected = attended(tensors, layout, exact=True, rounded=found[0], **ways)
+    tokens = sum(layout[0])
+    for name, one, other, like in zip(NAMES, found, expected, [tensors[2], *tensors], strict=False):
+        assert one.dtype == like.dtype
+        if name in NAMES[:4]:
+            assert (one[tokens:] == 0).all()
+            one, other = one[:tokens], other[:tokens]
+        if other.numel():
+            gap, scale = (one.double() - other).abs(), other.abs().max().item()
+            # Gradients are sums of numbers of size 1, which may cancel.
+            bound = ROUNDING[one.dtype] * other.abs() + sums * max(scale, 1.0)
+            assert (gap <= bound).all(), f"{name}: off by {gap.max().item():.2g} of {scale:.2g}"
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 7, 12, 34, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outputs_and_gradients(layout, window, dtype):
+    """Windows shorter than the own part and than the prefix, that end inside either, and longer than everything."""
+    assert_same(made(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout], window=window)
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("width", [1, 6, 8, 16, 24, 32, 64, 80])
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (3, 1), (2, 2), (1, 4), (2, 7), (1, 11)])
+def test_shared_heads_and_widths(kv_heads, group, width, window, dtype):
+    layout = LAYOUTS["several after each prefix"]
+    assert_same(made(layout, kv_heads, group, width, dtype), layout, scaling=width**-0.5, window=window)
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["one prefix", "several after each prefix", "a prefix's sequences apart", "unequal"])
+def test_any_number_of_threads(layout, count, dtype):
+    assert_same(made(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout], count, window=9)
+
+
+def test_the_sequences_of_one_prefix_are_cut_into_items():
+    """Each with its own place for the prefix's gradient."""
+    layout = Layout([3, 9, 1, 5, 4, 2], CPU, [0] * 6, [6])
+    with threads(4):
+        work = layout.work
+    assert work.items.tolist() == [[0, 1, 0], [1, 3, 1], [3, 4, 2], [4, 6, 3]]
+    assert (work.slots, work.tokens, work.longest) == (4, 24, 15)
+    assert work.sequences.tolist()[:2] == [[0, 3, 0, 6], [3, 9, 0, 6]]
+
+
+def test_the_sequences_of_several_prefixes_are_cut_into_items():
+    """A prefix that comes again, and one that has too few sequences to be cut."""
+    layout = Layout([1] * 6, CPU, [1, 1, 1, 0, 1, 1], [2, 3])
+    with threads(4):
+        work = layout.work
+    assert work.items.tolist() == [[0, 1, 0], [1, 3, 1], [3, 4, 0], [4, 5, 2], [5, 6, 3]]
+    assert work.slots == 4
+    assert work.sequences[:, 2].tolist() == [2, 2, 2, 0, 2, 2]
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("layout", ["one prefix", "several after each prefix", "a prefix's sequences apart", "unequal"])
+def test_the_bits_do_not_depend_on_the_threads(layout, window, dtype):
+    """But for the prefixes' gradients, sums over items."""
+    tensors = made(LAYOUTS[layout], group=7, dtype=dtype, prefix_dtype=FLOAT)
+    one, other = (attended(tensors, LAYOUTS[layout], count, window=window) for count in (1, 4))
+    for name, a, b in zip(NAMES, one, other, strict=False):
+        if name.startswith("prefix"):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * a.abs().max().item())  # some ten roundings of 6e-8
+        else:
+            assert torch.equal(a, b), name
+
+
+def test_work_that_was_shared_out_for_other_threads():
+    """A layout's work is shared out once; the number of threads may change after that."""
+    layout = LAYOUTS["several after each prefix"]
+    tensors = made(layout)
+    where = Layout(layout[0], CPU, *layout[1:])
+    q, k, v, *prefix = (tensor.transpose(0, 1) for tensor in tensors)
+    outs = []
+    for count in (4, 1, 3):
+        with threads(count):
+            outs.append(packed_attention(q, k, v, where, scaling=0.4, prefix=tuple(prefix), kernels=KERNELS))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("reason", ["too few items", "a cap"])
+def test_what_is_left_to_torch(reason):
+    layout = ([7], None, ())
+    q, k, v = (tensor.transpose(0, 1).requires_grad_() for tensor in made(layout, kv_heads=1))
+    cap = 2.0 if reason == "a cap" else None
+    with threads(1 if cap else 2):
+        given = Layout(layout[0], CPU)
+        out = packed_attention(q, k, v, given, scaling=0.4, cap=cap, kernels=KERNELS)
+    assert type(out.grad_fn).__name__ != "_NativeBackward"
+    expected = explicit_attention(q.double(), k.double(), v.double(), given, 0.4, cap=cap)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)  # as above
+
+
+@BOTH
+@pytest.mark.parametrize("filler", [1, 9])
+@pytest.mark.parametrize("layout", ["unequal", "several after each prefix"])
+def test_tokens_after_the_last_are_nothing(layout, filler, dtype):
+    tensors = made(LAYOUTS[layout], dtype=dtype, filler=filler)
+    for tensor in tensors[:3]:
+        tensor[-filler:] = math.nan
+    assert_same(tensors, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("layout", ["several after each prefix", "some prefixes empty", "a prefix's sequences apart"])
+def test_prefixes_may_be_of_a_wider_dtype(layout, window):
+    """As leaves that gradients add up in: bfloat16 tokens after float32 prefixes."""
+    tensors = made(LAYOUTS[layout], dtype=HALF, prefix_dtype=FLOAT)
+    found = assert_same(tensors, LAYOUTS[layout], window=window)
+    assert [each.dtype for each in found] == [HALF] * 4 + [FLOAT] * 2
+
+
+def test_tensors_and_gradients_in_another_order_of_memory():
+    """Heads before tokens, as elsewhere; and the gradient of a sum, a tensor without strides."""
+    layout = LAYOUTS["several after each prefix"]
+    where, tensors = Layout(layout[0], CPU, *layout[1:]), made(layout)
+    found = []
+    for by_head in (False, True):
+        leaves = [tensor.transpose(0, 1).clone(memory_format=torch.preserve_format) for tensor in tensors]
+        leaves = [(leaf.contiguous() if by_head else leaf).requires_grad_() for leaf in leaves]
+        assert all(leaf.is_contiguous() == by_head for leaf in leaves)
+        out = packed_attention(*leaves[:3], where, scaling=0.4, prefix=tuple(leaves[3:]), kernels=KERNELS)
+        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    layout = LAYOUTS["several after each prefix"]
+    where, tensors = Layout(layout[0], CPU, *layout[1:]), made(layout)
+    expected = attended(tensors, layout)
+    for wanted in range(5):
+        leaves = [tensor.clone().requires_grad_(n == wanted) for n, tensor in enumerate(tensors)]
+        q, k, v, *prefix = (leaf.transpose(0, 1) for leaf in leaves)
+        out = packed_attention(q, k, v, where, scaling=0.4, prefix=tuple(prefix), kernels=KERNELS)
+        out.backward(torch.ones_like(out))
+        assert [leaf.grad is not None for leaf in leaves] == [n == wanted for n in range(5)]
+        assert leaves[wanted].grad.shape == expected[1 + wanted].shape
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_scores_of_thousands(window):
+    """Exponentials of 1000 are infinite; one part may be nothing beside the other."""
+    layout = LAYOUTS["several after each prefix"]
+    tensors = made(layout, size=30.0)
+    assert (tensors[0][:, 0] @ tensors[1][:, 0].T).abs().max() > 1000
+    # A rounding of a score of 3000 is one of 2e-4 of its weight; gradients are what is left of sums of numbers up to
+    # 3000 (a value's product with the output's gradient, times a key), whose roundings are 2e-4 too.
+    assert_same(tensors, layout, sums=5e-3, scaling=1.0, window=window)
+
+
+def test_scores_of_nothing():
+    """All weights are alike then."""
+    layout = LAYOUTS["several after each prefix"]
+    for size in (1e-20, 0.0):
+        assert_same(made(layout, size=size), layout)
+
+
+def sequences_of(layout):
+    """The tokens of each."""
+    ends = torch.tensor(layout[0]).cumsum(0).tolist()
+    return [slice(end - length, end) for end, length in zip(ends, layout[0], strict=True)]
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("layout", ["unequal", "several after each prefix", "a prefix's sequences apart"])
+def test_what_is_no_number_stays_in_its_sequence(layout, bad, dtype):
+    """Threads work on sequences in turn, in the same memory: on the longest first, here, so that all others come after
+    its numbers."""
+    layout = LAYOUTS[layout]
+    tensors, spans = made(layout, dtype=dtype), sequences_of(layout)
+    sound = attended(tensors, layout, 1)
+    for spoilt in range(len(spans)):
+        span = spans[spoilt]
+        for part in range(3):
+            given = [tensor.clone() for tensor in tensors]
+            given[part][span.start] = bad
+            found = attended(given, layout, 1)
+            assert not found[0][span].isfinite().all()
+            others = torch.ones(sum(layout[0]), dtype=torch.bool)
+            others[span] = False
+            for one, other in zip(found[:4], sound[:4], strict=True):
+                assert torch.equal(one[others], other[others])
+
+
+@BOTH
+def test_a_gradient_that_is_no_number_stays_in_its_sequence_and_its_prefix(dtype):
+    layout = LAYOUTS["several after each prefix"]
+    tensors, spans = made(layout, dtype=dtype), sequences_of(layout)
+    sound = attended(tensors, layout, 1)
+    found = attended(tensors, layout, 1, spoil=lambda weights: weights[spans[1]].fill_(math.nan))
+    others = torch.ones(sum(layout[0]), dtype=torch.bool)
+    others[spans[1]] = False
+    for one, other in zip(found[1:4], sound[1:4], strict=True):
+        assert one[spans[1]].isnan().all()
+        assert torch.equal(one[others], other[others])
+    for one, other in zip(found[4:], sound[4:], strict=True):
+        assert one[:6].isnan().all()
+        assert torch.equal(one[6:], other[6:])
+
+
+@BOTH
+def test_what_is_no_number_in_a_prefix_reaches_its_sequences_only(dtype):
+    layout = LAYOUTS["several after each prefix"]
+    tensors, spans = made(layout, dtype=dtype), sequences_of(layout)
+    sound = attended(tensors, layout, 1)
+    for part in (3, 4):
+        given = [tensor.clone() for tensor in tensors]
+        given[part][2] = math.nan
+        found = attended(given, layout, 1)
+        for prefix, span in zip(layout[1], spans, strict=True):
+            if prefix == 0:
+                assert found[0][span].isnan().all()
+            else:
+                for one, other in zip(found[:4], sound[:4], strict=True):
+                    assert torch.equal(one[span], other[span])
+
+
+def test_no_number_beyond_a_window_is_seen():
+    """NaN in the first token's values, and queries some blocks of keys later."""
+    layout = ([90], None, ())
+    tensors = made(layout)
+    sound = attended(tensors, layout, 1, window=5)
+    tensors[2][0] = math.nan
+    found = attended(tensors, layout, 1, window=5)
+    assert found[0][:5].isnan().all()
+    assert torch.equal(found[0][40:], sound[0][40:])
+
+
+@st.composite
+def packs(draw):
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=7))
+    prefixes, prefix_lengths = None, []
+    if draw(st.booleans()):
+        prefix_lengths = draw(st.lists(st.integers(0, 25), min_size=1, max_size=4))
+        number = st.integers(0, len(prefix_lengths) - 1)
+        prefixes = draw(st.lists(number, min_size=len(lengths), max_size=len(lengths)))
+    return lengths, prefixes, prefix_lengths
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    layout=packs(),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    width=st.integers(1, 40),
+    window=st.none() | st.integers(1, 50),
+    dtypes=st.sampled_from([(FLOAT, FLOAT), (HALF, HALF), (HALF, FLOAT)]),
+    count=st.integers(1, 4),
+    filler=st.integers(0, 3),
+)
+def test_any_pack(layout, kv_heads, group, width, window, dtypes, count, filler):
+    with threads(count):
+        items = len(Layout(layout[0], CPU, *layout[1:]).work.items)
+    tensors = made(layout, kv_heads, group, width, *dtypes, filler=filler)
+    assert_same(tensors, layout, min(count, items * kv_heads), scaling=width**-0.5, window=window)
