@@ -12,7 +12,7 @@ and AdamW, with activations kept. Same weights, same tokens, same objective, no 
 The figure is the process's peak above what it held before the update, when weights, gradients and the optimizer's state
 were already there. Every measurement has a new process. TRL is measured with all completions in one micro-batch and
 with one at a time, in both precisions, and the one that takes less memory counts. ``memory_ratio`` is Cohort's default
-(2,048 tokens a pass) over TRL's with 16 completions at once; ``memory_ratio_one`` has both at one completion a pass.
+(1,024 tokens a pass) over TRL's with 16 completions at once; ``memory_ratio_one`` has both at one completion a pass.
 
 ``prompt``: the tiny model of ``step.py``, one prompt of 2,048 tokens and G completions of 64. Seconds against G make a
 line; its slope is what one more completion costs. ``own`` is the slope with a prompt of 8 tokens instead: what its own

@@ -306,6 +306,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     policy = Policy(model, precision, dropout=config.dropout)
+    policy.native_kernels = config.native_kernels
     if config.router_aux_loss_coef:
         experts_per_token(model_config)
         policy.router_aux_loss_coef = config.router_aux_loss_coef
@@ -324,7 +325,7 @@ def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> Local
         end_token_ids(policy.model, tokenizer),
         max_batch_size=config.max_batch_size,
         cache_tokens=config.cache_tokens,
-        native_kernels=config.native_kernels,
+        native_kernels=policy.native_kernels,
     )
     engine.grammar(Sampling.of(config))
     return engine

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from cohort.policy.attention import Layout, explicit_attention, packed_attention
+from cohort.policy.attention import explicit_attention, packed_attention
+from cohort.policy.layout import Layout
 
 CPU = torch.device("cpu")
 LAYOUTS = {  # lengths, prefix of each, lengths of the prefixes

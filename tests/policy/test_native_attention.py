@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.native import Unavailable
-from cohort.policy.attention import Layout, explicit_attention, packed_attention
+from cohort.policy.attention import explicit_attention, packed_attention
 from cohort.policy.kernels import UpdateKernels
+from cohort.policy.layout import Layout
 
 try:
     KERNELS = UpdateKernels()

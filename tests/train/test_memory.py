@@ -83,13 +83,13 @@ def test_the_budget_follows_the_free_memory(monkeypatch):
     for free in (2**50, 40 * 2**20, 1):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         chosen[free] = find_budget(policy, None, 16, 16)
-    assert chosen[2**50].tokens == 2048
-    assert 256 < chosen[40 * 2**20].tokens < 2048
+    assert chosen[2**50].tokens == 1024
+    assert 256 < chosen[40 * 2**20].tokens < 1024
     assert peak_bytes(policy, *2 * (chosen[40 * 2**20].tokens,)) < 0.6 * 40 * 2**20
     assert chosen[1].tokens == 256
     assert "likely too little" in chosen[1].describe()
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    assert find_budget(policy, None, 16, 16).tokens == 2048
+    assert find_budget(policy, None, 16, 16).tokens == 1024
     assert find_budget(policy, 77, 16, 16).tokens == 77
 
 

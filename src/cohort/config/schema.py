@@ -71,6 +71,10 @@ class ModelConfig(Section):
     weighs in an update. Costs a pass without gradient. 0: off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same gradient."""
+    native_kernels: bool = True
+    """On a CPU, what lies between the matrix products of sampling and of updates is computed in C, compiled at its
+    first use by the machine's own compiler; without one, torch does it. Speed and memory only: the draws stay the same,
+    and so do samples and gradients up to rounding."""
     trust_remote_code: bool = False
     """Run model code that comes with the model's folder."""
 
@@ -145,10 +149,6 @@ class RolloutConfig(Section):
     cache_tokens: PositiveInt | None = None
     """Tokens whose keys and values are held at a time, prompts' included; completions that do not fit wait for their
     turn. Memory only, as above. Unset: as many as half of the free memory holds."""
-    native_kernels: bool = True
-    """On a CPU, what lies between the sampler's matrix products is computed in C, compiled at its first use by the
-    machine's own compiler; without one, torch does it. Speed only: the draws stay the same, and so do the samples up to
-    rounding."""
 
     @property
     def replayed_penalty(self) -> float:
@@ -210,7 +210,7 @@ class OptimConfig(Section):
     """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
     microbatch_tokens: PositiveInt | None = None
     """Tokens of one pass over prompts or completions. Memory only: the gradient is the same whatever it is. Unset: what
-    half of the free memory holds, at most 2,048 on a CPU and 16,384 on CUDA; halved when memory runs out."""
+    half of the free memory holds, at most 1,024 on a CPU and 16,384 on CUDA; halved when memory runs out."""
     max_nonfinite_updates: PositiveInt = 3
     """An update whose log-probabilities, coefficients or gradient are not finite is not made, and its batch is written
     to nonfinite/ in the run folder; so many in a row stop the run."""

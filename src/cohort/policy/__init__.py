@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as a policy."""
 
 from cohort.policy.adapters import add_adapters, has_adapters, load_adapter_weights, merged
-from cohort.policy.head import CompletionStates, Distribution, Head, TokenLogps, chunked_terms, penalized_where
+from cohort.policy.distribution import Distribution, penalized_where
+from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms
 from cohort.policy.load import (
     Precision,
     context_length,

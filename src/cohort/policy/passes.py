@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from cohort.policy.attention import Layout, packed_attention
+from cohort.policy.attention import packed_attention
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.kernels import UpdateKernels, kernels_for
+from cohort.policy.layout import Layout
 
 if TYPE_CHECKING:
     from cohort.policy.policy import Policy

@@ -22,7 +22,8 @@ from cohort.policy.adapters import (
     keep_in_compute_dtype,
 )
 from cohort.policy.choose import choose_passes
-from cohort.policy.head import CompletionStates, Distribution, Head, TokenLogps
+from cohort.policy.distribution import Distribution
+from cohort.policy.head import CompletionStates, Head, TokenLogps
 from cohort.policy.load import Precision
 from cohort.policy.passes import Passes, PlainPasses, Prefixes
 from cohort.types import Support

@@ -37,7 +37,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
     {
         *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
         *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens"),
-        *("rollout.native_kernels", "optim.microbatch_tokens"),
+        *("model.native_kernels", "optim.microbatch_tokens"),
         *(
             "model.device",
             "model.gradient_checkpointing",
