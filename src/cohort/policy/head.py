@@ -79,13 +79,14 @@ class Head:
 
 
 def _product(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, compute: torch.dtype) -> Tensor:
-    return _linear(hidden_CH, weight_VH, bias_V, compute).to(torch.promote_types(compute, torch.float32))
+    logits_CV = _linear(hidden_CH, weight_VH, bias_V, compute)[: len(hidden_CH)]
+    return logits_CV.to(torch.promote_types(compute, torch.float32))
 
 
 def _linear(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, compute: torch.dtype) -> Tensor:
+    """``[C or more, V]``: what ``in_like_shapes`` adds comes last."""
     bias_V = None if bias_V is None else bias_V.to(compute)
-    rows_CH = in_like_shapes(hidden_CH.to(compute))
-    return functional.linear(rows_CH, weight_VH.to(compute), bias_V)[: len(hidden_CH)]
+    return functional.linear(in_like_shapes(hidden_CH.to(compute)), weight_VH.to(compute), bias_V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,8 @@ class _SampledLogps(torch.autograd.Function):
             if states.in_one_pass:
                 assert states.head.kernels is not None
                 assert weight is not None
-                logits_CV = _linear(hidden_NH[span], weight, bias_V, compute)
                 targets_C = states.distribution.targets_N[span]
+                logits_CV = _linear(hidden_NH[span], weight, bias_V, compute)[: len(targets_C)]
                 states.head.kernels.head_statistics(logits_CV, targets_C, states.factor, found[:, span])
             else:
                 found[:3, span] = _statistics(hidden_NH[span], weight, bias_V, states, start)
@@ -208,7 +209,10 @@ class _SampledLogps(torch.autograd.Function):
                 assert weight is not None
                 grad_CV = _linear(hidden_CH, weight, bias_V, compute)
                 targets_C, (tops_C, sums_C) = states.distribution.targets_N[span], ctx.tops_sums_2N[:, span]
-                states.head.kernels.head_gradient(grad_CV, targets_C, states.factor, tops_C, sums_C, grad_N[span])
+                states.head.kernels.head_gradient(
+                    grad_CV[: len(hidden_CH)], targets_C, states.factor, tops_C, sums_C, grad_N[span]
+                )
+                grad_CV[len(hidden_CH) :] = 0
             else:
                 grad_CV = _gradient(hidden_CH, weight, bias_V, states, start, grad_N[span])
             if weight is None:

@@ -1,0 +1,173 @@
+"""The layers that the trainer runs by itself: when it does, in what shapes, and where their gradients go."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cohort.policy import Policy, enable_checkpointing
+from cohort.policy.exchanged import ExchangedAttention
+from cohort.policy.head import LIKE_SHAPES, add_product
+from cohort.policy.kernels import kernels_for
+from cohort.policy.lean import LeanLayers
+from tests.conftest import tiny_llama
+from tests.policy.plain import assert_near, gradients, shares
+from tests.policy.test_passes import COMPLETIONS, DOUBLE, LEAN, MIXED, PROMPTS, SINGLE, WEIGHTS, policy_of, weighted
+from tests.policy.test_sharing import LORA, with_peft
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:Model has .tie_word_embeddings=True.",
+)
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_lean_families_run_lean(name):
+    assert isinstance(policy_of(*LEAN[name], SINGLE).passes.body, LeanLayers)
+
+
+def test_a_layer_of_another_class_is_not_run_lean():
+    """What it computes is not known, however like the rest it looks."""
+
+    class Own(type(tiny_llama().model.layers[0].mlp)):
+        pass
+
+    model = tiny_llama()
+    model.model.layers[1].mlp.__class__ = Own
+    policy = Policy(model, SINGLE)
+    assert shares(policy)
+    assert isinstance(policy.passes.body, ExchangedAttention)
+
+
+def test_switched_off():
+    policy = Policy(tiny_llama(), SINGLE)
+    policy.native_kernels = False
+    assert kernels_for(policy) == (None, "switched off")
+    assert policy.passes.description.endswith("no native kernels: switched off")
+    assert policy.passes.kernels is policy.passes.head.kernels is policy.passes.body.fused.kernels is None
+    assert policy.copy_frozen().native_kernels is policy.reference().native_kernels is False
+
+
+@pytest.mark.parametrize("precision", [SINGLE, MIXED], ids=str)
+def test_with_and_without_kernels(precision):
+    """The same numbers up to the rounding of the compute dtype; torch's attention keeps float32 between its parts."""
+    with_kernels, without = (policy_of(*LEAN["qwen3 ratio 3"], precision) for _ in range(2))
+    without.native_kernels = False
+    got, expected = gradients(with_kernels, weighted(with_kernels)), gradients(without, weighted(without))
+    assert_near(got, expected, 1e-4 if precision is SINGLE else 0.1)
+
+
+# Shapes -----------------------------------------------------------------------------------------------------------------
+
+
+class Rows(TorchDispatchMode):
+    """The sizes of what is multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}:
+            self.seen |= {size for part in args[-2:] for size in part.shape}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("precision", [SINGLE, MIXED], ids=str)
+def test_products_have_few_shapes(family, precision):
+    """However many tokens there are, forward and backward: of each shape oneDNN keeps code until the process ends."""
+    settings = LEAN["llama"][1]
+    policy = policy_of(family, settings, precision)
+    assert shares(policy)
+    seen = []
+    for count in (3, 29, 61):
+        with Rows() as rows:
+            completions = [(3,) * length for length in (count, 7)]
+            policy.logps([(5,) * count, (6, 7)], completions, 1.0).logps_N.sum().backward()
+        seen.append(rows.seen)
+    widths = {size for p in policy.model.parameters() for size in p.shape}
+    assert {size for sizes in seen for size in sizes} - widths <= {LIKE_SHAPES, 2 * LIKE_SHAPES}
+
+
+# Gradients in place -----------------------------------------------------------------------------------------------------
+
+
+def in_place(policy, prompts=PROMPTS, completions=COMPLETIONS, weights=WEIGHTS):
+    """Of two passes, after which each parameter has the sum of both."""
+    policy.model.zero_grad()
+    with policy.training(), policy.gradients_in_place():
+        for _ in range(2):
+            logps_N = policy.logps(prompts, completions, 0.7).logps_N
+            (logps_N * weights.to(policy.precision.master)).sum().backward()
+    assert not policy.adds_gradients
+    trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", LEAN)
+def test_they_are_those_of_autograd(name, checkpointing):
+    policy = policy_of(*LEAN[name], DOUBLE)
+    if checkpointing:
+        enable_checkpointing(policy.model)
+    expected = gradients(policy, 2 * weighted(policy))
+    assert_near(in_place(policy), expected, 1e-10)
+
+
+@pytest.mark.parametrize("precision", [SINGLE, MIXED], ids=str)
+def test_with_kernels_too(precision):
+    policy = policy_of(*LEAN["qwen2 window, tied"], precision)
+    expected = gradients(policy, 2 * weighted(policy))
+    assert_near(in_place(policy), expected, 1e-5 if precision is SINGLE else 0.02)  # two roundings of halves, not one
+
+
+def test_the_padding_token_is_not_trained_as_in_transformers():
+    model = tiny_llama(pad_token_id=5)
+    assert model.model.embed_tokens.padding_idx == 5
+    policy = Policy(model.double(), DOUBLE)
+    prompts, completions, weights = [(5, 9, 5)], [(5, 8, 5)], torch.tensor([1.0, -2.0, 0.5])
+    expected = gradients(policy, 2 * (policy.logps(prompts, completions, 0.7).logps_N * weights).sum())
+    got = in_place(policy, prompts, completions, weights)
+    assert_near(got, expected, 1e-12)
+    assert got["model.embed_tokens.weight"][5].abs().sum() == 0
+    assert got["model.embed_tokens.weight"][9].abs().sum() > 0
+
+
+def test_frozen_matrices_get_none():
+    policy = Policy(with_peft(dict(LORA)).double(), DOUBLE)
+    expected = gradients(policy, 2 * weighted(policy))
+    assert_near(in_place(policy), expected, 1e-10)
+    assert policy.model.get_input_embeddings().weight.grad is None
+    assert policy.model.get_output_embeddings().weight.grad is None
+
+
+def test_no_other_tensor_is_as_large_as_the_head(monkeypatch):
+    """The gradients are made once; what is added to them comes in slices."""
+    monkeypatch.setattr("cohort.policy.head.PRODUCT", 24 * 64)
+    monkeypatch.setattr("cohort.policy.head.CHUNK_LOGITS", 64 * 64)
+    policy = Policy(tiny_llama(vocab_size=4096, tie_word_embeddings=False), SINGLE)
+
+    class Large(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape == (4096, 24):
+                given = [a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)]
+                Large.made += out.untyped_storage()._cdata not in given
+            return out
+
+    assert policy.passes.shared
+    with Large():
+        in_place(policy, [(5, 9, 20)], [(4, 6, 1)], torch.ones(3))
+    assert Large.made == 2  # .grad of the embedding and of the head
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+def test_adding_a_product_in_slices(rows, monkeypatch):
+    monkeypatch.setattr("cohort.policy.head.PRODUCT", 16 * 100)
+    left, right = torch.randn(rows, 5, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
+    total = torch.randn(rows, 16, dtype=torch.float64)
+    expected = total + left @ right
+    add_product(total, left, right)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-14)
