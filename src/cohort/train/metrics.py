@@ -285,10 +285,11 @@ def _of_few_prompts(batch: TokenBatch, sequences: Sequence[int], count: int) -> 
     of_prompt: dict[tuple[int, ...], list[int]] = {}
     for s in sequences:
         of_prompt.setdefault(batch.prompt_ids[s], []).append(s)
-    first = [own[:MOVED_PER_PROMPT] for own in of_prompt.values()]
-    apart = first[:: max(1, len(first) * MOVED_PER_PROMPT // count)]
-    rest = [own[MOVED_PER_PROMPT:] for own in of_prompt.values()]  # where there are few prompts
-    return sorted([s for own in (*apart, *rest) for s in own][:count])
+    apart = max(1, len(of_prompt) * MOVED_PER_PROMPT // count)
+    by_turns = sorted(range(len(of_prompt)), key=lambda place: place % apart)  # those far apart come first
+    prompts = [list(of_prompt.values())[place] for place in by_turns]
+    in_order = [own[:MOVED_PER_PROMPT] for own in prompts] + [own[MOVED_PER_PROMPT:] for own in prompts]
+    return sorted([s for own in in_order for s in own][:count])
 
 
 def quantile(values: Tensor, q: float) -> float | None:

@@ -1,0 +1,62 @@
+"""How far a step moved the policy: measured on few prompts, against a log-prob pass of its own."""
+
+import pytest
+import torch
+
+from cohort.objective import TokenStatistics, k3
+from cohort.policy import Policy, Precision
+from cohort.train import UpdateResult, policy_logps
+from cohort.train.metrics import policy_movement
+from tests.conftest import tiny_llama
+from tests.train.test_batch import make_batch
+
+DOUBLE = Precision(torch.float64, torch.float64)
+
+
+def moved(groups, completions, unknown=()):
+    """The measure, which completions it looked at, and each completion's k3."""
+    lengths = [[3] * size for size in groups]
+    batch = make_batch(lengths, [float(i) for i in range(sum(groups))], prompt_lengths=range(1, len(groups) + 1))
+    policy = Policy(tiny_llama(vocab_size=256).double(), DOUBLE)
+    before_N = policy_logps(policy, batch, 1.0, 64)
+    for s in unknown:
+        before_N[batch.sequence_N == s] = torch.nan
+    with torch.no_grad():
+        policy.model.lm_head.weight += 0.1
+        policy.model.lm_head.weight[4] += 0.5
+    result = UpdateResult(TokenStatistics.of_idle(0), before_N, 1.0, 0.1, 0.0)
+    seen = []
+    hidden = policy.passes.hidden
+
+    def look(prefixes, prompt_S, completion_ids):
+        seen.extend(prefixes.prompt_ids[p] for p in prompt_S)
+        return hidden(prefixes, prompt_S, completion_ids)
+
+    policy.passes.hidden = look
+    found = policy_movement(policy, batch, [result], 1.0, 64, completions)
+    gaps_N = k3(before_N, policy_logps(policy, batch, 1.0, 64))
+    return found, seen[: completions or None], gaps_N.view(-1, 3).mean(1)
+
+
+def test_four_completions_each_of_prompts_far_apart():
+    found, seen, gaps_S = moved([8] * 8, 8)
+    assert len(set(seen)) == 2
+    chosen = [*range(4), *range(32, 36)]  # of the first prompt and of the fifth
+    assert found["update_kl"] == pytest.approx(float(gaps_S[chosen].mean()), rel=1e-12)
+    assert found["update_kl"] > 1e-4
+
+
+def test_where_there_are_few_prompts_more_of_each():
+    found, _, gaps_S = moved([8], 8)
+    assert found["update_kl"] == pytest.approx(float(gaps_S.mean()), rel=1e-12)
+    found, _, gaps_S = moved([2, 3], 100)
+    assert found["update_kl"] == pytest.approx(float(gaps_S.mean()), rel=1e-12)
+
+
+def test_of_those_that_had_a_pass():
+    found, _, gaps_S = moved([2, 2], 4, unknown=(0, 3))
+    assert found["update_kl"] == pytest.approx(float(gaps_S[[1, 2]].mean()), rel=1e-12)
+
+
+def test_none_asked_for():
+    assert moved([2, 2], 0)[0] == {}
