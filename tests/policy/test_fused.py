@@ -283,18 +283,18 @@ ACTIVATIONS = pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 3, 64), (16, 37), (70, 576)], ids=str)
 def test_activation(shape, gelu, dtype):
     inputs = leaves(2 * randn(*shape, dtype=dtype), randn(*shape, seed=1, dtype=dtype))
-    assert inputs[0].numel() % KERNELS.lanes == 0
     (out,) = assert_same(gating(gelu), dtype, inputs)
     assert out.dtype == dtype
     assert type(gating(gelu)(fused(dtype), *inputs).grad_fn).__name__ == "_GateBackward"
 
 
+@BOTH
 @ACTIVATIONS
-def test_counts_that_fill_no_vectors_are_left_to_torch(gelu):
-    inputs = leaves(randn(3, 37), randn(3, 37, seed=1))
+@pytest.mark.parametrize("shape", [(1, 1), (3, 37), (7, 4099)], ids=str)
+def test_counts_that_fill_no_vectors(shape, gelu, dtype):
+    inputs = leaves(2 * randn(*shape, dtype=dtype), randn(*shape, seed=1, dtype=dtype))
     assert inputs[0].numel() % KERNELS.lanes
-    assert type(gating(gelu)(fused(), *inputs).grad_fn).__name__ == "MulBackward0"
-    assert_same(gating(gelu), FLOAT, inputs)
+    assert_same(gating(gelu), dtype, inputs)
 
 
 @BOTH
@@ -563,3 +563,52 @@ def test_what_shapes_the_distribution_otherwise_is_torchs(settings):
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
         assert one.isfinite().all()
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: KERNELS.norm(randn(4, 8).bfloat16(), randn(4, 8), randn(8), 1e-6, FLOAT),
+        lambda: KERNELS.norm(randn(4, 8), None, randn(7), 1e-6, FLOAT),
+        lambda: KERNELS.rotate(randn(4, 2, 8), randn(4, 6), randn(4, 6), FLOAT, transposed=False),
+        lambda: KERNELS.rotate(randn(4, 2, 8), randn(3, 8), randn(3, 8), FLOAT, transposed=False),
+        lambda: KERNELS.gate(randn(4, 8), randn(4, 8).bfloat16(), gelu=False),
+        lambda: KERNELS.gate(randn(4, 8), randn(3, 8), gelu=False),
+    ],
+)
+def test_what_does_not_fit_is_refused(call):
+    """C would read or write beyond it."""
+    with pytest.raises(ValueError, match="."):
+        call()
+
+
+@pytest.mark.parametrize("wrong", [randn(4, 16)[:, ::2], randn(4, 8).half(), randn(4, 8).double()])
+def test_numbers_of_another_kind_are_refused(wrong):
+    with pytest.raises(TypeError, match="a contiguous tensor on the CPU was expected"):
+        KERNELS.norm(wrong, None, randn(8), 1e-6, FLOAT)
+
+
+def test_tables_in_another_order_of_memory():
+    """Made contiguous: a rotation's may be a transposed or an expanded view."""
+    cos, sin = (randn(8, 4, seed=seed).T for seed in (1, 2))
+    (x,) = leaves(randn(4, 2, 8))
+    torch.testing.assert_close(
+        fused().rotate(x, cos, sin), EXACT.rotate(x.double(), cos, sin).float(), rtol=0, atol=1e-6
+    )
+    factor = randn(16)[::2]
+    torch.testing.assert_close(
+        fused().norm(x, factor, 1e-6), EXACT.norm(x.double(), factor.double(), 1e-6).float(), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("token", [-1, 40, 10**6])
+def test_a_token_that_the_head_does_not_have(token):
+    """The last of a completion is read by no embedding, which would have refused it."""
+    linear = torch.nn.Linear(8, 40, bias=False)
+    distribution = Distribution([(1,)], [(3, token)], 1.0)
+    states = CompletionStates(randn(2, 8), Head(linear, kernels=KERNELS), distribution)
+    with pytest.raises(IndexError, match=r"completions hold ids from .* of a head of 40"):
+        states.logps()

@@ -382,3 +382,22 @@ def test_any_pack(layout, kv_heads, group, width, window, dtypes, count, filler)
         items = len(Layout(layout[0], CPU, *layout[1:]).work.items)
     tensors = made(layout, kv_heads, group, width, *dtypes, filler=filler)
     assert_same(tensors, layout, min(count, items * kv_heads), scaling=width**-0.5, window=window)
+
+
+@pytest.mark.parametrize("wrong", ["no prefix", "a short prefix", "narrow values", "short keys", "odd heads"])
+def test_what_does_not_fit_is_refused(wrong):
+    """C would read beyond it."""
+    layout = LAYOUTS["several after each prefix"]
+    q, k, v, *prefix = (tensor.transpose(0, 1) for tensor in made(layout))
+    if wrong == "no prefix":
+        prefix = None
+    elif wrong == "a short prefix":
+        prefix = [part[:, :-1] for part in prefix]
+    elif wrong == "narrow values":
+        v = v[..., :4]
+    elif wrong == "short keys":
+        k, v = k[:, :-1], v[:, :-1]
+    else:
+        q = q[:3]
+    with pytest.raises(ValueError, match="."):
+        packed_attention(q, k, v, Layout(layout[0], CPU, *layout[1:]), scaling=0.4, prefix=prefix, kernels=KERNELS)

@@ -8,7 +8,7 @@
  *
  * Axis letters: N tokens, M tokens of prefixes, H query heads, K key-value heads, D a head's width, stored as `padded`.
  */
-#include "vectors.h"
+#include "tiles.h"
 
 typedef struct {
     const void *q, *k, *v, *prefix_k, *prefix_v; /* [N, H, D], [N, K, D] twice, [M, K, D] twice */
@@ -27,18 +27,19 @@ typedef struct {
 
 /* A thread's memory. Keys and values lie token by token, [longest, padded], and in blocks as `score` wants them. */
 typedef struct {
-    step shape;
+    shape of;
     float *keys, *values, *key_blocks, *value_blocks, *grad_keys, *grad_values; /* the last three: backward only */
     float *q, *out, *grad, *weights, *slopes;
     int64_t stride; /* of weights and slopes, [TILE, stride] */
 } table;
 
+/* What is in it is of no meaning yet. What lies beyond a head's width or a sequence's tokens stays so: it is multiplied,
+ * and not read. */
 static table laid_out(const packed *p, int thread) {
     const int64_t stride = up(p->longest) * LANES, size = stride * p->padded, tile = TILE * p->padded;
     float *at = p->scratch + thread * p->scratch_size;
-    table t = {.shape = {.width = p->width, .padded = p->padded}, .stride = stride};
+    table t = {.of = {p->width, p->padded}, .stride = stride};
     float **parts[] = {&t.keys, &t.values, &t.key_blocks, &t.value_blocks, &t.grad_keys, &t.grad_values};
-    memset(at, 0, (size_t)p->scratch_size * sizeof *at);
     for (int i = 0; i < (p->grad_out ? 6 : 3); i++) *parts[i] = at, at += size;
     t.q = at, t.out = t.q + tile, t.grad = t.out + tile, t.weights = t.grad + tile;
     t.slopes = t.weights + TILE * stride;
@@ -108,7 +109,7 @@ static void forward_tile(const packed *p, table *t, const int64_t *sequence, int
     const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end;
     take_tile(p, p->q, sequence, head, j, t->q);
     memset(t->out, 0, (size_t)(TILE * p->padded) * sizeof *t->out);
-    score_tile(TILE, 1, t->q, t->key_blocks, &t->shape, first / LANES, up(end), t->weights, t->stride, 0);
+    score_tile(TILE, 1, t->q, t->key_blocks, &t->of, first / LANES, up(end), t->weights, t->stride, 0);
     float sums[TILE];
     for (int64_t i = 0; i <= last - j; i++) {
         const view v = seen(p, sequence, j + i);
@@ -128,7 +129,7 @@ static void forward_tile(const packed *p, table *t, const int64_t *sequence, int
         sums[i] = sum(total);
         p->lse[place_of(p, sequence, head, j + i)] = top + logf(sums[i]);
     }
-    mix(last - j + 1, t->weights, t->stride, t->values, &t->shape, first, end, t->out, 0);
+    mix(last - j + 1, t->weights, t->stride, t->values, &t->of, first, end, t->out, 0);
     for (int64_t i = 0; i <= last - j; i++)
         for (int64_t d = 0; d < p->width; d++) t->out[i * p->padded + d] /= sums[i];
     put_tile(p, t->out, sequence, head, j, p->out);
@@ -164,8 +165,8 @@ static void backward_tile(const packed *p, table *t, const int64_t *sequence, in
     take_tile(p, p->q, sequence, head, j, t->q);
     take_tile(p, p->out, sequence, head, j, t->out);
     take_tile(p, p->grad_out, sequence, head, j, t->grad);
-    score_tile(TILE, 1, t->q, t->key_blocks, &t->shape, first / LANES, up(end), t->weights, t->stride, 0);
-    score_tile(TILE, 1, t->grad, t->value_blocks, &t->shape, first / LANES, up(end), t->slopes, t->stride, 0);
+    score_tile(TILE, 1, t->q, t->key_blocks, &t->of, first / LANES, up(end), t->weights, t->stride, 0);
+    score_tile(TILE, 1, t->grad, t->value_blocks, &t->of, first / LANES, up(end), t->slopes, t->stride, 0);
     for (int64_t i = 0; i < TILE; i++) {
         const view v = seen(p, sequence, j + i);
         const float lse = j + i <= last ? p->lse[place_of(p, sequence, head, j + i)] : 0;
@@ -179,7 +180,7 @@ static void backward_tile(const packed *p, table *t, const int64_t *sequence, in
         }
     }
     memset(t->out, 0, (size_t)(TILE * p->padded) * sizeof *t->out);
-    mix(TILE, t->slopes, t->stride, t->keys, &t->shape, first, end, t->out, 0);
+    mix(TILE, t->slopes, t->stride, t->keys, &t->of, first, end, t->out, 0);
     put_tile(p, t->out, sequence, head, j, p->grad_q);
     fold(t->weights, t->stride, t->grad, p->padded, first, end, t->grad_values);
     fold(t->slopes, t->stride, t->q, p->padded, first, end, t->grad_keys);
@@ -211,6 +212,12 @@ static void attend_packed(void *what, int64_t number, int thread) {
     const int64_t *item = p->items + number % p->item_count * 3, head = number / p->item_count;
     const int64_t *first = p->sequences + item[0] * 4;
     table t = laid_out(p, thread);
+    int64_t longest = 0;
+    for (int64_t s = item[0]; s < item[1]; s++) longest = later(longest, first[3] + p->sequences[s * 4 + 1]);
+    if (p->grad_out) {
+        memset(t.grad_keys, 0, (size_t)(longest * p->padded) * sizeof *t.grad_keys);
+        memset(t.grad_values, 0, (size_t)(longest * p->padded) * sizeof *t.grad_values);
+    }
     lay(p, &t, p->prefix_k, p->prefix_v, first[2], first[3], head, 0, (int)p->prefix_half);
     for (int64_t s = item[0]; s < item[1]; s++) {
         const int64_t *sequence = p->sequences + s * 4;

@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
-PARTS = ("kernels.c", "decode.c", "attention.c", "update.c", "vectors.h")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """No ``-ffast-math``: what is not a number must stay none, and every number comes from the same operations wherever it
 is computed."""
@@ -124,7 +123,7 @@ def _key(command: list[str]) -> str:
     """Names all that the library depends on."""
     version = subprocess.run([*command, "--version"], capture_output=True, timeout=TIMEOUT, check=False).stdout
     parts = (
-        *(SOURCE.with_name(part).read_bytes() for part in PARTS),
+        *(part.read_bytes() for part in sorted(SOURCE.parent.glob("*.[ch]"))),
         shlex.join(command).encode(),
         version,
         " ".join(_flags()).encode(),

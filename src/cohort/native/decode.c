@@ -3,14 +3,12 @@
  * Every row's sums run over its own keys in their order, in vectors of LANES numbers, whatever other rows there are and
  * whichever thread computes them: a row's numbers are the same bits in every batch. Accumulated in float32 throughout.
  *
- * Axis letters as in lean.py: S rows, Q query heads, K key-value heads, D a head's width. D is stored as `padded`, the
+ * Axis letters as in rollout/lean.py: S rows, Q query heads, K key-value heads, D a head's width. D is stored as `padded`, the
  * next multiple of LANES. A slot is room for the tokens of a row or a prompt. Its values lie token by token,
  * [tokens, padded]; its keys in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that one vector holds a
  * number of so many keys and scores need no sums across lanes.
  */
-#include "vectors.h"
-
-#define TILE 8 /* queries that share one reading of the keys, at most */
+#include "tiles.h"
 
 /* ---- attention */
 
@@ -59,76 +57,6 @@ INLINE void prepare(const void *from, int64_t at, const step *s, const layer *l,
     }
 }
 
-/* q k^T of `n` queries, `deep` blocks of keys at a time, from `block` to `end`; the first block that is left over. */
-INLINE int64_t score_tile(const int n, const int deep, const float *q, const void *keys, const step *s, int64_t block,
-                          int64_t end, float *scores, int64_t stride, const int half) {
-    const int64_t size = s->padded * LANES;
-    for (; block + deep <= end; block += deep) {
-        vec total[TILE] = {0};
-        for (int64_t d = 0; d < s->width; d++)
-            UNROLL for (int b = 0; b < deep; b++) {
-                const vec k = load(keys, (block + b) * size + d * LANES, half);
-                UNROLL for (int i = 0; i < n; i++)
-                    total[i * deep + b] = multiply_add(all(q[i * s->padded + d]), k, total[i * deep + b]);
-            }
-        UNROLL for (int i = 0; i < n * deep; i++)
-            store(scores, i / deep * stride + (block + i % deep) * LANES, total[i], 0);
-    }
-    return block;
-}
-
-/* As many sums at a time as keep the multipliers busy. */
-INLINE void score(int64_t n, const float *q, const void *keys, const step *s, int64_t block, int64_t end, float *scores,
-                  int64_t stride, const int half) {
-    int64_t rest;
-    for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
-        score_tile(8, 1, q, keys, s, block, end, scores, stride, half);
-    for (; n >= 4; n -= 4, q += 4 * s->padded, scores += 4 * stride) {
-        rest = score_tile(4, 2, q, keys, s, block, end, scores, stride, half);
-        score_tile(4, 1, q, keys, s, rest, end, scores, stride, half);
-    }
-    for (; n >= 2; n -= 2, q += 2 * s->padded, scores += 2 * stride) {
-        rest = score_tile(2, 4, q, keys, s, block, end, scores, stride, half);
-        score_tile(2, 1, q, keys, s, rest, end, scores, stride, half);
-    }
-    if (n) {
-        rest = score_tile(1, 4, q, keys, s, block, end, scores, stride, half);
-        score_tile(1, 1, q, keys, s, rest, end, scores, stride, half);
-    }
-}
-
-/* out += weights values, for `n` queries, `wide` vectors of D at a time, over the tokens from `from` to `end`. */
-INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t stride, const void *values,
-                     const step *s, int64_t from, int64_t end, float *out, const int half) {
-    for (int64_t d = 0; d + wide * LANES <= s->padded; d += wide * LANES) {
-        vec total[TILE];
-        UNROLL for (int i = 0; i < n * wide; i++) total[i] = load(out, i / wide * s->padded + d + i % wide * LANES, 0);
-        for (int64_t t = from; t < end; t++)
-            UNROLL for (int w = 0; w < wide; w++) {
-                const vec v = load(values, t * s->padded + d + w * LANES, half);
-                UNROLL for (int i = 0; i < n; i++)
-                    total[i * wide + w] = multiply_add(all(weights[i * stride + t]), v, total[i * wide + w]);
-            }
-        UNROLL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
-    }
-}
-
-/* As many vectors at a time as keep the multipliers busy. */
-INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const step *s, int64_t from,
-                int64_t end, float *out, const int half) {
-    const int64_t vectors = s->padded / LANES;
-    for (; n >= 4; n -= 4, weights += 4 * stride, out += 4 * s->padded)
-        if (vectors % 2 == 0) mix_tile(4, 2, weights, stride, values, s, from, end, out, half);
-        else mix_tile(4, 1, weights, stride, values, s, from, end, out, half);
-    for (; n >= 2; n -= 2, weights += 2 * stride, out += 2 * s->padded)
-        if (vectors % 2 == 0) mix_tile(2, 2, weights, stride, values, s, from, end, out, half);
-        else mix_tile(2, 1, weights, stride, values, s, from, end, out, half);
-    for (; n; n--, weights += stride, out += s->padded)
-        if (vectors % 4 == 0) mix_tile(1, 4, weights, stride, values, s, from, end, out, half);
-        else if (vectors % 2 == 0) mix_tile(1, 2, weights, stride, values, s, from, end, out, half);
-        else mix_tile(1, 1, weights, stride, values, s, from, end, out, half);
-}
-
 /* Scales and caps the scores of the tokens from `from` to `end`, -inf for the rest of their blocks and for those before
  * from `least` on; the highest of `top` and of them. */
 INLINE vec settle(const step *s, float *scores, int64_t least, int64_t from, int64_t end, vec top) {
@@ -154,7 +82,6 @@ INLINE vec exponentials(float *scores, int64_t least, int64_t end, float top, ve
     return total;
 }
 
-INLINE int64_t up(int64_t number) { return (number + LANES - 1) / LANES; }
 
 /* Where a head's keys or values begin, in a row's slot and in its prompt's. */
 INLINE char *own_slot(const step *s, void *held, int32_t row, int64_t head, const int half) {
@@ -188,6 +115,7 @@ INLINE void take_in(const step *s, const layer *l, int32_t row, int64_t head, in
  * prompt's tokens come first in a query's stretch of `scores`, those of its row's own tokens after them. */
 INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int64_t count, int64_t head, float *scratch,
                         const int half) {
+    const shape of = {s->width, s->padded};
     const int64_t group = s->group, padded = s->padded, queries = count * group;
     const int64_t own_start = up(s->prompt_tokens) * LANES, stride = own_start + up(s->own_tokens) * LANES;
     const int64_t length = s->prompt_lengths[s->row_prompts[rows[0]]], reach = l->window ? l->window : INT32_MAX;
@@ -202,13 +130,13 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
         least = sooner(least, later(0, length + own - reach));
         fetch(own_slot(s, l->own_k, rows[i], head, half), own * padded * (half ? 2 : 4));
     }
-    score(queries, q, prompt_slot(s, l->prompt_k, rows[0], head, half), s, least / LANES, up(length), scores, stride,
+    score(queries, q, prompt_slot(s, l->prompt_k, rows[0], head, half), &of, least / LANES, up(length), scores, stride,
           half);
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], first = i * group;
         const int64_t seen = later(0, length + own - reach), own_seen = later(0, own - reach);
         take_in(s, l, rows[i], head, length + own - 1, own - 1, half);
-        score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), s, own_seen / LANES, up(own),
+        score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), &of, own_seen / LANES, up(own),
               scores + first * stride + own_start, stride, half);
         for (int64_t query = first; query < first + group; query++) {
             float *of_prompt = scores + query * stride, *of_own = of_prompt + own_start;
@@ -218,10 +146,10 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
             sums[query] = sum(exponentials(of_own, own_seen, own, most, total));
         }
     }
-    mix(queries, scores, stride, prompt_slot(s, l->prompt_v, rows[0], head, half), s, least, length, out, half);
+    mix(queries, scores, stride, prompt_slot(s, l->prompt_v, rows[0], head, half), &of, least, length, out, half);
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], first = i * group;
-        mix(group, scores + first * stride + own_start, stride, own_slot(s, l->own_v, rows[i], head, half), s,
+        mix(group, scores + first * stride + own_start, stride, own_slot(s, l->own_v, rows[i], head, half), &of,
             later(0, own - reach), own, out + first * padded, half);
         for (int64_t g = 0; g < group; g++)
             for (int64_t d = 0; d < s->width; d++)

@@ -141,25 +141,41 @@ typedef struct {
 
 #define STRETCH 4096 /* numbers, of one thread's turn */
 
-INLINE void activation_at(const activation *a, int64_t i, const int half, const int gelu) {
+/* LANES numbers from `i` on, or `count` of them. */
+INLINE vec some(const void *from, int64_t i, int64_t count, const int half) {
+    if (count == LANES) return load(from, i, half);
+    vec x = {0};
+    for (int64_t lane = 0; lane < count; lane++) x[lane] = load1(from, i + lane, half);
+    return x;
+}
+
+INLINE void put_some(void *to, int64_t i, int64_t count, vec x, const int half) {
+    if (count == LANES) store(to, i, x, half);
+    else
+        for (int64_t lane = 0; lane < count; lane++) store1(to, i + lane, x[lane], half);
+}
+
+INLINE void activation_at(const activation *a, int64_t i, int64_t count, const int half, const int gelu) {
     const float slope = 1.5957691216057308f, cubic = 0.044715f;
-    const vec x = load(a->gate, i, half), up = load(a->up, i, half);
+    const vec x = some(a->gate, i, count, half), up = some(a->up, i, count, half);
     const vec t = gelu ? slope * (x + cubic * x * x * x) : x;
     const vec s = 1.0f / (1.0f + exponential(-t));
     if (!a->grad_out) {
-        store(a->out, i, x * s * up, half);
+        put_some(a->out, i, count, x * s * up, half);
         return;
     }
-    const vec grad = load(a->grad_out, i, half);
+    const vec grad = some(a->grad_out, i, count, half);
     const vec steep = gelu ? slope * (1.0f + 3.0f * cubic * x * x) : all(1.0f);
     /* Where s is 1 or 0, x may be anything, infinite too. */
     const vec rest = s * (1.0f - s), bend = pick(rest == 0.0f, (vec){0}, x * steep * rest);
-    store(a->grad_up, i, grad * x * s, half);
-    store(a->grad_gate, i, grad * up * (s + bend), half);
+    put_some(a->grad_up, i, count, grad * x * s, half);
+    put_some(a->grad_gate, i, count, grad * up * (s + bend), half);
 }
 
 INLINE void activation_stretch(const activation *a, int64_t from, int64_t to, const int half, const int gelu) {
-    for (int64_t i = from; i < to; i += LANES) activation_at(a, i, half, gelu);
+    int64_t i = from;
+    for (; i + LANES <= to; i += LANES) activation_at(a, i, LANES, half, gelu);
+    if (i < to) activation_at(a, i, to - i, half, gelu);
 }
 
 static void activate_stretch(void *what, int64_t number, int thread) {
@@ -170,7 +186,6 @@ static void activate_stretch(void *what, int64_t number, int thread) {
     else a->gelu ? activation_stretch(a, from, to, 0, 1) : activation_stretch(a, from, to, 0, 0);
 }
 
-/* `count` is a multiple of LANES. */
 void cohort_gate(activation *a) { run(activate_stretch, a, (a->count + STRETCH - 1) / STRETCH, (int)a->threads); }
 
 /* ---- the head: z = factor logits; p = softmax(z)

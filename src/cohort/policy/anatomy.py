@@ -102,7 +102,7 @@ class Layer:
     window: int | None
     """Keys further back than this are not seen, the query's own position counted in. None: all are."""
     rope: str | None
-    """Which rotation: a key of ``Anatomy.rope_tables``. None: this layer does not rotate."""
+    """Which rotation: one of ``Anatomy.rotations``. None: this layer does not rotate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ attends to all of the prefix, whose keys and values are computed once for all th
 
     out_n = sum_j exp(q_n . k_j s - lse_n) v_j        lse_n = log sum_j exp(q_n . k_j s)
 
-with j over the prefix's tokens and the sequence's own up to n. The two parts are computed apart and added by their
-log-sum-exps; in the backward pass each part takes the whole's output and log-sum-exp, which makes its share exact.
+with j over the prefix's tokens and the sequence's own up to n. A kernel of ours goes over both at once; torch's compute
+the two parts apart, which are added by their log-sum-exps, and in the backward pass each part takes the whole's output
+and log-sum-exp, which makes its share exact.
 
 Axis letters: N tokens, H query heads, K key-value heads, D a head's width, M tokens of prefixes, B sequences of a
 bucket, T tokens of the longest of them.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.policy.kernels import Attention, UpdateKernels
@@ -108,6 +110,7 @@ class _Native(torch.autograd.Function):
         return out.transpose(0, 1).to(ctx.dtypes[2])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, prefix_k, prefix_v, out, lse = ctx.saved_tensors
         attention, kernels = ctx.rest
@@ -178,6 +181,7 @@ class _TwoPart(torch.autograd.Function):
         return out_HND
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_HND: Tensor) -> tuple[Tensor | None, ...]:
         *given, out_HND, lse_HN = ctx.saved_tensors
         layout, scaling, window = ctx.rest

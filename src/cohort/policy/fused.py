@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.policy.kernels import UpdateKernels
@@ -67,7 +68,7 @@ class Fused:
     def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
         """``SiLU(gate) * up``, or with GELU's tanh form, in the narrow dtype."""
         gate, up = gate.to(self.narrow), up.to(self.narrow)  # adapters may have left one of them wide
-        if self.kernels is not None and gate.numel() % self.kernels.lanes == 0:
+        if self.kernels is not None:
             out: Tensor = _Gate.apply(gate, up, gelu, self.kernels)  # type: ignore[no-untyped-call]
             return out
         activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
@@ -84,6 +85,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, factor = ctx.saved_tensors
         grad_x, _, grad_factor = ctx.kernels.norm_grad(
@@ -105,6 +107,7 @@ class _AddNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_sum: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         total, scale, factor = ctx.saved_tensors
         dtype, kernels = ctx.rest
@@ -128,6 +131,7 @@ class _Rotate(torch.autograd.Function):
         return kernels.rotate(x_NHD.contiguous(), cos_ND, sin_ND, dtype, transposed=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
         cos_ND, sin_ND = ctx.saved_tensors
         dtype, kernels = ctx.rest
@@ -143,6 +147,7 @@ class _Gate(torch.autograd.Function):
         return kernels.gate(gate, up, gelu=gelu)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gelu, kernels = ctx.rest
         return *kernels.gate_grad(*ctx.saved_tensors, grad.contiguous(), gelu=gelu), None, None

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.policy.anatomy import soft_cap
@@ -171,7 +172,11 @@ class _SampledLogps(torch.autograd.Function):
         if states.head.linear is not None:
             wide = torch.promote_types(states.head.linear.weight.dtype, torch.float32)
         found = hidden_NH.new_empty(5, hidden_NH.shape[0], dtype=wide)
-        compute = states.head.compute
+        compute, targets_N = states.head.compute, states.distribution.targets_N
+        if weight_VH is not None and len(targets_N):
+            lowest, highest = targets_N.aminmax()
+            if lowest < 0 or highest >= len(weight_VH):
+                raise IndexError(f"completions hold ids from {lowest} to {highest}, of a head of {len(weight_VH):,}")
         weight = None if weight_VH is None else weight_VH.to(compute)  # once for all chunks
         for start in range(0, hidden_NH.shape[0], states.chunk):
             span = slice(start, start + states.chunk)
@@ -191,6 +196,7 @@ class _SampledLogps(torch.autograd.Function):
         return logps_N, entropy_N, collision_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         states: CompletionStates = ctx.states
@@ -199,7 +205,10 @@ class _SampledLogps(torch.autograd.Function):
         weight = None if weight_VH is None else weight_VH.to(compute)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = gradient_of(weight_VH) if states.adds_gradient else torch.zeros_like(weight_VH)
+            assert states.head.linear is not None
+            # The parameter itself: what was saved for the backward pass need not be the same object.
+            parameter = states.head.linear.weight
+            grad_weight = gradient_of(parameter) if states.adds_gradient else torch.zeros_like(weight_VH)
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden_NH.shape[0], states.chunk):
             span = slice(start, start + states.chunk)
@@ -223,12 +232,13 @@ class _SampledLogps(torch.autograd.Function):
             if grad_weight is not None:
                 add_product(grad_weight, grad_rows_CV.mT, in_like_shapes(hidden_CH.to(compute)))
             if grad_bias is not None:
-                grad_bias += grad_CV.sum(0)
+                grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)
         return grad_hidden_NH, None if states.adds_gradient else grad_weight, grad_bias, None
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """Where a leaf's gradient adds up."""
+    """Where a parameter's gradient adds up."""
+    assert leaf.is_leaf, "a gradient is added where nobody would look for it"
     if leaf.grad is None:
         leaf.grad = torch.zeros_like(leaf)
     return leaf.grad

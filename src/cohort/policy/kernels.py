@@ -75,6 +75,7 @@ class Work(NamedTuple):
     items: Tensor
     """``[items, 3]``: first sequence, the one after the last, slot."""
     tokens: int
+    prefix_tokens: int
     slots: int
     longest: int
     """Tokens of a sequence and its prefix, at most."""
@@ -89,7 +90,18 @@ class Attention(NamedTuple):
 
 
 def _at(values: Tensor | None) -> int | None:
-    return None if values is None else values.data_ptr()
+    """Where a tensor's numbers are. C would take any others for its own."""
+    if values is None:
+        return None
+    if not values.is_contiguous() or values.device.type != "cpu" or values.dtype not in (*DTYPES, torch.int64):
+        raise TypeError(f"a contiguous tensor on the CPU was expected, got {values.dtype}, {values.stride()}")
+    return values.data_ptr()
+
+
+def _require(holds: bool, what: str) -> None:
+    """Where numbers do not fit, C would read or write beyond them."""
+    if not holds:
+        raise ValueError(what)
 
 
 def _half(values: Tensor | None) -> bool:
@@ -122,8 +134,8 @@ class UpdateKernels:
         self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of x and the update (x itself without one), its scales, and the norm in ``dtype``."""
-        assert factor.dtype == torch.float32
-        assert update is None or x.dtype == torch.float32
+        _require(factor.dtype == torch.float32 and factor.shape == x.shape[-1:], "a factor for each number of a row")
+        _require(update is None or (x.dtype == torch.float32 and update.shape == x.shape), "sums are float32")
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
         total = x if update is None else torch.empty_like(x)
         scale = x.new_empty(rows, dtype=torch.float32)
@@ -147,7 +159,8 @@ class UpdateKernels:
         of_factor: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of the sum's parts, x and the update, and of the factor."""
-        assert grad_sum is None or grad_sum.dtype == torch.float32
+        _require(grad_sum is None or grad_sum.dtype == torch.float32, "sums are float32")
+        _require(grad_out.shape == x.shape, "gradients are of the norm's shape")
         width, threads = x.shape[-1], threads_for(x.numel())
         grad_x = torch.empty_like(x)
         grad_update = torch.empty_like(x, dtype=update_dtype) if update_dtype == torch.bfloat16 else None
@@ -163,8 +176,9 @@ class UpdateKernels:
 
     def rotate(self, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
         """Rotated, in ``dtype``."""
-        assert cos_ND.dtype == sin_ND.dtype == torch.float32
         rows, heads, width = x_NHD.shape
+        _require(cos_ND.dtype == sin_ND.dtype == torch.float32, "angles are float32")
+        _require(cos_ND.shape == sin_ND.shape == (rows, width), "an angle for each number of a head")
         out = torch.empty_like(x_NHD, dtype=dtype)
         call = _Rotation(
             _at(x_NHD), _at(cos_ND), _at(sin_ND), _at(out),
@@ -175,7 +189,7 @@ class UpdateKernels:
 
     def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
         """Activated. The count of numbers is a multiple of ``lanes``."""
-        assert gate.dtype == up.dtype
+        _require(gate.dtype == up.dtype and gate.shape == up.shape, "gate and up are alike")
         out, count = torch.empty_like(gate), gate.numel()
         call = _Activation(_at(gate), _at(up), None, _at(out), None, None, count, _half(gate), gelu, threads_for(count))
         self._gate(ctypes.byref(call))
@@ -183,7 +197,7 @@ class UpdateKernels:
 
     def gate_grad(self, gate: Tensor, up: Tensor, grad_out: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up."""
-        assert gate.dtype == up.dtype == grad_out.dtype
+        _require(gate.dtype == up.dtype == grad_out.dtype and gate.shape == grad_out.shape, "gradients are alike")
         grads, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
         call = _Activation(
             _at(gate), _at(up), _at(grad_out), None, *map(_at, grads), count, _half(gate), gelu, threads_for(count)
@@ -237,9 +251,15 @@ class UpdateKernels:
         lse: Tensor,
         grads: dict[str, Tensor],
     ) -> None:
-        assert q.dtype == k.dtype == v.dtype == out.dtype
-        assert prefix[0] is None or (prefix[1] is not None and prefix[0].dtype == prefix[1].dtype)
         work, threads, width = attention.work, torch.get_num_threads(), q.shape[-1]
+        (tokens, heads, _), kv_heads = q.shape, k.shape[1]
+        _require(q.dtype == k.dtype == v.dtype == out.dtype, "queries, keys and values of one dtype")
+        _require(k.shape == v.shape == (tokens, kv_heads, width), "keys and values of one width and number of tokens")
+        _require(heads % kv_heads == 0 and tokens >= work.tokens, "as many tokens and heads as there should be")
+        of_prefix = (work.prefix_tokens, kv_heads, width)
+        held = [part for part in prefix if part is not None]
+        _require(bool(held) or not work.prefix_tokens, "the keys and values of the prefixes")
+        _require(all(part.shape == of_prefix and part.dtype == held[0].dtype for part in held), "prefixes' alike")
         padded = -(-width // self.lanes) * self.lanes
         size = self._scratch_size(work.longest, padded, bool(grads))
         scratch = q.new_empty(threads, size, dtype=torch.float32)

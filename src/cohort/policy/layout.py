@@ -119,7 +119,8 @@ class Layout:
                 items.append((first, stop, used[prefixes[first]]))
                 used[prefixes[first]] += 1
         slots = max(used.values())
-        return Work(torch.tensor(sequences), torch.tensor(items), self.tokens, slots, self.longest)
+        before = self.prefix_starts[-1]
+        return Work(torch.tensor(sequences), torch.tensor(items), self.tokens, before, slots, self.longest)
 
     def _buckets(self, device: torch.device) -> Iterator[Bucket]:
         if len(set(self.lengths)) == 1:

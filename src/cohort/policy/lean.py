@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy, Layer, Norm
 from cohort.policy.fused import Fused
@@ -59,7 +61,8 @@ class LeanLayers:
 
     def _embedded(self, ids_N: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
-        if self.policy.adds_gradients and embedding.weight.requires_grad and type(embedding) is nn.Embedding:
+        plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
+        if self.policy.adds_gradients and plain and embedding.weight.requires_grad:
             out: Tensor = _Lookup.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-untyped-call]
             return out
         return embedding(ids_N)  # type: ignore[no-any-return]
@@ -126,15 +129,16 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, ids_N: Tensor, padding_idx: int | None) -> Tensor:
-        ctx.save_for_backward(weight_VH, ids_N)
-        ctx.padding_idx = padding_idx
-        return weight_VH[ids_N]
+        ctx.save_for_backward(ids_N)
+        ctx.rest = weight_VH, padding_idx  # the parameter itself: what is saved need not be the same object
+        return functional.embedding(ids_N, weight_VH)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[None, None, None]:
-        weight_VH, ids_N = ctx.saved_tensors
-        if ctx.padding_idx is not None:  # transformers' embeddings do not train it
-            grad_NH = grad_NH * (ids_N != ctx.padding_idx)[:, None]
+        (ids_N,), (weight_VH, padding_idx) = ctx.saved_tensors, ctx.rest
+        if padding_idx is not None:  # transformers' embeddings do not train it
+            grad_NH = grad_NH * (ids_N != padding_idx)[:, None]
         gradient_of(weight_VH).index_add_(0, ids_N, grad_NH.to(weight_VH.dtype))
         return None, None, None
 

@@ -10,8 +10,8 @@ number of completions and of microbatches:
         (a loss of hidden).backward()                      gradients of keys and values add up in leaves
     prefixes.backward()                                    backward over the prompts, once
 
-The passes are the model's own: transformers' modules with another attention function. Models whose attention cannot be
-exchanged run prompt and completion together, padded. Which it is, is found out by trying.
+What runs the layers is ``lean.py`` for Llama-like models; for others transformers' own modules with another attention
+function. Models that can take neither run prompt and completion together, padded. Which it is, is found out by trying.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ class Policy:
 
     @contextlib.contextmanager
     def gradients_in_place(self) -> Iterator[None]:
-        """Passes made in this block add the gradients of the embedding and the head, as a rule the largest matrices
-        that there are, to ``.grad`` themselves, without tensors of the same size on the way. Only for losses of which
-        ``backward`` is called: ``torch.autograd.grad`` would find no gradient there."""
+        """Passes made in this block add the gradients of the largest matrices that there are to ``.grad`` themselves,
+        without tensors of the same size on the way: the head's, of log-probs, and a plain embedding's, where layers are
+        run lean. Only for losses of which ``backward`` is called: ``torch.autograd.grad`` would find no gradient."""
         self.adds_gradients = True
         try:
             yield

@@ -1,0 +1,86 @@
+/* Products of a few queries with many keys, and of their weights with many values, as attention needs them.
+ *
+ * Keys lie in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that one vector holds a number of so many keys
+ * and scores need no sums across lanes; values lie token by token, [tokens, padded]. Queries and outputs are rows of
+ * `padded` numbers.
+ */
+#pragma once
+#include "vectors.h"
+
+#define TILE 8 /* queries that share one reading of the keys, at most */
+
+typedef struct {
+    int64_t width, padded; /* of a head, and what it is stored as: the next multiple of LANES */
+} shape;
+
+INLINE int64_t up(int64_t number) { return (number + LANES - 1) / LANES; }
+
+/* q k^T of `n` queries, `deep` blocks of keys at a time, from `block` to `end`; the first block that is left over. */
+INLINE int64_t score_tile(const int n, const int deep, const float *q, const void *keys, const shape *s, int64_t block,
+                          int64_t end, float *scores, int64_t stride, const int half) {
+    const int64_t size = s->padded * LANES;
+    for (; block + deep <= end; block += deep) {
+        vec total[TILE] = {0};
+        for (int64_t d = 0; d < s->width; d++)
+            UNROLL for (int b = 0; b < deep; b++) {
+                const vec k = load(keys, (block + b) * size + d * LANES, half);
+                UNROLL for (int i = 0; i < n; i++)
+                    total[i * deep + b] = multiply_add(all(q[i * s->padded + d]), k, total[i * deep + b]);
+            }
+        UNROLL for (int i = 0; i < n * deep; i++)
+            store(scores, i / deep * stride + (block + i % deep) * LANES, total[i], 0);
+    }
+    return block;
+}
+
+/* As many sums at a time as keep the multipliers busy. */
+INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
+                  int64_t stride, const int half) {
+    int64_t rest;
+    for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
+        score_tile(8, 1, q, keys, s, block, end, scores, stride, half);
+    for (; n >= 4; n -= 4, q += 4 * s->padded, scores += 4 * stride) {
+        rest = score_tile(4, 2, q, keys, s, block, end, scores, stride, half);
+        score_tile(4, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+    for (; n >= 2; n -= 2, q += 2 * s->padded, scores += 2 * stride) {
+        rest = score_tile(2, 4, q, keys, s, block, end, scores, stride, half);
+        score_tile(2, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+    if (n) {
+        rest = score_tile(1, 4, q, keys, s, block, end, scores, stride, half);
+        score_tile(1, 1, q, keys, s, rest, end, scores, stride, half);
+    }
+}
+
+/* out += weights values, for `n` queries, `wide` vectors of D at a time, over the tokens from `from` to `end`. */
+INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t stride, const void *values,
+                     const shape *s, int64_t from, int64_t end, float *out, const int half) {
+    for (int64_t d = 0; d + wide * LANES <= s->padded; d += wide * LANES) {
+        vec total[TILE];
+        UNROLL for (int i = 0; i < n * wide; i++) total[i] = load(out, i / wide * s->padded + d + i % wide * LANES, 0);
+        for (int64_t t = from; t < end; t++)
+            UNROLL for (int w = 0; w < wide; w++) {
+                const vec v = load(values, t * s->padded + d + w * LANES, half);
+                UNROLL for (int i = 0; i < n; i++)
+                    total[i * wide + w] = multiply_add(all(weights[i * stride + t]), v, total[i * wide + w]);
+            }
+        UNROLL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
+    }
+}
+
+/* As many vectors at a time as keep the multipliers busy. */
+INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
+                int64_t end, float *out, const int half) {
+    const int64_t vectors = s->padded / LANES;
+    for (; n >= 4; n -= 4, weights += 4 * stride, out += 4 * s->padded)
+        if (vectors % 2 == 0) mix_tile(4, 2, weights, stride, values, s, from, end, out, half);
+        else mix_tile(4, 1, weights, stride, values, s, from, end, out, half);
+    for (; n >= 2; n -= 2, weights += 2 * stride, out += 2 * s->padded)
+        if (vectors % 2 == 0) mix_tile(2, 2, weights, stride, values, s, from, end, out, half);
+        else mix_tile(2, 1, weights, stride, values, s, from, end, out, half);
+    for (; n; n--, weights += stride, out += s->padded)
+        if (vectors % 4 == 0) mix_tile(1, 4, weights, stride, values, s, from, end, out, half);
+        else if (vectors % 2 == 0) mix_tile(1, 2, weights, stride, values, s, from, end, out, half);
+        else mix_tile(1, 1, weights, stride, values, s, from, end, out, half);
+}
