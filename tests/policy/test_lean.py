@@ -141,6 +141,16 @@ def test_frozen_matrices_get_none():
     assert policy.model.get_output_embeddings().weight.grad is None
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_hooks_on_a_weight_still_get_its_gradient(name):
+    policy = Policy(tiny_llama(tie_word_embeddings=False).double(), DOUBLE)
+    expected = in_place(policy)
+    weight = dict(policy.model.named_parameters())[name]
+    weight.register_hook(lambda grad: 3 * grad)
+    got = in_place(policy)
+    torch.testing.assert_close(got[name], 3 * expected[name], rtol=1e-12, atol=1e-14)
+
+
 def test_no_other_tensor_is_as_large_as_the_head(monkeypatch):
     """The gradients are made once; what is added to them comes in slices."""
     monkeypatch.setattr("cohort.policy.head.PRODUCT", 24 * 64)

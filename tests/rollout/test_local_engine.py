@@ -48,7 +48,8 @@ def test_sampler_and_trainer_log_probs_agree(float32_policy, temperature):
     with torch.no_grad():
         logps, *_ = float32_policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], temperature)
     sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
-    torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32: two orders of summation
+    # float32: two orders of summation, each up to 1.2e-5 from float64's at the lowest temperature.
+    torch.testing.assert_close(sampled, logps, rtol=0, atol=2e-5)
 
 
 def test_an_end_token_ends_a_completion_and_belongs_to_it(float32_policy):

@@ -203,12 +203,13 @@ class _SampledLogps(torch.autograd.Function):
         compute = states.head.compute
         grad_hidden_NH, grad_N = torch.empty_like(hidden_NH), grad_N.contiguous()
         weight = None if weight_VH is None else weight_VH.to(compute)
-        grad_weight = None
+        grad_weight, in_place = None, False
         if ctx.needs_input_grad[1]:
             assert states.head.linear is not None
             # The parameter itself: what was saved for the backward pass need not be the same object.
             parameter = states.head.linear.weight
-            grad_weight = gradient_of(parameter) if states.adds_gradient else torch.zeros_like(weight_VH)
+            in_place = states.adds_gradient and takes_in_place(parameter)
+            grad_weight = gradient_of(parameter) if in_place else torch.zeros_like(weight_VH)
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden_NH.shape[0], states.chunk):
             span = slice(start, start + states.chunk)
@@ -233,12 +234,18 @@ class _SampledLogps(torch.autograd.Function):
                 add_product(grad_weight, grad_rows_CV.mT, in_like_shapes(hidden_CH.to(compute)))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)
-        return grad_hidden_NH, None if states.adds_gradient else grad_weight, grad_bias, None
+        return grad_hidden_NH, None if in_place else grad_weight, grad_bias, None
+
+
+def takes_in_place(weight: Tensor) -> bool:
+    """Whether a weight's gradient may be added to ``.grad``: it is a parameter, and nobody waits for the gradient."""
+    return (
+        weight.is_leaf and weight.requires_grad and not (weight._backward_hooks or weight._post_accumulate_grad_hooks)
+    )
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
     """Where a parameter's gradient adds up."""
-    assert leaf.is_leaf, "a gradient is added where nobody would look for it"
     if leaf.grad is None:
         leaf.grad = torch.zeros_like(leaf)
     return leaf.grad

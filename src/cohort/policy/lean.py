@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy, Layer, Norm
 from cohort.policy.fused import Fused
-from cohort.policy.head import gradient_of
+from cohort.policy.head import gradient_of, takes_in_place
 from cohort.policy.kernels import kernels_for
 from cohort.policy.passes import Hidden, PackedPass
 
@@ -62,7 +62,7 @@ class LeanLayers:
     def _embedded(self, ids_N: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
-        if self.policy.adds_gradients and plain and embedding.weight.requires_grad:
+        if self.policy.adds_gradients and plain and takes_in_place(embedding.weight):
             out: Tensor = _Lookup.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-untyped-call]
             return out
         return embedding(ids_N)  # type: ignore[no-any-return]
