@@ -86,7 +86,7 @@ def train_step(
     with torch.no_grad():
         ref_logps_N = completion_logps(reference, prompts_S, completions_S)
     optimizer.zero_grad()
-    with policy.training():
+    with policy.training(), policy.gradients_in_place():
         logps_N = completion_logps(policy, prompts_S, completions_S)
 
         # 6. The gradient: each token's score times its coefficient. The scalar below has that gradient and no meaning.
