@@ -67,6 +67,9 @@ class Prompt:
     """The row's prompt as reward functions receive it: a string, or a list of messages for a conversation."""
     columns: Mapping[str, Any]
     """All columns of the data; None where this row has no such column."""
+    prefill: str = ""
+    """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or the text
+    of a last message that is to be continued. Completions do not hold it."""
 
     @property
     def is_conversation(self) -> bool:

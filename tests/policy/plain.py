@@ -1,5 +1,7 @@
 """What the trainer's passes are compared with: the model's own forward pass, one row at a time, without padding."""
 
+import contextlib
+
 import torch
 
 
@@ -45,3 +47,14 @@ def assert_near(got, expected, tolerance):
 def shares(policy):
     """Whether prompts are read once, by the first way that was tried: there is no reason given."""
     return policy.passes.shared and "(" not in policy.passes.description
+
+
+@contextlib.contextmanager
+def threads(count):
+    """So many of torch's, within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

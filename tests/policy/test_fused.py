@@ -1,7 +1,6 @@
 """What lies between the matrix products, by the kernels, against torch in float64: outputs, and gradients of everything;
 and the head's pass over the logits."""
 
-import contextlib
 import math
 
 import pytest
@@ -12,6 +11,7 @@ from cohort.native import Unavailable
 from cohort.policy import CompletionStates, Distribution, Head, head
 from cohort.policy.fused import Fused
 from cohort.policy.kernels import UpdateKernels
+from tests.policy.plain import threads
 from tests.policy.test_head import kept_sets, supports_of
 
 try:
@@ -33,16 +33,6 @@ def randn(*shape, seed=0, dtype=FLOAT):
 
 def fused(narrow=FLOAT):
     return Fused(KERNELS, FLOAT, narrow)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def results(operation, by, inputs, used=None, transposed=False):

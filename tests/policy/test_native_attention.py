@@ -1,6 +1,5 @@
 """Packed attention by the kernel against the formula in float64: outputs, and gradients of everything."""
 
-import contextlib
 import math
 
 import pytest
@@ -12,6 +11,7 @@ from cohort.native import Unavailable
 from cohort.policy.attention import explicit_attention, packed_attention
 from cohort.policy.kernels import UpdateKernels
 from cohort.policy.layout import Layout
+from tests.policy.plain import threads
 
 try:
     KERNELS = UpdateKernels()
@@ -38,16 +38,6 @@ LAYOUTS = {  # lengths, prefix of each, lengths of the prefixes
     "a prefix's sequences apart": ([2, 5, 3, 4, 1, 6], [1, 0, 1, 1, 0, 1], [4, 7]),
     "a prefix that none continues": ([2, 5], [2, 0], [4, 3, 7]),
 }
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def made(layout, kv_heads=2, group=2, width=8, dtype=FLOAT, prefix_dtype=None, size=1.0, filler=0):

@@ -222,9 +222,7 @@ typedef struct {
 } gated;
 
 INLINE vec activated(vec x, int gelu) {
-    /* (1 + tanh y) / 2 = 1 / (1 + exp(-2 y)): what GELU's tanh form is with y = sqrt(2 / pi) (x + 0.044715 x^3). */
-    const vec slope = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
-    return x / (1.0f + exponential(-slope));
+    return x / (1.0f + exponential(-gate_slope(x, gelu)));
 }
 
 INLINE void activate_row(const gated *g, int64_t row, const int half, const int gelu) {

@@ -156,16 +156,14 @@ INLINE void put_some(void *to, int64_t i, int64_t count, vec x, const int half) 
 }
 
 INLINE void activation_at(const activation *a, int64_t i, int64_t count, const int half, const int gelu) {
-    const float slope = 1.5957691216057308f, cubic = 0.044715f;
     const vec x = some(a->gate, i, count, half), up = some(a->up, i, count, half);
-    const vec t = gelu ? slope * (x + cubic * x * x * x) : x;
-    const vec s = 1.0f / (1.0f + exponential(-t));
+    const vec s = 1.0f / (1.0f + exponential(-gate_slope(x, gelu)));
     if (!a->grad_out) {
         put_some(a->out, i, count, x * s * up, half);
         return;
     }
     const vec grad = some(a->grad_out, i, count, half);
-    const vec steep = gelu ? slope * (1.0f + 3.0f * cubic * x * x) : all(1.0f);
+    const vec steep = gelu ? GELU_SLOPE * (1.0f + 3.0f * GELU_CUBIC * x * x) : all(1.0f);
     /* Where s is 1 or 0, x may be anything, infinite too. */
     const vec rest = s * (1.0f - s), bend = pick(rest == 0.0f, (vec){0}, x * steep * rest);
     put_some(a->grad_up, i, count, grad * x * s, half);

@@ -160,6 +160,12 @@ INLINE vec tangent(vec x) {
     return x * p / q;
 }
 
+/* SiLU is x sigmoid(t) with t = x, and GELU's tanh form with this t: (1 + tanh y) / 2 = 1 / (1 + exp(-2 y)), where
+ * y = sqrt(2 / pi) (x + 0.044715 x^3). */
+#define GELU_SLOPE 1.5957691216057308f
+#define GELU_CUBIC 0.044715f
+INLINE vec gate_slope(vec x, int gelu) { return gelu ? GELU_SLOPE * (x + GELU_CUBIC * x * x * x) : x; }
+
 /* 1 / sqrt(mean(x^2) + eps). */
 INLINE float inverse_rms(const float *x, int64_t width, float eps) {
     vec squares = {0};

@@ -89,6 +89,8 @@ class Norm:
 class Layer:
     """One decoder layer."""
 
+    module: Any
+    """As transformers has it."""
     before_attention: Norm
     qkv: tuple[Linear, Linear, Linear]
     qk_norms: tuple[Norm, Norm] | None
@@ -217,6 +219,7 @@ def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     of_layer = config.model_type != "mistral"  # Mistral's window is one for all layers, and its modules do not carry it
     rope = getattr(attention, "layer_type", "") if config.model_type == "gemma3_text" else ""
     return Layer(
+        module=layer,
         before_attention=norm("input_layernorm"),
         qkv=tuple(Linear.of(getattr(attention, f"{part}_proj"), f"{part}_proj") for part in "qkv"),  # type: ignore[arg-type]
         qk_norms=qk_norms,

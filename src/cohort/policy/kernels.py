@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING, NamedTuple
@@ -303,20 +302,19 @@ def _zeros_after(like: Tensor, count: int) -> Tensor:
 
 def kernels_for(policy: Policy) -> tuple[UpdateKernels | None, str]:
     """The kernels for a policy's passes; else None, and why."""
+    without = why_no_kernels(policy) if policy.native_kernels else "switched off"
+    return (None, without) if without else (UpdateKernels(), "")
+
+
+def why_no_kernels(policy: Policy) -> str:
+    """What keeps a policy from native kernels, its sampler's or its passes'; empty: nothing does."""
     compute, master = policy.precision.compute, policy.precision.master
-    if not policy.native_kernels:
-        return None, "switched off"
     if policy.device.type != "cpu":
-        return None, f"the device is {policy.device.type}"
+        return f"the device is {policy.device.type}"
     if master != torch.float32 or compute not in DTYPES:
-        return None, f"the precision is {policy.precision}"
-    found = _loaded()
-    return (None, found) if isinstance(found, str) else (found, "")
-
-
-@functools.cache
-def _loaded() -> UpdateKernels | str:
+        return f"the precision is {policy.precision}"
     try:
-        return UpdateKernels()
+        load()
     except Unavailable as reason:
         return str(reason)
+    return ""

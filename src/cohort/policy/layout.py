@@ -96,10 +96,18 @@ class Layout:
         self.positions_N = torch.tensor(positions, device=device)
         self.longest = max(first + length for first, length in zip(before, lengths, strict=True))
         """Tokens of the longest sequence with its prefix."""
-        self.buckets = tuple(self._buckets(device))
         self.prefix_starts = (0, *accumulate(prefix_lengths))
         self.prefixes = None if prefixes is None else tuple(prefixes)
-        self.continuations = tuple(self._continuations())
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Sequences whose own parts torch's kernels take together."""
+        return tuple(self._buckets(self.positions_N.device))
+
+    @functools.cached_property
+    def continuations(self) -> tuple[Continuation, ...]:
+        """The stretches of tokens after each prefix, for torch's kernels."""
+        return tuple(self._continuations())
 
     @functools.cached_property
     def work(self) -> Work:
@@ -109,8 +117,7 @@ class Layout:
             for s, (start, length) in enumerate(zip(self.starts, self.lengths, strict=False))
         ]
         prefixes = self.prefixes or range(len(sequences))  # without any, each sequence stands by itself
-        changes = [s for s in range(1, len(sequences)) if prefixes[s] != prefixes[s - 1]]
-        stretches = list(pairwise([0, *changes, len(sequences)]))
+        stretches = _stretches(prefixes)
         pieces = -(-torch.get_num_threads() // len(stretches))
         items: list[tuple[int, int, int]] = []
         used: Counter[int] = Counter()  # slots, by prefix: gradients of one are written by one item
@@ -147,12 +154,17 @@ class Layout:
     def _continuations(self) -> Iterator[Continuation]:
         if self.prefixes is None:
             return
-        changes = [s for s in range(1, len(self.prefixes)) if self.prefixes[s] != self.prefixes[s - 1]]
-        for first, stop in pairwise([0, *changes, len(self.prefixes)]):
+        for first, stop in _stretches(self.prefixes):
             prefix = self.prefixes[first]
             keys = slice(self.prefix_starts[prefix], self.prefix_starts[prefix + 1])
             if keys.start < keys.stop:
                 yield Continuation(slice(self.starts[first], self.starts[stop]), keys)
+
+
+def _stretches(prefixes: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours that continue one prefix: the first, and the one after the last."""
+    changes = [s for s in range(1, len(prefixes)) if prefixes[s] != prefixes[s - 1]]
+    return list(pairwise([0, *changes, len(prefixes)]))
 
 
 def _cuts(start: int, end: int, pieces: int) -> list[int]:

@@ -6,7 +6,7 @@ What ``Anatomy`` knows runs this way; it computes what transformers' modules com
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.policy.anatomy import Anatomy, Layer, Norm
+from cohort.policy.anatomy import Anatomy, Norm
 from cohort.policy.fused import Fused
 from cohort.policy.head import gradient_of, takes_in_place
 from cohort.policy.kernels import kernels_for
@@ -37,27 +37,23 @@ class LeanLayers:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.anatomy = Anatomy.of(policy.model)
-        base = policy.model.get_base_model() if hasattr(policy.model, "get_base_model") else policy.model
-        self._modules = base.model.layers
         wide = torch.promote_types(policy.precision.master, torch.float32)
         self.fused = Fused(kernels_for(policy)[0], wide, policy.precision.compute)
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        anatomy, layers = self.anatomy, self.anatomy.layers
         with self.policy.compute():
             x = self._embedded(ids_N).to(self.fused.wide)
             angles = self._angles(positions_N)
             update: Tensor | None = None
-            for number, layer in enumerate(layers):
-                run = _LayerRun(layer, self._modules[number], number, number + 1 == len(layers))
-                if torch.is_grad_enabled() and self._modules[number].training and _checkpointed(self._modules[number]):
+            for number, layer in enumerate(self.anatomy.layers):
+                if torch.is_grad_enabled() and _checkpointed(layer.module):
                     x, update = torch.utils.checkpoint.checkpoint(
-                        self._recomputed, run, x, update, angles, packed, use_reentrant=False
+                        self._recomputed, number, x, update, angles, packed, use_reentrant=False
                     )
                 else:
-                    x, update = self._layer(run, x, update, angles, packed)
-            return Hidden(self._add_norm(x, update, anatomy.norm)[1])
+                    x, update = self._layer(number, x, update, angles, packed)
+            return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
 
     def _embedded(self, ids_N: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
@@ -74,15 +70,15 @@ class LeanLayers:
 
     def _layer(
         self,
-        run: _LayerRun,
+        number: int,
         x: Tensor,
         update: Tensor | None,
         angles: dict[str, tuple[Tensor, Tensor]],
         packed: PackedPass,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is to be added to it; before and after a layer."""
-        layer, fused = run.layer, self.fused
-        attention, mlp = run.module.self_attn, run.module.mlp
+        layer, fused = self.anatomy.layers[number], self.fused
+        attention, mlp = layer.module.self_attn, layer.module.mlp
         x, normed = self._add_norm(x, update, layer.before_attention)
         q, k, v = (
             project(normed).unflatten(-1, (-1, self.anatomy.head_dim))
@@ -93,12 +89,10 @@ class LeanLayers:
         if layer.rope is not None:
             q, k = (fused.rotate(part, *angles[layer.rope]) for part in (q, k))
         q_HND, k_KND, v_KND = (part.to(fused.narrow).transpose(0, 1) for part in (q, k, v))
-        if packed.reads and run.last:
-            packed.take(run.number, k_KND, v_KND)  # the rest of the layer would be of no use
+        if packed.reads and number + 1 == len(self.anatomy.layers):
+            packed.take(number, k_KND, v_KND)  # the rest of the layer would be of no use
             return x, None
-        out_HND = packed.attend(
-            run.number, q_HND, k_KND, v_KND, self.anatomy.scaling, layer.window, self.anatomy.score_cap
-        )
+        out_HND = packed.attend(number, q_HND, k_KND, v_KND, self.anatomy.scaling, layer.window, self.anatomy.score_cap)
         update = attention.o_proj(out_HND.transpose(0, 1).flatten(1))
         if layer.after_attention is not None:
             update = self._norm(update, layer.after_attention, wide=True)
@@ -143,12 +137,5 @@ class _Lookup(torch.autograd.Function):
         return None, None, None
 
 
-class _LayerRun(NamedTuple):
-    layer: Layer
-    module: Any
-    number: int
-    last: bool
-
-
 def _checkpointed(module: Any) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False))
+    return bool(module.training and getattr(module, "gradient_checkpointing", False))

@@ -26,9 +26,10 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, soft_cap
+from cohort.policy.kernels import why_no_kernels
 from cohort.rollout.backend import PREFILL_TOKENS, Capacity
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
-from cohort.rollout.native import DTYPES, Decoder, Kernels, SlotCache, Unavailable
+from cohort.rollout.native import Decoder, Kernels, SlotCache
 from cohort.rollout.weights import LayerWeights, Weights
 
 PREFILL_MULTIPLE = 64
@@ -54,7 +55,8 @@ class LeanBackend:
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self.weights = Weights(anatomy, compute)
-        self._kernels, without = _kernels(policy) if native_kernels else (None, "switched off")
+        without = why_no_kernels(policy) if native_kernels else "switched off"
+        self._kernels = None if without else Kernels()
         # On a CPU, torch's batched products of a few rows are as fast in float32 as in bfloat16, or faster.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
@@ -263,19 +265,6 @@ class LeanBackend:
         """float32, or float64 for a float64 policy."""
         logits_SV = self.weights.head(normed_SH)
         return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
-
-
-def _kernels(policy: Policy) -> tuple[Kernels | None, str]:
-    """The native kernels; else None, and why."""
-    compute, master = policy.precision.compute, policy.precision.master
-    if policy.device.type != "cpu":
-        return None, f"the device is {policy.device.type}"
-    if master != torch.float32 or compute not in DTYPES:
-        return None, f"the precision is {policy.precision}"
-    try:
-        return Kernels(), ""
-    except Unavailable as reason:
-        return None, str(reason)
 
 
 def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:

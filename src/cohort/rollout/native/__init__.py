@@ -3,6 +3,6 @@
 from cohort.native import Unavailable
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.decoder import Decoder
-from cohort.rollout.native.kernels import DTYPES, Kernels
+from cohort.rollout.native.kernels import Kernels
 
-__all__ = ["DTYPES", "Decoder", "Kernels", "SlotCache", "Unavailable"]
+__all__ = ["Decoder", "Kernels", "SlotCache", "Unavailable"]

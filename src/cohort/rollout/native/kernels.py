@@ -5,12 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
 
-import torch
-
 from cohort.native import fields, load
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""What the kernels read and write: outputs of the matrix products, keys and values."""
 TILE = 8
 """Queries that share one reading of the keys."""
 
