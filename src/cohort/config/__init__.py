@@ -1,5 +1,6 @@
 """Typed settings: one TOML file, dotted overrides, errors that name the nearest key. Imports no torch."""
 
+from cohort.config.evaluation import EvalConfig
 from cohort.config.load import annotated_toml, apply_overrides, load_config, parse_settings, to_toml
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.schedule import Schedule
@@ -17,6 +18,7 @@ from cohort.config.schema import (
 
 __all__ = [
     "DataConfig",
+    "EvalConfig",
     "GRPOConfig",
     "LoraConfig",
     "ModelConfig",

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cohort.config.evaluation import EvalConfig
 from cohort.config.objective import ObjectiveConfig
-from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
+from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, SetName, Strings
 from cohort.presets import Objective
 from cohort.presets.parts import BatchStd, GroupMean, TopK
 
@@ -84,8 +85,9 @@ class DataConfig(Section):
 
     train: PathName = ""
     """A .jsonl or .parquet file, or the name of a data set for `datasets.load_dataset`."""
-    eval: PathName = ""
-    """The same for evaluation; empty: no evaluation."""
+    eval: PathName | Annotated[dict[SetName, PathName], Field(min_length=1)] = ""
+    """The same for evaluation, or several under names, as in { gsm8k = "test.jsonl", aime = "aime.jsonl" }, whose
+    metrics are then eval/gsm8k/... and eval/aime/...; empty: no evaluation."""
     train_split: str = "train"
     """Split, when `train` is a data set's name."""
     eval_split: str = "test"
@@ -141,8 +143,6 @@ class RolloutConfig(Section):
     same."""
     stop: Strings = ()
     """Strings that end a completion. Their tokens stay part of it."""
-    num_generations_eval: PositiveInt = 1
-    """Completions per prompt in evaluation, at the same temperature."""
     max_batch_size: PositiveInt = 256
     """Completions decoded at a time, at most. Memory only: the draws stay the same, and so do the samples up to
     rounding."""
@@ -227,8 +227,6 @@ class RunConfig(Section):
     """Rollouts to train on. Unset: as many as `num_epochs` takes."""
     num_epochs: PositiveInt = 1
     """Times each prompt is used, unless `max_steps` says otherwise."""
-    eval_steps: Count = 0
-    """Evaluate every so many steps. 0: before the first step and after the last one only."""
     save_steps: Count = 50
     """Write a checkpoint every so many steps, and at the end. 0: at the end only."""
     save_total_limit: PositiveInt | None = None
@@ -265,10 +263,13 @@ class GRPOConfig(Section):
     reward: RewardConfig = RewardConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
     run: RunConfig = RunConfig()
     report: ReportConfig = ReportConfig()
 
-    SECTIONS: ClassVar[tuple[str, ...]] = ("model", "data", "rollout", "reward", "objective", "optim", "run", "report")
+    SECTIONS: ClassVar[tuple[str, ...]] = (
+        *("model", "data", "rollout", "reward", "objective", "optim", "eval", "run", "report"),
+    )
 
     def __init__(self, **settings: Any) -> None:
         from cohort.config.load import explain_errors, nest_settings
@@ -287,6 +288,11 @@ class GRPOConfig(Section):
             raise ValueError(
                 f"rollout.min_completion_length ({rollout.min_completion_length}) must be at most "
                 f"rollout.max_completion_length ({rollout.max_completion_length})"
+            )
+        if rollout.min_completion_length > (self.eval.max_completion_length_eval or rollout.max_completion_length):
+            raise ValueError(
+                f"rollout.min_completion_length ({rollout.min_completion_length}) must be at most "
+                f"eval.max_completion_length_eval ({self.eval.max_completion_length_eval})"
             )
         if rollout.regex is not None and rollout.json_schema is not None:
             raise ValueError("rollout.regex and rollout.json_schema exclude each other: set one of them")
