@@ -68,8 +68,8 @@ class Prompt:
     columns: Mapping[str, Any]
     """All columns of the data; None where this row has no such column."""
     prefill: str = ""
-    """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or the text
-    of a last message that is to be continued. Completions do not hold it."""
+    """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or a last
+    message that is to be continued. Completions do not hold it."""
 
     @property
     def is_conversation(self) -> bool:
