@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cohort.rewards.builtin import BUILTIN_REWARDS
-from cohort.rewards.contract import RewardFunction, resolve_reward
+from cohort.rewards.contract import RewardFunction, TrainerState, resolve_reward
 from cohort.rewards.kinds import reward
 
 if TYPE_CHECKING:
     from cohort.rewards.runner import RewardRunner
 
-__all__ = ["BUILTIN_REWARDS", "RewardFunction", "RewardRunner", "resolve_reward", "reward"]
+__all__ = ["BUILTIN_REWARDS", "RewardFunction", "RewardRunner", "TrainerState", "resolve_reward", "reward"]
 
 
 def __getattr__(name: str) -> Any:
