@@ -84,6 +84,7 @@ class GRPOTrainer:
         self.rewards = RewardRunner(
             _reward_functions(functions),
             config.reward.weights,
+            config.reward,
             per_token=objective.credit in ("process", "given"),
             not_negative=_part_without_negative_rewards(objective),
         )
@@ -235,6 +236,7 @@ class GRPOTrainer:
             engine=self.engine,
             budget=self.budget.describe(),
             prompts=self.prompts,
+            rewards=self.rewards,
             objective=self.objective,
             schedule=self.schedule,
             config=self.args,
