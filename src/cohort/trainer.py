@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cohort.config import GRPOConfig, ModelConfig, RolloutConfig, Schedule
-from cohort.data import Place, PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
+from cohort.config import GRPOConfig, Schedule
+from cohort.data import (
+    Place,
+    PromptSet,
+    PromptStream,
+    Row,
+    check_rows,
+    evaluation_rows,
+    first_rows,
+    load_rows,
+    set_name,
+)
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import Objective, try_own_functions
-from cohort.policy import (
-    Policy,
-    add_adapters,
-    context_length,
-    enable_checkpointing,
-    end_token_ids,
-    experts_per_token,
-    load_model,
-    load_tokenizer,
-    read_config,
-    resolve_device,
-    resolve_precision,
-)
+from cohort.policy import context_length, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
-from cohort.report.console import StepDisplay, announce, describe_run, evaluation_line
-from cohort.rewards import RewardFunction, RewardRunner, resolve_reward
-from cohort.rollout import LocalEngine, Sampling
-from cohort.train import Adaptive, Evaluation, Evaluator, Optimizer, Parts, RunFolder, find_budget, run, save_model
+from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
+from cohort.rewards import RewardFunction, RewardRunner, TrainerState, resolve_reward
+from cohort.train import (
+    Adaptive,
+    Best,
+    Evaluation,
+    Evaluator,
+    Optimizer,
+    Parts,
+    RunFolder,
+    check_settings,
+    evaluate,
+    find_budget,
+    load_policy,
+    local_engine,
+    run,
+    save_model,
+    tried_prompts,
+)
 
 
 class GRPOTrainer:
@@ -45,7 +58,8 @@ class GRPOTrainer:
         args: the settings. None: the defaults.
         train_dataset: rows with the prompt's column: a list of dicts, a ``datasets.Dataset``, or the like. None: what
             ``data.train`` names.
-        eval_dataset: the same, for evaluation. None: what ``data.eval`` names; nothing there: no evaluation.
+        eval_dataset: the same, for evaluation, or a dict of such under names. None: what ``data.eval`` names; nothing
+            there: no evaluation.
         processing_class: the tokenizer. None: the one that lies beside the model.
 
     Raises:
@@ -88,18 +102,19 @@ class GRPOTrainer:
             per_token=objective.credit in ("process", "given"),
             not_negative=_part_without_negative_rewards(objective),
         )
-        rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows, "training")
+        rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows)
         if rows is None:
             raise DataError("no training data: pass train_dataset, or set data.train")
         self.schedule = Schedule.of(config, len(rows))
-        eval_rows = _rows(eval_dataset, config.data.eval, config.data.eval_split, config.data.eval_rows, "evaluation")
+        eval_rows = evaluation_rows(eval_dataset, config.data)
+        check_settings(config.eval, tuple(eval_rows), self.rewards.names)
 
         self.tokenizer = processing_class or load_tokenizer(
             _name(model), trust_remote_code=config.model.trust_remote_code
         )
         self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
         prompts = self._prompt_set(rows, "the training data")
-        eval_prompts = None if eval_rows is None else self._prompt_set(eval_rows, "the evaluation data")
+        self.evaluator = self._evaluator(eval_rows) if eval_rows else None
         self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
@@ -112,7 +127,6 @@ class GRPOTrainer:
             self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
         )
         self._place = Place()
-        self.evaluator = None if eval_prompts is None else self._evaluator(eval_prompts)
         self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
@@ -129,6 +143,8 @@ class GRPOTrainer:
         with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
             for metrics in self.steps(resume=resume):
                 display.show(metrics)
+        if progress:
+            announce(*best_lines(self.summary))
         return self.summary
 
     def steps(self, *, resume: bool = False) -> Iterator[dict[str, Any]]:
@@ -149,6 +165,7 @@ class GRPOTrainer:
             evaluator=self.evaluator,
             budget=self.budget,
             adaptive=Adaptive.of(self.objective),
+            best=Best(self.args.eval),
             place=self._place,
             tokenizer=self.tokenizer,
             identity=self._identity,
@@ -157,7 +174,7 @@ class GRPOTrainer:
         self.folder = folder
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         whole_step = (self.policy.version, parts.adaptive.state_dict())
-        if before := self._evaluation_before(folder, first_step):
+        if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
         try:
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
@@ -172,6 +189,10 @@ class GRPOTrainer:
             raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         if self.args.model.lora.save_merged:
             self.save_model(folder.path / "merged", merge=True)
+        if best := parts.best.note():
+            self.summary["best"] = best
+        if parts.best.exhausted and self.summary["steps"] < self.schedule.steps:
+            self.summary["stopped_early"] = True
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 
@@ -192,30 +213,31 @@ class GRPOTrainer:
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
-    def _evaluation_before(self, folder: RunFolder, first_step: int) -> dict[str, Any] | None:
+    def _evaluation_before(self, folder: RunFolder, parts: Parts, first_step: int) -> dict[str, Any] | None:
         """The evaluation from before the first step: made now, or read back by a resumed run."""
-        if first_step or self.evaluator is None:
+        if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             return folder.first_evaluation()
-        before = self.evaluator.evaluate(self.engine).metrics()
+        before = evaluate(parts, TrainerState(0, self.schedule.steps), self.args, folder)
         folder.append_metrics({"step": 0, "time": time.time(), **before})
         if self.args.report.progress:
             announce(evaluation_line(before, "before training"))
         return before
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
-        """Sample and score the evaluation prompts with the policy as it is; means with 95% intervals.
+        """Sample and score the evaluation prompts with the policy as it is; the metrics with their intervals.
 
         Args:
-            eval_dataset: rows to use instead of those given at construction.
+            eval_dataset: rows, or rows under names, to use instead of those given at construction.
         """
-        return self.evaluation(eval_dataset).metrics()
+        found = self.evaluations(eval_dataset)
+        return {key: value for name, one in found.items() for key, value in one.metrics(name).items()}
 
-    def evaluation(self, eval_dataset: Any = None) -> Evaluation:
-        """``evaluate`` with the completions it drew."""
+    def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
+        """``evaluate`` with each prompt's numbers and every completion, by the sets' names; one without a name is
+        called ""."""
         evaluator = self.evaluator
         if eval_dataset is not None:
-            what = "the evaluation data"
-            evaluator = self._evaluator(self._prompt_set(check_rows(eval_dataset, what), what))
+            evaluator = self._evaluator(evaluation_rows(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         return evaluator.evaluate(self.engine)
@@ -258,6 +280,11 @@ class GRPOTrainer:
             )
         folder.load_checkpoint(parts.state(step))
         folder.resume(self.args, step)
+        if parts.best.exhausted:
+            raise ConfigError(
+                f"{folder.path} has ended early, at step {step}: {parts.best.describe()}; "
+                "raise eval.early_stopping_patience, or set it to 0, to go on"
+            )
         if self.args.report.progress:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
@@ -265,14 +292,14 @@ class GRPOTrainer:
     def _prompt_set(self, rows: Sequence[Row], name: str) -> PromptSet:
         """Rows as prompts that fit the model, with the reward functions tried on the first two."""
         prompts = PromptSet(rows, self.tokenizer, self.args.data, name=name)
-        if (context := context_length(self._model_config)) is not None:
-            prompts.check_context(context, self.args.rollout.max_completion_length)
-        self.rewards.dry_run([prompts.prompt(index, uid=index) for index in range(min(2, len(prompts)))])
+        prompts.check_context(context_length(self._model_config), self.args.rollout.max_completion_length)
+        self.rewards.dry_run(tried_prompts(prompts))
         return prompts
 
-    def _evaluator(self, prompts: PromptSet) -> Evaluator:
-        rollout = self.args.rollout
-        return Evaluator(prompts, self.rewards, Sampling.of(rollout), rollout.num_generations_eval, self.args.run.seed)
+    def _evaluator(self, rows: Mapping[str, Sequence[Row]]) -> Evaluator:
+        """The rows of the sets as prompts that fit the model, with the reward functions tried on two of each."""
+        sets = {name: PromptSet(own, self.tokenizer, self.args.data, name=set_name(name)) for name, own in rows.items()}
+        return Evaluator.of(self.args, sets, self.rewards, context_length(self._model_config))
 
 
 def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer:
@@ -287,50 +314,6 @@ def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrai
     else:
         folder.check_free()
     return GRPOTrainer(args=config)
-
-
-def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
-    """A policy from a folder, a hub id or a loaded model, with the precision and the switches of the settings."""
-    device = resolve_device(config.device)
-    precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
-    if isinstance(model, str):
-        model = load_model(
-            model,
-            precision,
-            device,
-            trust_remote_code=config.trust_remote_code,
-            quantization=config.quantization,
-        )
-    elif not getattr(model, "is_quantized", False):
-        model.to(device=device, dtype=precision.master)
-    if config.lora.wanted:
-        model = add_adapters(model, config.lora, precision, seed=seed)
-    if config.gradient_checkpointing:
-        enable_checkpointing(model)
-    policy = Policy(model, precision, dropout=config.dropout)
-    policy.native_kernels = config.native_kernels
-    if config.router_aux_loss_coef:
-        experts_per_token(model_config)
-        policy.router_aux_loss_coef = config.router_aux_loss_coef
-        if not policy.passes.shared:
-            raise ModelError(
-                f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
-            )
-    return policy
-
-
-def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:
-    """The sampler of the settings. A grammar that does not compile is answered here, before anything is sampled."""
-    engine = LocalEngine(
-        policy,
-        tokenizer,
-        end_token_ids(policy.model, tokenizer),
-        max_batch_size=config.max_batch_size,
-        cache_tokens=config.cache_tokens,
-        native_kernels=policy.native_kernels,
-    )
-    engine.grammar(Sampling.of(config))
-    return engine
 
 
 def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:
@@ -355,10 +338,10 @@ def _name(model: Any) -> str:
     raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
 
 
-def _rows(given: Any, source: str, split: str, limit: int | None, kind: str) -> Sequence[Row] | None:
+def _rows(given: Any, source: str, split: str, limit: int | None) -> Sequence[Row] | None:
     if given is None:
         return load_rows(source, split=split, limit=limit) if source else None
-    return first_rows(check_rows(given, f"the {kind} data"), limit)
+    return first_rows(check_rows(given, "the training data"), limit)
 
 
 def _part_without_negative_rewards(objective: Objective) -> str | None:

@@ -433,11 +433,16 @@ def test_a_failed_completion_is_unscored_in_an_evaluation(demo_tokenizer, tmp_pa
     lost = {(0, 0): ERROR, (1, 0): ERROR, (1, 1): ERROR}
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:3], num_generations_eval=2, top_k=5)
     trainer.engine = PlainEngine(trainer.policy, demo_tokenizer, broken=lambda *key: lost.get(key))
-    evaluation = trainer.evaluation()
-    texts = [[c.text for c in group.completions if c.finish_reason is not ERROR] for group in evaluation.groups]
+    evaluation = trainer.evaluations()[""]
+    texts = [[], [], []]
+    for one in evaluation.table.to_pylist():
+        if one["finish_reason"] != ERROR:
+            texts[one["row"]].append(one["completion"])
     means = [np.mean(digits_reward(own)) for own in texts if own]
     assert len(means) == 2
     assert evaluation.reward.mean == pytest.approx(np.mean(means))
+    assert (evaluation.counts["unscored"], evaluation.counts["errors"]) == (3, 3)
+    assert np.isnan(evaluation.values["length"]).tolist() == [not own for own in texts]
 
 
 # What the start says ----------------------------------------------------------------------------------------------------

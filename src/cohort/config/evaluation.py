@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from cohort.config.section import Count, PositiveInt, PositiveInts, Section
+
+MEASURES = ("reward", "rewards", "length", "cut_share", "unscored", "errors")
+"""What an evaluation logs under eval/: no name of a data set."""
+
+
+def check_set_name(name: Any) -> None:
+    """Refuse a name of an evaluation set that does not do as a part of metrics and of file names.
+
+    Raises:
+        ValueError: it holds something else than letters, digits, '-' and '_', or is that of a metric.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in MEASURES:
+        raise ValueError(
+            f"an evaluation set's name becomes part of metrics and of file names: expected letters, digits, '-' and "
+            f"'_', and none of {', '.join(MEASURES)}; got {name!r}"
+        )
+
+
+def _read_sets(value: Any) -> Any:
+    """One source of rows, or several under names."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not isinstance(value, Mapping):
+        if not isinstance(value, str):
+            raise ValueError(f"expected a file, a data set's name, or a table of them under names, got {value!r:.80}")
+        return value
+    for name, source in value.items():
+        check_set_name(name)
+        if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+            raise ValueError(f"{name}: expected a file or a data set's name, got {source!r:.80}")
+    if not value:
+        raise ValueError("expected a table of files under names, and it is empty: leave it out for no evaluation")
+    return {name: os.fspath(source) for name, source in value.items()}
+
+
+EvalSets = Annotated[str | dict[str, str], BeforeValidator(_read_sets)]
+"""Where evaluation rows come from: one source, or several under names."""
 
 
 class EvalConfig(Section):
@@ -54,11 +94,11 @@ class EvalConfig(Section):
         for name in ("pass_at_k", "maj_at_k"):
             if (k := max(getattr(self, name), default=0)) > self.num_generations_eval:
                 raise ValueError(
-                    f"eval.{name} asks for {k} completions per prompt, and eval.num_generations_eval is "
+                    f"{name} asks for {k} completions per prompt, and num_generations_eval is "
                     f"{self.num_generations_eval}: raise it, or lower k"
                 )
         if self.early_stopping_patience and self.metric_for_best_model is None:
-            raise ValueError("eval.early_stopping_patience needs a metric: set eval.metric_for_best_model")
+            raise ValueError("early_stopping_patience needs a metric: set eval.metric_for_best_model")
         return self
 
     def what_is_measured(self) -> dict[str, Any]:

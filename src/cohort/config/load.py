@@ -245,10 +245,11 @@ def _parse(text: str, annotation: Any) -> Any:
             return float(text)  # as people write them, which TOML does not take: .04, 1.
     is_list = "tuple" in str(annotation)
     if is_list and not text.startswith("["):
-        if "str" in str(annotation):
+        if "tuple[float" not in str(annotation) and "[int," not in str(annotation):
             return text.split(",") if text else []  # as it stands: a stop string may be a line break
-        with suppress(ValueError):
-            return [float(number) for number in text.split(",")]
+        if "tuple[float" in str(annotation):
+            with suppress(ValueError):
+                return [float(number) for number in text.split(",")]
         text = f"[{text}]"
     elif "dict[" in str(annotation) and text.lstrip().startswith("{"):  # a table, where a string would do too
         pass

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cohort.config.evaluation import EvalConfig
+from cohort.config.evaluation import EvalConfig, EvalSets
 from cohort.config.objective import ObjectiveConfig
-from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, SetName, Strings
+from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
 from cohort.presets import Objective
 from cohort.presets.parts import BatchStd, GroupMean, TopK
 
@@ -85,7 +85,7 @@ class DataConfig(Section):
 
     train: PathName = ""
     """A .jsonl or .parquet file, or the name of a data set for `datasets.load_dataset`."""
-    eval: PathName | Annotated[dict[SetName, PathName], Field(min_length=1)] = ""
+    eval: EvalSets = ""
     """The same for evaluation, or several under names, as in { gsm8k = "test.jsonl", aime = "aime.jsonl" }, whose
     metrics are then eval/gsm8k/... and eval/aime/...; empty: no evaluation."""
     train_split: str = "train"

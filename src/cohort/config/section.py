@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -15,23 +14,6 @@ PathName = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isin
 """A string; in Python a path object will do too."""
 PositiveInts = Annotated[tuple[PositiveInt, ...], Strict(False)]
 Numbers = Annotated[tuple[float, ...], Strict(False)]
-
-
-MEASURES = ("reward", "rewards", "length", "cut_share", "unscored", "errors")
-"""What an evaluation logs under eval/: no name of a data set."""
-
-
-def _check_set_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in MEASURES:
-        raise ValueError(
-            f"expected a name of letters, digits, '-' and '_' that is none of {', '.join(MEASURES)}, as it becomes part "
-            f"of metrics and of file names; got {name!r}"
-        )
-    return name
-
-
-SetName = Annotated[str, AfterValidator(_check_set_name)]
-"""What one of several evaluation sets is called."""
 
 
 class Section(BaseModel):

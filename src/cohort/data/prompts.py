@@ -58,17 +58,26 @@ class PromptSet:
         """Tokens of the longest prompt."""
         return max(map(len, self._token_ids))
 
-    def check_context(self, context: int, max_completion_length: int) -> None:
+    def check_context(
+        self, context: int | None, max_completion_length: int, setting: str = "rollout.max_completion_length"
+    ) -> None:
         """Every prompt must leave room in the model's context for a whole completion.
+
+        Args:
+            context: the model's; None: it is not known, and nothing is checked.
+            max_completion_length: of a completion.
+            setting: which setting says so.
 
         Raises:
             DataError: the longest prompt does not; its row is named.
         """
+        if context is None:
+            return
         row = max(range(len(self)), key=lambda index: len(self._token_ids[index]))
         length = len(self._token_ids[row])
         if length + max_completion_length > context:
             raise DataError(
-                f"{self.name}, row {row}: the prompt has {length} tokens and rollout.max_completion_length is "
+                f"{self.name}, row {row}: the prompt has {length} tokens and {setting} is "
                 f"{max_completion_length}, together more than the model's context of {context}"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
         "work written out, but was taught by forgetful examples and leaves out more\n"
         "than half of the carries.\n"
     )
-    before = trainer.evaluation(held_out)
+    before = trainer.evaluations(held_out)[""]
     trainer.train()
-    after = trainer.evaluation(held_out)
+    after = trainer.evaluations(held_out)[""]
     summary = {
         **trainer.summary,
         "accuracy_before": before.reward.mean,
@@ -83,23 +84,29 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
         "seed": seed,
     }
     folder.write_summary(summary)
-    show_results(before, after, summary, folder.path)
+    show_results(held_out, before, after, summary, folder.path)
     return summary
 
 
-def show_results(before: Evaluation, after: Evaluation, summary: dict[str, Any], folder: Path) -> None:
+def show_results(
+    held_out: Sequence[dict[str, str]],
+    before: Evaluation,
+    after: Evaluation,
+    summary: dict[str, Any],
+    folder: Path,
+) -> None:
     """Accuracy before and after, some completions side by side, and what to type next."""
     console = Console(width=None if Console().is_terminal else 100)
     table = Table(title=f"{EXAMPLES} held-out problems, the same random numbers before and after", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)
     # Problems that the training changed say most; where there are too few, the first ones.
-    pairs = list(zip(before.groups, after.groups, strict=True))
-    pairs.sort(key=lambda pair: pair[0].completions[0].text == pair[1].completions[0].text)
-    for old, new in pairs[:EXAMPLES]:
-        row = old.prompt.columns
+    texts = (evaluation.table.column("completion").to_pylist() for evaluation in (before, after))
+    examples = list(zip(held_out, *texts, strict=True))
+    examples.sort(key=lambda example: example[1] == example[2])
+    for row, old, new in examples[:EXAMPLES]:
         question = f"{row['question']}\n= {row['answer']}"
-        table.add_row(question, *(_marked(group.completions[0].text, row["answer"]) for group in (old, new)))
+        table.add_row(question, *(_marked(text, row["answer"]) for text in (old, new)))
     console.print(table)
     console.print(f"accuracy on {EVAL_PROBLEMS} held-out problems (one sample each, 95% interval):")
     console.print(f"  before  {_percent(before.reward)}")

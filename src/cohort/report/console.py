@@ -121,7 +121,7 @@ class StepDisplay:
         if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
             self._warned = True
             self._say(f"step {step}: {why_no_gradient(metrics)}")
-        if "eval/reward/mean" in metrics:
+        if any(key.startswith("eval/") for key in metrics):
             self._say(evaluation_line(metrics, f"after step {step}"))
 
     def _say(self, text: str) -> None:
@@ -132,14 +132,40 @@ class StepDisplay:
 
 
 def evaluation_line(metrics: dict[str, Any], when: str) -> str:
-    """An evaluation's reward and each function's mean, with their 95% intervals."""
-    parts = []
+    """An evaluation's rewards, pass@k and maj@k with their intervals, set by set. The rest is in the file."""
+    sets: dict[str, list[str]] = {}
     for key, mean in metrics.items():
-        if key.startswith("eval/") and key.endswith("/mean"):
-            name = key.removeprefix("eval/").removesuffix("/mean").removeprefix("rewards/")
+        if not key.startswith("eval/") or not key.endswith("/mean"):
+            continue
+        name, metric = split_metric(key)
+        if metric not in ("length", "cut_share"):
             low, high = (metrics[key.removesuffix("mean") + end] for end in ("low", "high"))
-            parts.append(f"{name} {_number(mean)} ({_number(low)} to {_number(high)})")
-    return f"evaluation {when}: " + ", ".join(parts)
+            said = f"{metric.removeprefix('rewards/')} {_number(mean)} ({_number(low)} to {_number(high)})"
+            sets.setdefault(name, []).append(said)
+    found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
+    return f"evaluation {when}: " + "; ".join(found)
+
+
+def best_lines(summary: dict[str, Any]) -> list[str]:
+    """Which model was kept as the best, and that the run ended early; nothing where neither happened."""
+    lines = []
+    if best := summary.get("best"):
+        value = f"{best['metric']} {_number(best['value'])}"
+        lines.append(f"best: {value} after step {best['step']}, kept in {summary['output_dir']}/best")
+    if summary.get("stopped_early"):
+        lines.append(f"stopped early, after step {summary['steps']}: no evaluation was better for long enough")
+    return lines
+
+
+def split_metric(key: str) -> tuple[str, str]:
+    """The set and the metric of a key of an evaluation's mean.
+
+    >>> split_metric("eval/reward/mean"), split_metric("eval/gsm8k/rewards/math/mean")
+    (('', 'reward'), ('gsm8k', 'rewards/math'))
+    """
+    path = key.removeprefix("eval/").removesuffix("/mean")
+    head, _, rest = path.partition("/")
+    return ("", path) if not rest or head == "rewards" else (head, rest)
 
 
 CAUSES = {

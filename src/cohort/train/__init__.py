@@ -7,18 +7,23 @@ from cohort.train.batch import (
     select,
     split_minibatches,
 )
-from cohort.train.evaluate import Estimate, Evaluation, Evaluator, confidence_interval
+from cohort.train.best import Best
+from cohort.train.evaluate import Evaluation, Evaluator, check_settings, tried_prompts
 from cohort.train.folder import RunFolder, save_model
 from cohort.train.guard import Guard, check_finite
-from cohort.train.loop import Parts, run
+from cohort.train.loop import Parts, evaluate, run
 from cohort.train.memory import TokenBudget, find_budget
 from cohort.train.optim import Optimizer
 from cohort.train.packing import Pack, packs, policy_logps, policy_statistics
 from cohort.train.rollout import Rollout
+from cohort.train.setup import load_policy, local_engine
+from cohort.train.statistics import Comparison, Estimate, compare
 from cohort.train.update import UpdateResult, update
 
 __all__ = [
     "Adaptive",
+    "Best",
+    "Comparison",
     "Estimate",
     "Evaluation",
     "Evaluator",
@@ -33,8 +38,12 @@ __all__ = [
     "assemble",
     "assign_advantages",
     "check_finite",
-    "confidence_interval",
+    "check_settings",
+    "compare",
+    "evaluate",
     "find_budget",
+    "load_policy",
+    "local_engine",
     "packs",
     "policy_logps",
     "policy_statistics",
@@ -42,5 +51,6 @@ __all__ = [
     "save_model",
     "select",
     "split_minibatches",
+    "tried_prompts",
     "update",
 ]

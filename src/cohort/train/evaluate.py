@@ -1,98 +1,261 @@
-"""Evaluation: fresh samples on held-out prompts, with a confidence interval."""
+"""Evaluation: fresh samples of held-out prompts, with a sampling of its own and intervals over prompts."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
+from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import PromptSet
-from cohort.rewards import RewardRunner
-from cohort.rollout import Draws, Engine, Purpose, Sampling
-from cohort.types import Group
+from cohort.errors import ConfigError
+from cohort.rewards import RewardRunner, TrainerState
+from cohort.rollout import Draws, Engine, Purpose, Sampling, Watch
+from cohort.train.random_state import seeded
+from cohort.train.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
+from cohort.train.table import completion_columns, score_columns
+from cohort.types import Completion, FinishReason, Prompt, Scores
 
-Z_95 = 1.959964
-"""Two-sided 95% point of the normal distribution."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over prompts with its 95% confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+WINDOW = 4
+"""So many full batches of the engine are sampled, scored and put away at a time: what is held does not grow with the
+set. Completions of a prompt are never parted."""
+ANSWER = "answer"
+"""The column that reward functions log a completion's answer in, for majority votes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation found."""
+    """What an evaluation of one set found."""
 
-    reward: Estimate
-    by_function: dict[str, Estimate]
-    groups: list[Group]
-    """Every completion it drew."""
+    values: Mapping[str, Floats]
+    """Of each metric one number per prompt, NaN where there is none."""
+    estimates: Mapping[str, Estimate]
+    """Their means over prompts."""
+    counts: Mapping[str, float]
+    """Numbers without an interval: completions that are unscored, or could not be drawn; what functions logged."""
+    table: Any
+    """Every completion with its scores, a ``pyarrow.Table`` with the columns of ``rollouts/``."""
 
-    def metrics(self) -> dict[str, Any]:
-        """Flat, for ``metrics.jsonl``."""
-        metrics = {}
-        for kind in ("mean", "low", "high"):
-            metrics[f"eval/reward/{kind}"] = getattr(self.reward, kind)
-            for name, estimate in self.by_function.items():
-                metrics[f"eval/rewards/{name}/{kind}"] = getattr(estimate, kind)
-        return metrics
+    @property
+    def reward(self) -> Estimate:
+        """The mean reward."""
+        return self.estimates["reward"]
+
+    def metrics(self, name: str = "") -> dict[str, float]:
+        """Flat, for ``metrics.jsonl``.
+
+        Args:
+            name: the set's, where there are several.
+        """
+        flat = {
+            f"{prefix(name)}{metric}/{kind}": getattr(estimate, kind)
+            for metric, estimate in self.estimates.items()
+            for kind in ("mean", "low", "high")
+        }
+        return flat | {f"{prefix(name)}{key}": value for key, value in self.counts.items()}
+
+
+def prefix(name: str) -> str:
+    """What the metrics of a set begin with.
+
+    >>> prefix(""), prefix("gsm8k")
+    ('eval/', 'eval/gsm8k/')
+    """
+    return f"eval/{name}/" if name else "eval/"
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates a policy on fixed prompts with fixed random numbers: two policies are compared on the same draws."""
+    """Evaluates a policy on fixed prompts with fixed random numbers: two policies are compared on the same draws.
 
-    prompts: PromptSet
+    Nothing of an evaluation reaches the training: its draws are functions of its own keys, and the global random
+    generators, which a reward function may use, begin from the seed and are put back afterwards.
+    """
+
+    sets: Mapping[str, PromptSet]
+    """By name; a set without one is called ""."""
     rewards: RewardRunner
     sampling: Sampling
-    num_generations: int
+    settings: EvalConfig
     seed: int
+    batch_size: int
+    """Completions that the engine decodes at a time."""
 
-    def evaluate(self, engine: Engine) -> Evaluation:
-        """Sample and score every prompt. A prompt's unscored completions are left out of its mean."""
-        draws = Draws(self.seed, 0, Purpose.EVAL)
-        groups = engine.generate(self.prompts.all(), self.num_generations, self.sampling, draws)
-        scores = self.rewards.score(groups)
+    @classmethod
+    def of(
+        cls, config: GRPOConfig, sets: Mapping[str, PromptSet], rewards: RewardRunner, context: int | None
+    ) -> Evaluator:
+        """As the settings say, with the reward functions tried on two rows of each set.
 
-        def estimate(rewards_S: Tensor) -> Estimate:
-            return confidence_interval(rewards_S.view(len(groups), self.num_generations).nanmean(dim=1))
+        Args:
+            config: the settings.
+            sets: the prompts.
+            rewards: the functions.
+            context: the most tokens that the model takes; None: not known.
 
-        by_function = {name: estimate(scores.by_function_SK[:, k]) for k, name in enumerate(scores.names)}
-        return Evaluation(estimate(scores.rewards_S), by_function, groups)
+        Raises:
+            DataError: a prompt and its completion do not fit the model's context.
+            RewardError: a function failed on a made completion.
+        """
+        sampling = eval_sampling(config)
+        own = config.eval.max_completion_length_eval is not None
+        setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
+        for prompts in sets.values():
+            prompts.check_context(context, sampling.max_completion_length, setting)
+            rewards.dry_run(tried_prompts(prompts))
+        return cls(sets, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
+
+    def evaluate(
+        self,
+        engine: Engine,
+        state: TrainerState | None = None,
+        on_completion: Callable[[], None] | None = None,
+    ) -> dict[str, Evaluation]:
+        """Sample and score every prompt of every set. A prompt's unscored completions are left out of its numbers.
+
+        Args:
+            engine: who samples.
+            state: how far the run is, for reward functions that ask.
+            on_completion: called when a completion has ended.
+
+        Raises:
+            RewardError: a reward function failed.
+        """
+        state = replace(state or TrainerState(), evaluating=True)
+        with seeded(self.seed):
+            return {n: self._evaluate(engine, prompts, state, on_completion) for n, prompts in self.sets.items()}
+
+    def _evaluate(
+        self, engine: Engine, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
+    ) -> Evaluation:
+        import pyarrow
+
+        count, draws = self.settings.num_generations_eval, Draws(self.seed, 0, Purpose.EVAL)
+        size = max(1, WINDOW * self.batch_size // count)
+        tables, scored, completions = [], [], []
+        for first in range(0, len(prompts), size):
+            some = [prompts.prompt(index, uid=index) for index in range(first, min(first + size, len(prompts)))]
+            scoring = self.rewards.begin(some, count, state)
+
+            def ended(index: int, sample: int, completion: Completion, take: Any = scoring.take) -> None:
+                take(index, sample, completion)
+                if on_completion:
+                    on_completion()
+
+            groups = engine.generate(some, count, self.sampling, draws, Watch(on_completion=ended))
+            scored.append(scoring.finish(groups))
+            tables.append(pyarrow.table(completion_columns(groups)))
+            completions += [(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions]
+        table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
+        for name, column in score_columns(scores).items():
+            table = table.append_column(name, pyarrow.array(column))
+        values = per_prompt(scores, completions, self.settings, self.seed)
+        found = estimates(
+            values, confidence=self.settings.confidence, resamples=self.settings.bootstrap_samples, seed=self.seed
+        )
+        counts = {
+            "unscored": int(scores.rewards_S.isnan().sum()),
+            "errors": sum(reason is FinishReason.ERROR for _, reason in completions),
+            **{f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()},
+        }
+        return Evaluation(values, found, counts, table)
 
 
-def confidence_interval(means_P: Tensor) -> Estimate:
-    """Mean over prompts with a 95% interval. Prompts are the independent units; completions of one prompt are not.
+def per_prompt(
+    scores: Scores, completions: Sequence[tuple[int, FinishReason]], settings: EvalConfig, seed: int
+) -> dict[str, Floats]:
+    """The metrics, one number per prompt each.
 
-    When every value is 0 or 1, Wilson's score interval: it stays inside [0, 1] and is right near its ends. Otherwise
-    the normal interval ``mean +- 1.96 std / sqrt(P)``. NaN entries (nothing could be scored) are left out; with nothing
-    left all three numbers are NaN, and with a single non-binary value the interval is unbounded.
-
-    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
-
-    >>> import torch
-    >>> print(confidence_interval(torch.tensor([1.0] * 45 + [0.0] * 55)))
-    0.450 [0.356, 0.548]
+    Args:
+        scores: of all completions; every prompt has ``num_generations_eval`` of them, those that failed too.
+        completions: tokens and finish reason of each.
+        settings: which metrics.
+        seed: of drawn subsets for majority votes.
     """
-    means_P = means_P[~means_P.isnan()].double()
-    count = means_P.numel()
-    if count == 0:
-        return Estimate(math.nan, math.nan, math.nan)
-    mean = float(means_P.mean())
-    if bool(((means_P == 0) | (means_P == 1)).all()):
-        centre = (mean + Z_95**2 / (2 * count)) / (1 + Z_95**2 / count)
-        spread = mean * (1 - mean) / count + Z_95**2 / (4 * count**2)
-        half = Z_95 * math.sqrt(spread) / (1 + Z_95**2 / count)
-        return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
-    half = Z_95 * float(means_P.std()) / math.sqrt(count) if count > 1 else math.inf
-    return Estimate(mean, mean - half, mean + half)
+    count = settings.num_generations_eval
+
+    def of_prompts(column: Any) -> Any:
+        return np.asarray(column, dtype=np.float64).reshape(-1, count)
+
+    by_function = {name: of_prompts(scores.by_function_SK[:, k]) for k, name in enumerate(scores.names)}
+    lengths = [length if reason.usable else np.nan for length, reason in completions]
+    cut = [float(reason is FinishReason.LENGTH) if reason.usable else np.nan for _, reason in completions]
+    values = {"reward": _mean(of_prompts(scores.rewards_S))}
+    values |= {f"rewards/{name}": _mean(rewards_PG) for name, rewards_PG in by_function.items()}
+    values |= {"length": _mean(of_prompts(lengths)), "cut_share": _mean(of_prompts(cut))}
+
+    judge = settings.pass_function or scores.names[0]
+    correct_PG = correct(by_function[judge], settings.pass_threshold)
+    values |= {f"pass@{k}": pass_at_k(correct_PG, k) for k in settings.pass_at_k}
+    answers = scores.extras.get(f"{ANSWER}/{judge}", scores.extras.get(ANSWER))
+    if answers is not None:
+        answers_PG = [answers[first : first + count] for first in range(0, len(answers), count)]
+        values |= {f"maj@{k}": majority_at_k(correct_PG, answers_PG, k, seed=seed) for k in settings.maj_at_k}
+    return values
+
+
+def correct(rewards_PG: Floats, threshold: float) -> Floats:
+    """1 for rewards of at least ``threshold``, 0 for others, NaN for none."""
+    return np.where(np.isnan(rewards_PG), np.nan, (rewards_PG >= threshold).astype(np.float64))
+
+
+def _mean(values_PG: Floats) -> Floats:
+    """Over a prompt's completions, without NaN; NaN where there is nothing else."""
+    counts_P = (~np.isnan(values_PG)).sum(axis=1)
+    return np.where(counts_P > 0, np.nansum(values_PG, axis=1) / np.maximum(counts_P, 1), np.nan)
+
+
+def eval_sampling(config: GRPOConfig) -> Sampling:
+    """What evaluations draw with: as training does, but for what ``[eval]`` sets."""
+    settings = config.eval
+    own = {
+        "temperature": settings.temperature_eval,
+        "top_p": settings.top_p_eval,
+        "top_k": settings.top_k_eval,
+        "min_p": settings.min_p_eval,
+        "max_completion_length": settings.max_completion_length_eval,
+    }
+    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    return replace(Sampling.of(config.rollout), record_support=False, **given)
+
+
+def check_settings(settings: EvalConfig, sets: Sequence[str], functions: Sequence[str]) -> None:
+    """Look for what ``[eval]`` names and there is not.
+
+    Args:
+        settings: ``[eval]``.
+        sets: names of the evaluation sets; empty: there is no evaluation.
+        functions: names of the reward functions.
+
+    Raises:
+        ConfigError: no such function, or no evaluation logs that metric.
+    """
+    if settings.pass_function is not None and settings.pass_function not in functions:
+        raise ConfigError(
+            f"eval.pass_function is {settings.pass_function!r}, and the reward functions are {', '.join(functions)}"
+        )
+    metric = settings.metric_for_best_model
+    if metric is None:
+        return
+    if not sets:
+        raise ConfigError(f"eval.metric_for_best_model is {metric!r}, and there is no evaluation: set data.eval")
+    names = ["reward", *(f"rewards/{name}" for name in functions), "length", "cut_share"]
+    names += [f"pass@{k}" for k in settings.pass_at_k] + [f"maj@{k}" for k in settings.maj_at_k]
+    known = [f"{prefix(name)}{metric}/{kind}" for name in sets for metric in names for kind in ("mean", "low", "high")]
+    known += [f"{prefix(name)}{count}" for name in sets for count in ("unscored", "errors")]
+    custom = any(metric.startswith(f"{prefix(name)}custom/") for name in sets)  # what functions log is not known yet
+    if metric not in known and not custom:
+        listed = "\n  ".join(name for name in known if not name.endswith(("/low", "/high")))
+        raise ConfigError(
+            f"eval.metric_for_best_model is {metric!r}, which no evaluation will log; there will be\n  {listed}\n"
+            "and, of those that end in /mean, the ends of their intervals, /low and /high"
+        )
+
+
+def tried_prompts(prompts: PromptSet) -> list[Prompt]:
+    """Those that reward functions are tried on before anything is sampled."""
+    return [prompts.prompt(index, uid=index) for index in range(min(2, len(prompts)))]

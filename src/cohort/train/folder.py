@@ -4,6 +4,8 @@ config.toml              the settings as resolved
 objective.txt            the objective's formula with its numbers, and its coefficients as a table
 metrics.jsonl            one line per step
 rollouts/step-N.parquet  every completion of step N
+evaluations/step-N.parquet  of the evaluation after step N (0: before the first); step-N-NAME.parquet of a named set
+best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 checkpoints/step-N/      weights, config and tokenizer that transformers loads as they are
     state/               what the loop needs to go on: optimizer, schedule, reference, random state, position
 summary.json             written when the run ends
@@ -14,29 +16,31 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from cohort.config import GRPOConfig, load_config, to_toml
+from cohort.config import EvalConfig, GRPOConfig, load_config, to_toml
 from cohort.data import Place
 from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.policy import Policy, has_adapters, load_adapter_weights, merged, without_progress_bars
 from cohort.train.adapt import Adaptive
+from cohort.train.best import Best
+from cohort.train.evaluate import Evaluation
 from cohort.train.optim import Optimizer
+from cohort.train.random_state import random_state, set_random_state
 from cohort.train.rollout import Rollout
+from cohort.train.table import completion_columns, score_columns, write_table
 from cohort.types import TokenBatch
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
-        *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
+        *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps"),
+        *(f"eval.{name}" for name in EvalConfig.model_fields),
         *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens"),
         *("model.native_kernels", "optim.microbatch_tokens"),
         *("reward.workers", "reward.timeout", "reward.retries", "reward.on_error", "reward.max_concurrent"),
@@ -50,7 +54,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         ),
     }
 )
-"""Settings that change where, how long or how fast a run goes, not what a step computes."""
+"""Settings that change where, how long or how fast a run goes, or how it is judged, not what a step computes."""
 
 ENDING_SCHEDULES = ("linear", "cosine")
 """Learning-rate schedules that depend on the number of updates of the whole run."""
@@ -65,6 +69,7 @@ class RunState:
     reference: Policy | None
     optimizer: Optimizer
     adaptive: Adaptive
+    best: Best
     place: Place
     tokenizer: Any
     identity: dict[str, str]
@@ -190,42 +195,19 @@ class RunFolder:
     def write_rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
         """Every completion of a step, a row each, as Parquet; those that no update used have no advantage."""
         import pyarrow
-        import pyarrow.parquet
 
-        pairs = [(group.prompt, completion) for group in rollout.sampled for completion in group.completions]
-        full_logps = [completion.full_logps for _, completion in pairs]
-        advantages = split_by_sequence(batch)
+        count, advantages = len(rollout.completions), split_by_sequence(batch)
         used = dict(zip(rollout.used_S, advantages, strict=True))
-        kept = [used.get(place) for place in range(len(pairs))]
-        varies = any(len(set(numbers)) > 1 for numbers in advantages)
-        scores = rollout.sampled_scores
-        rows: dict[str, Any] = {
-            "group": [prompt.uid for prompt, _ in pairs],
-            "row": [prompt.row_index for prompt, _ in pairs],
-            "prompt": [prompt.text for prompt, _ in pairs],
-            "completion": [completion.text for _, completion in pairs],
-            "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
-            "reward": _reward_column(scores.rewards_S),
-            "advantage": pyarrow.array([None if n is None else _mean(n) for n in kept], pyarrow.float64()),
-            "weights_version": [completion.weights_version for _, completion in pairs],
-            "token_ids": [list(completion.token_ids) for _, completion in pairs],
-            "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
-            "num_forced": [completion.num_forced for _, completion in pairs],
-        }
-        if any(logps is not None for logps in full_logps):
-            rows["full_logps"] = pyarrow.array(full_logps, pyarrow.list_(pyarrow.float64()))
-        if varies:
-            rows["token_advantages"] = pyarrow.array(kept, pyarrow.list_(pyarrow.float64()))
-        for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-            rows[f"rewards/{name}"] = _reward_column(column_S)
-        if scores.errors:
-            rows["reward_error"] = pyarrow.array([scores.errors.get(s) for s in range(len(pairs))], pyarrow.string())
-        for name, values in scores.extras.items():
-            rows[f"extra/{name}"] = _extra_column(values)
-        target = self.path / "rollouts" / f"step-{step}.parquet"
-        target.parent.mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.table(rows), target.with_suffix(".part"))
-        target.with_suffix(".part").replace(target)
+        kept = [used.get(place) for place in range(count)]
+        columns = completion_columns(rollout.sampled) | score_columns(rollout.sampled_scores)
+        columns["advantage"] = pyarrow.array([None if n is None else _mean(n) for n in kept], pyarrow.float64())
+        if any(len(set(numbers)) > 1 for numbers in advantages):
+            columns["token_advantages"] = pyarrow.array(kept, pyarrow.list_(pyarrow.float64()))
+        write_table(columns, self.path / "rollouts" / f"step-{step}.parquet")
+
+    def write_evaluation(self, step: int, name: str, evaluation: Evaluation) -> None:
+        """Every completion of an evaluation, a row each, as Parquet."""
+        write_table(evaluation.table, self.path / "evaluations" / f"step-{step}{name and '-' + name}.parquet")
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a whole checkpoint, in order."""
@@ -254,6 +236,7 @@ class RunFolder:
             "version": state.policy.version,
             "place": state.place.taken,
             "adaptive": state.adaptive.state_dict(),
+            "best": state.best.state_dict(),
             "identity": state.identity,
             "random": random_state(),
         }
@@ -262,6 +245,16 @@ class RunFolder:
         part.rename(target)
         for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
             shutil.rmtree(self.checkpoint(old))
+
+    def save_best(self, state: RunState) -> None:
+        """Keep the model as the best so far, in place of the one before. One that has its name is whole."""
+        target, part = self.path / "best", self.path / "best.part"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        save_model(state.policy, state.tokenizer, part)
+        (part / "best.json").write_text(json.dumps(state.best.note()) + "\n", encoding="utf-8")
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
 
     def load_checkpoint(self, state: RunState) -> None:
         """Put the checkpoint of ``state.step`` into a run's parts.
@@ -289,6 +282,7 @@ class RunFolder:
         state.policy.version = loop["version"]
         state.place.taken = loop["place"]
         state.adaptive.load_state_dict(loop["adaptive"])
+        state.best.load_state_dict(loop["best"])
         set_random_state(loop["random"])
 
 
@@ -310,22 +304,6 @@ def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool 
     tokenizer.save_pretrained(path)
 
 
-def random_state() -> dict[str, Any]:
-    """The state of the global generators. Cohort's own draws have none: they are functions of their keys. A reward
-    function or a model's dropout may use these."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """The inverse of ``random_state``."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-
-
 def _said(value: Any) -> str:
     return "it unset" if value is None else repr(value)
 
@@ -339,23 +317,6 @@ def split_by_sequence(batch: TokenBatch) -> list[list[float]]:
 def _mean(numbers: list[float]) -> float:
     """Without rounding where all are the same."""
     return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
-
-
-def _reward_column(values: torch.Tensor) -> Any:
-    """Unscored is null; the type is a number's even where every entry is null."""
-    import pyarrow
-
-    return pyarrow.array([None if math.isnan(value) else value for value in values.tolist()], pyarrow.float64())
-
-
-def _extra_column(values: Sequence[Any]) -> Any:
-    """As it is where all values are of one type; else as text."""
-    import pyarrow
-
-    try:
-        return pyarrow.array(values)
-    except pyarrow.ArrowException:
-        return pyarrow.array([None if value is None else str(value) for value in values], pyarrow.string())
 
 
 def _json_value(value: Any) -> Any:

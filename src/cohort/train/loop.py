@@ -28,6 +28,7 @@ from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Draws, Engine, Sampling, Watch
 from cohort.train.adapt import Adaptive
 from cohort.train.batch import assemble, assign_advantages, split_minibatches
+from cohort.train.best import Best
 from cohort.train.check import check_sampler_gap
 from cohort.train.evaluate import Evaluator
 from cohort.train.folder import RunFolder, RunState
@@ -58,6 +59,8 @@ class Parts:
     """Tokens of one pass of the update."""
     adaptive: Adaptive
     """Weights of the objective that follow a target."""
+    best: Best
+    """The best evaluation so far."""
     place: Place
     """How much of the stream of prompts has been taken."""
     identity: dict[str, str]
@@ -71,6 +74,7 @@ class Parts:
             self.reference,
             self.optimizer,
             self.adaptive,
+            self.best,
             self.place,
             self.tokenizer,
             self.identity,
@@ -166,7 +170,9 @@ def run(
             | norms
         )
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
-        yield finish_step(parts, config, folder, rollout, batch, metrics, place, last=step + 1 == schedule.steps)
+        yield finish_step(parts, schedule, config, folder, rollout, batch, metrics, place)
+        if parts.best.exhausted:  # no evaluation has been better for long enough; the checkpoint is written
+            break
 
 
 def with_advantages_and_logps(
@@ -211,25 +217,42 @@ def trainer_state(schedule: Schedule, step: int, place: int) -> TrainerState:
 
 def finish_step(
     parts: Parts,
+    schedule: Schedule,
     config: GRPOConfig,
     folder: RunFolder,
     rollout: Rollout,
     batch: TokenBatch,
     metrics: dict[str, Any],
     place: int,
-    *,
-    last: bool,
 ) -> dict[str, Any]:
     """Evaluate if it is due, and write what there is to write. Returns the metrics, the evaluation's among them."""
     step = metrics["step"]
-    if parts.evaluator and (last or due(step, config.run.eval_steps)):
-        metrics |= parts.evaluator.evaluate(parts.engine).metrics()
+    last = step == schedule.steps
+    if last or due(step, config.eval.eval_steps):
+        metrics |= evaluate(parts, trainer_state(schedule, step, place), config, folder)
+        last |= parts.best.exhausted
     parts.place.taken = place  # the step is whole
     folder.append_metrics(metrics)
     if config.report.log_completions:
         folder.write_rollout(step, rollout, batch)
     if last or due(step, config.run.save_steps):
         folder.save_checkpoint(parts.state(step))
+    return metrics
+
+
+def evaluate(parts: Parts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
+    """Evaluate after ``state.global_step`` steps; write the completions, and the model if it is the best so far.
+    Returns the metrics: none without evaluation data. Nothing of it changes the training."""
+    if parts.evaluator is None:
+        return {}
+    evaluations, step = parts.evaluator.evaluate(parts.engine, state), state.global_step
+    metrics: dict[str, Any] = {}
+    for name, evaluation in evaluations.items():
+        metrics |= evaluation.metrics(name)
+        if config.report.log_completions:
+            folder.write_evaluation(step, name, evaluation)
+    if parts.best.takes(step, metrics):
+        folder.save_best(parts.state(step))
     return metrics
 
 

@@ -111,7 +111,7 @@ def majority_at_k(correct_PG: Floats, answers_PG: Sequence[Sequence[Any]], k: in
     for prompt, (correct_G, answers_G) in enumerate(zip(correct_PG, answers_PG, strict=True)):
         scored = np.flatnonzero(~np.isnan(correct_G))
         if len(scored) >= k:
-            given = [None if answers_G[index] is None else str(answers_G[index]) for index in scored]
+            given = [None if answers_G[index] is None else str(answers_G[index]) for index in scored.tolist()]
             values_P[prompt] = _majority(correct_G[scored], given, _subsets(len(scored), k, seed))
     return values_P
 

@@ -1,0 +1,40 @@
+"""The state of the global random generators. Cohort's own draws have none: they are functions of their keys. A reward
+function or a model's dropout may use these."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Generators that start from ``seed``; afterwards they go on where they stood, as if nothing had been drawn."""
+    before = random_state()
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)

@@ -1,0 +1,223 @@
+"""Statistics of evaluations: numbers worked by hand, brute force, and coverage by simulation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from cohort.train.statistics import (
+    MOST_SUBSETS,
+    compare,
+    estimates,
+    majority_at_k,
+    pass_at_k,
+    resampled_means,
+    sign_flip_p,
+    wilson,
+)
+
+NAN = math.nan
+
+
+def one(values, **settings):
+    return estimates({"x": np.array(values, dtype=float)}, **settings)["x"]
+
+
+# pass@k and maj@k --------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_by_hand():
+    # 3 of 10 correct: 1 - C(7, 5) / C(10, 5) = 1 - 21 / 252
+    row = np.array([[1.0] * 3 + [0.0] * 7])
+    assert pass_at_k(row, 5)[0] == pytest.approx(1 - 21 / 252, abs=1e-15)
+    assert pass_at_k(row, 1)[0] == pytest.approx(0.3, abs=1e-15)
+    assert pass_at_k(row, 8)[0] == 1.0  # eight of ten always hold one of the three
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
+    rng = np.random.default_rng(0)
+    rows = (rng.random((20, 6)) < 0.3).astype(float)
+    for k in range(1, 7):
+        expected = [np.mean([max(chosen) for chosen in itertools.combinations(row, k)]) for row in rows]
+        assert pass_at_k(rows, k) == pytest.approx(expected, abs=1e-14)
+
+
+def test_pass_at_k_of_thousands_neither_overflows_nor_leaves_the_unit_interval():
+    row = np.zeros((1, 5000))
+    row[0, :2] = 1
+    # 1 - C(4998, 1000) / C(5000, 1000) = 1 - (4000 * 3999) / (5000 * 4999)
+    assert pass_at_k(row, 1000)[0] == pytest.approx(1 - (4000 * 3999) / (5000 * 4999), rel=1e-12)
+    assert pass_at_k(np.zeros((1, 5000)), 1000)[0] == 0
+
+
+def test_unscored_completions_do_not_count_as_wrong():
+    rows = np.array([[1.0, NAN, 0.0], [NAN, NAN, 1.0], [NAN, NAN, NAN]])
+    assert pass_at_k(rows, 1).tolist() == pytest.approx([0.5, 1.0, NAN], nan_ok=True)
+    assert pass_at_k(rows, 2).tolist() == pytest.approx([1.0, NAN, NAN], nan_ok=True)
+
+
+def majority(correct, answers, k):
+    return majority_at_k(np.array([correct], dtype=float), [answers], k)[0]
+
+
+def test_majority_by_hand():
+    assert majority([1, 1, 0], ["7", "7", "8"], 3) == 1.0
+    assert majority([1, 0, 0], ["7", "8", "8"], 3) == 0.0
+    assert majority([1, 0], ["7", "8"], 2) == 0.5  # a tie: each counts half
+    assert majority([1, 0, 0], ["7", "8", "9"], 3) == pytest.approx(1 / 3)
+    assert majority([1, 0, 0], ["7", None, None], 3) == 1.0  # who has no answer does not vote
+    assert majority([0, 0], [None, None], 2) == 0.0
+    # subsets of two of 7, 7, 8: {7, 7} is right, twice {7, 8} is half right
+    assert majority([1, 1, 0], ["7", "7", "8"], 2) == pytest.approx(2 / 3)
+    assert majority([1, 1, 0], [7, 7.0, 8], 1) == pytest.approx(2 / 3)
+    assert math.isnan(majority([1, NAN], ["7", "8"], 2))
+    assert majority([1, NAN, 1], ["7", "8", "7"], 2) == 1.0
+
+
+def test_one_voter_is_pass_at_1():
+    rng = np.random.default_rng(1)
+    rows = (rng.random((10, 5)) < 0.4).astype(float)
+    answers = [["right" if c else f"wrong {n % 2}" for n, c in enumerate(row)] for row in rows]
+    assert majority_at_k(rows, answers, 1) == pytest.approx(pass_at_k(rows, 1), abs=1e-12)
+
+
+def test_many_subsets_are_drawn_and_the_same_ones_again():
+    rng = np.random.default_rng(2)
+    answers = [rng.choice(["a", "b", "c"], size=20, p=[0.5, 0.3, 0.2]).tolist()]
+    rows = np.array([[float(answer == "a") for answer in answers[0]]])
+    assert math.comb(20, 5) > MOST_SUBSETS
+    drawn = majority_at_k(rows, answers, 5)[0]
+    assert drawn == majority_at_k(rows, answers, 5)[0]
+    names, counts = np.unique(answers[0], return_counts=True)
+    share = 0.0
+    for votes in itertools.product(range(6), repeat=len(names)):  # exactly: how many of each answer five voters give
+        if sum(votes) == 5:
+            chance = math.prod(math.comb(int(n), v) for n, v in zip(counts, votes, strict=True)) / math.comb(20, 5)
+            first = [name for name, v in zip(names, votes, strict=True) if v == max(votes)]
+            share += chance * ("a" in first) / len(first)
+    # the mean of 2,000 numbers in [0, 1] has a standard error of at most 0.5 / sqrt(2000) = 0.011; four of them
+    assert drawn == pytest.approx(share, abs=0.045)
+
+
+# Intervals ---------------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_by_hand():
+    # 8 of 10: centre (0.8 + 3.8415/20) / (1 + 3.8415/10) = 0.7167; half-width 0.2265
+    estimate = one([1.0] * 8 + [0.0] * 2)
+    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
+    narrower = wilson(0.8, 10, 0.5)
+    assert estimate.low < narrower.low < 0.8 < narrower.high < estimate.high
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_where_all_are_equal_the_interval_is_not_empty(value):
+    estimate = one([value] * 50)
+    assert estimate.mean == value
+    assert 0 <= estimate.low < estimate.high <= 1
+    assert value in (estimate.low, estimate.high)
+    assert estimate.high - estimate.low == pytest.approx(3.8415 / (50 + 3.8415), rel=1e-3)
+
+
+def test_the_bootstrap_of_three_prompts_by_enumeration():
+    """All 27 equally likely draws of three prompts give the exact distribution; the ends of its middle 95% lie at its
+    ends, 1 (chance 1/27 above 2.5%) and 4."""
+    estimate = one([1.0, 2.0, 4.0], resamples=4000)
+    assert (estimate.low, estimate.high) == (1.0, 4.0)
+    # of the 27 sums 30% are up to 6, whose share goes from 7/27 to 11/27; 70% up to 8, from 17/27 to 20/27. The
+    # standard error of a share of 4,000 is 0.7%, and both are 4% inside.
+    middle = one([1.0, 2.0, 4.0], resamples=4000, confidence=0.4)
+    sums = sorted(sum(draw) for draw in itertools.product([1.0, 2.0, 4.0], repeat=3))
+    assert (sums[8], sums[18]) == (6.0, 8.0)
+    assert (middle.low, middle.high) == pytest.approx((6 / 3, 8 / 3))
+
+
+def test_intervals_of_little():
+    assert math.isnan(one([NAN]).mean)
+    assert math.isnan(one([NAN]).low)
+    assert (one([0.5]).low, one([0.5]).high) == (-math.inf, math.inf)
+    assert one([1.0, NAN]).mean == 1.0
+
+
+def test_prompts_without_a_value_are_left_out_and_change_nothing_else():
+    values = np.array([0.1, 0.7, 0.4, 0.9, 0.2])
+    holed = np.array([0.5, NAN, 0.5, NAN, 0.25])
+    together = estimates({"a": values, "b": holed})
+    alone = estimates({"a": values})["a"]
+    # the product of another shape rounds differently
+    assert (together["a"].low, together["a"].high) == pytest.approx((alone.low, alone.high), abs=1e-12)
+    assert together["a"].mean == alone.mean
+    assert together["b"].mean == pytest.approx(1.25 / 3)
+    assert 0.25 <= together["b"].low < together["b"].high <= 0.5
+
+
+def test_resamples_do_not_depend_on_how_many_are_held(monkeypatch):
+    values = np.random.default_rng(3).random((30, 2))
+    whole = resampled_means(values, 200, seed=4)
+    monkeypatch.setattr("cohort.train.statistics.CHUNK", 30 * 7)
+    # products of other shapes round differently
+    assert resampled_means(values, 200, seed=4) == pytest.approx(whole, abs=1e-12)
+    assert resampled_means(values, 200, seed=5) != pytest.approx(whole, abs=1e-3)
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    """400 data sets of 60 prompts; each prompt's pass rate is drawn, four completions are sampled from it."""
+    rng = np.random.default_rng(5)
+    truth, covered = 2 / 5, 0
+    for trial in range(400):
+        rates = rng.beta(0.8, 1.2, size=60)
+        means = (rng.random((60, 4)) < rates[:, None]).mean(axis=1)
+        estimate = one(means, resamples=400, seed=trial)
+        covered += estimate.low <= truth <= estimate.high
+    # The percentile bootstrap of n values is too narrow by about sqrt((n - 1) / n), which of 95% leaves 94.6% at 60;
+    # the standard error of a share of 400 is 1.1%; three of them.
+    assert 0.913 < covered / 400 < 0.98
+
+
+# Two models --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_by_hand():
+    first, second = np.array([1.0, 1.0, 0.0, 0.5, NAN, 1.0]), np.array([0.0, 1.0, 1.0, 0.25, 1.0, 0.0])
+    found = compare(first, second)
+    assert (found.wins, found.ties, found.losses) == (3, 1, 1)
+    assert found.difference.mean == pytest.approx((1 - 1 + 0.25 + 1) / 5)
+    # differences 1, -1, 0.25, 1 (the 0 has no sign): |sum| >= 1.25 under 16 signs
+    sums = [abs(sum(signs)) for signs in itertools.product((1, -1), (1, -1), (0.25, -0.25), (1, -1))]
+    assert found.p_value == sum(total >= 1.25 for total in sums) / 16
+    turned = compare(second, first)
+    assert turned.difference.mean == -found.difference.mean
+    assert (turned.wins, turned.losses, turned.p_value) == (1, 3, found.p_value)
+
+
+def test_few_prompts_show_no_difference_though_their_bootstrap_would():
+    three = compare(np.ones(3), np.zeros(3))
+    assert (three.difference.low, three.difference.high, three.p_value) == (1.0, 1.0, 0.25)
+    assert not three.shown(0.95)
+    assert compare(np.ones(8), np.zeros(8)).shown(0.95)  # p = 2 / 256
+    single = compare(np.ones(1), np.zeros(1))
+    assert (single.difference.low, single.p_value) == (-math.inf, 1.0)
+    nothing = compare(np.array([NAN]), np.array([1.0]))
+    assert math.isnan(nothing.difference.mean)
+    assert (nothing.p_value, nothing.shown(0.95)) == (1.0, False)
+    equal = compare(np.ones(50), np.ones(50))
+    assert (equal.ties, equal.p_value, equal.shown(0.95)) == (50, 1.0, False)
+
+
+def test_drawn_signs_agree_with_all_signs(monkeypatch):
+    differences = np.array([0.3, 0.5, -0.2, 0.4, 0.1, 0.6, -0.1, 0.2, 0.35, -0.3])
+    exact = sign_flip_p(differences)
+    monkeypatch.setattr("cohort.train.statistics.MOST_SIGNS", 0)
+    drawn = sign_flip_p(differences, resamples=20_000)
+    # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
+    assert drawn == pytest.approx(exact, abs=0.015)
+
+
+def test_two_equal_models_are_called_different_as_rarely_as_said():
+    rng, shown = np.random.default_rng(6), 0
+    for trial in range(400):
+        rates = rng.beta(0.8, 1.2, size=40)
+        first, second = ((rng.random((40, 2)) < rates[:, None]).mean(axis=1) for _ in range(2))
+        shown += compare(first, second, resamples=400, seed=trial).shown(0.95)
+    assert shown / 400 < 0.05 + 3 * 0.011  # three standard errors of a share of 400 above 5%
