@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import (
     Place,
@@ -37,12 +35,13 @@ from cohort.train import (
     Parts,
     RunFolder,
     check_settings,
-    evaluate,
+    evaluate_step,
     find_budget,
     load_policy,
     local_engine,
     run,
     save_model,
+    set_seed,
     tried_prompts,
 )
 
@@ -217,7 +216,7 @@ class GRPOTrainer:
         """The evaluation from before the first step: made now, or read back by a resumed run."""
         if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             return folder.first_evaluation()
-        before = evaluate(parts, TrainerState(0, self.schedule.steps), self.args, folder)
+        before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
         folder.append_metrics({"step": 0, "time": time.time(), **before})
         if self.args.report.progress:
             announce(evaluation_line(before, "before training"))
@@ -266,7 +265,7 @@ class GRPOTrainer:
 
     def _start(self, folder: RunFolder) -> int:
         folder.start(self.args)
-        torch.manual_seed(self.args.run.seed)
+        set_seed(self.args.run.seed)
         if self.args.report.progress:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0

@@ -11,10 +11,11 @@ from cohort.train.best import Best
 from cohort.train.evaluate import Evaluation, Evaluator, check_settings, tried_prompts
 from cohort.train.folder import RunFolder, save_model
 from cohort.train.guard import Guard, check_finite
-from cohort.train.loop import Parts, evaluate, run
+from cohort.train.loop import Parts, evaluate_step, run
 from cohort.train.memory import TokenBudget, find_budget
 from cohort.train.optim import Optimizer
 from cohort.train.packing import Pack, packs, policy_logps, policy_statistics
+from cohort.train.random_state import set_seed
 from cohort.train.rollout import Rollout
 from cohort.train.setup import load_policy, local_engine
 from cohort.train.statistics import Comparison, Estimate, compare
@@ -40,7 +41,7 @@ __all__ = [
     "check_finite",
     "check_settings",
     "compare",
-    "evaluate",
+    "evaluate_step",
     "find_budget",
     "load_policy",
     "local_engine",
@@ -50,6 +51,7 @@ __all__ = [
     "run",
     "save_model",
     "select",
+    "set_seed",
     "split_minibatches",
     "tried_prompts",
     "update",

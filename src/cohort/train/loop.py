@@ -229,7 +229,7 @@ def finish_step(
     step = metrics["step"]
     last = step == schedule.steps
     if last or due(step, config.eval.eval_steps):
-        metrics |= evaluate(parts, trainer_state(schedule, step, place), config, folder)
+        metrics |= evaluate_step(parts, trainer_state(schedule, step, place), config, folder)
         last |= parts.best.exhausted
     parts.place.taken = place  # the step is whole
     folder.append_metrics(metrics)
@@ -240,7 +240,7 @@ def finish_step(
     return metrics
 
 
-def evaluate(parts: Parts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
+def evaluate_step(parts: Parts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
     """Evaluate after ``state.global_step`` steps; write the completions, and the model if it is the best so far.
     Returns the metrics: none without evaluation data. Nothing of it changes the training."""
     if parts.evaluator is None:

@@ -27,13 +27,18 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
+def set_seed(seed: int) -> None:
+    """Let the generators begin from a seed."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Generators that start from ``seed``; afterwards they go on where they stood, as if nothing had been drawn."""
     before = random_state()
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+    set_seed(seed)
     try:
         yield
     finally:

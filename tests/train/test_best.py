@@ -1,0 +1,174 @@
+"""The best model of a run, and runs that end early."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cohort.config import EvalConfig
+from cohort.errors import ConfigError
+from cohort.train import Best
+from cohort.train.evaluate import check_settings
+from tests.train.harness import ROWS, make_trainer, parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+
+METRIC = "eval/reward/mean"
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def note(folder):
+    return json.loads((folder / "best" / "best.json").read_text())
+
+
+def best_of(values, **settings):
+    """What becomes of a series of evaluations: which are taken, and at which the run ends."""
+    best = Best(EvalConfig(metric_for_best_model=METRIC, **settings))
+    taken = [step for step, value in enumerate(values) if best.takes(step, {METRIC: value})]
+    return best, taken
+
+
+def test_the_best_by_hand():
+    best, taken = best_of([0.2, 0.1, 0.4, 0.4, math.nan, 0.3])
+    assert taken == [0, 2]  # equal is not better
+    assert (best.step, best.value, best.evaluations_since) == (2, 0.4, 3)
+    assert best.note() == {"step": 2, "metric": METRIC, "value": 0.4}
+    best, taken = best_of([0.2, 0.1, 0.4], greater_is_better=False)
+    assert taken == [0, 1]
+    assert Best(EvalConfig()).note() == {}
+    assert not Best(EvalConfig()).takes(1, {METRIC: 1.0})
+
+
+def test_nothing_is_better_than_no_number():
+    best, taken = best_of([math.nan, math.nan], early_stopping_patience=2)
+    assert (taken, best.step, best.exhausted) == ([], None, True)
+
+
+@pytest.mark.parametrize(("patience", "ends"), [(0, False), (1, True), (2, True), (3, False)])
+def test_patience(patience, ends):
+    best, _ = best_of([0.5, 0.4, 0.3], early_stopping_patience=patience)
+    assert best.exhausted is ends
+
+
+def test_a_metric_that_is_not_logged():
+    with pytest.raises(ConfigError, match="did not log: eval/pass@1/mean"):
+        Best(EvalConfig(metric_for_best_model=METRIC)).takes(1, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0.1})
+
+
+@pytest.mark.parametrize(
+    "metric", ["reward", "eval/reward", "eval/rewards/other/mean", "eval/pass@2/mean", "eval/maj@1/mean"]
+)
+def test_a_metric_that_no_evaluation_will_log_is_known_before_the_model_is(demo_tokenizer, tmp_path, metric):
+    class Unread:
+        def __getattr__(self, name):
+            raise AssertionError("the model was looked at")
+
+    with pytest.raises(ConfigError, match="no evaluation will log; there will be\n  eval/reward/mean"):
+        make_trainer(demo_tokenizer, tmp_path / "run", model=Unread(), eval_rows=ROWS[:2], metric_for_best_model=metric)
+
+
+def test_metrics_that_there_will_be():
+    for metric in (
+        "eval/a/reward/low",
+        "eval/b/rewards/math/mean",
+        "eval/a/maj@4/mean",
+        "eval/a/errors",
+        "eval/a/custom/x",
+    ):
+        settings = EvalConfig(metric_for_best_model=metric, maj_at_k=[4], num_generations_eval=4)
+        check_settings(settings, ("a", "b"), ("math",))
+    with pytest.raises(ConfigError, match="eval/a/reward/mean\n"):
+        check_settings(EvalConfig(metric_for_best_model=METRIC), ("a", "b"), ("math",))
+    with pytest.raises(ConfigError, match="there is no evaluation: set data.eval"):
+        check_settings(EvalConfig(metric_for_best_model=METRIC), (), ("math",))
+
+
+def test_the_best_model_is_kept_and_loads(demo_tokenizer, tmp_path, capsys):
+    settings = {"eval_rows": ROWS[:8], "eval_steps": 1, "max_steps": 6, "save_steps": 1, "num_generations_eval": 2}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", metric_for_best_model=METRIC, progress=True, **settings)
+    summary = trainer.train()
+    values = [line[METRIC] for line in lines(tmp_path / "run")]
+    step = values.index(max(values))
+    assert step > 0  # the run learns something
+    assert note(tmp_path / "run") == summary["best"] == {"step": step, "metric": METRIC, "value": max(values)}
+    assert (
+        f"best: {METRIC} {max(values):.3f} after step {step}, kept in {tmp_path / 'run'}/best"
+        in capsys.readouterr().out
+    )
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")
+    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / f"step-{step}")
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), checkpoint.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "best").get_vocab() == demo_tokenizer.get_vocab()
+    assert not (tmp_path / "run" / "best.part").exists()
+    assert "stopped_early" not in summary
+
+
+def test_the_model_of_the_start_can_be_the_best(demo_tokenizer, tmp_path):
+    settings = {
+        "metric_for_best_model": "eval/length/mean",
+        "eval_rows": ROWS[:8],
+        "max_steps": 1,
+        "learning_rate": 0.0,
+    }
+    summary = make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
+    assert summary["best"]["step"] == note(tmp_path / "run")["step"] == 0
+
+
+def test_an_early_end_is_a_clean_one(demo_tokenizer, tmp_path, capsys):
+    settings = {"eval_rows": ROWS[:4], "eval_steps": 1, "max_steps": 50, "save_steps": 0, "learning_rate": 0.0}
+    settings |= {"metric_for_best_model": METRIC, "early_stopping_patience": 3, "progress": True}
+    summary = make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
+    assert (summary["steps"], summary["stopped_early"], summary["best"]["step"]) == (3, True, 0)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_early"] is True
+    assert "stopped early, after step 3: no evaluation was better for long enough" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="has ended early, at step 3: eval/reward/mean was best after step 0"):
+        make_trainer(demo_tokenizer, tmp_path / "run", **settings).train(resume=True)
+    more = make_trainer(demo_tokenizer, tmp_path / "run", **settings | {"early_stopping_patience": 5}).train(
+        resume=True
+    )
+    assert more["steps"] == 5
+    again = make_trainer(demo_tokenizer, tmp_path / "run", **settings | {"early_stopping_patience": 0, "max_steps": 6})
+    assert again.train(resume=True)["steps"] == 6
+
+
+@pytest.mark.parametrize("cut_after", [2, 3])
+def test_a_resumed_run_keeps_the_same_best(demo_tokenizer, tmp_path, cut_after):
+    settings = {"eval_rows": ROWS[:8], "eval_steps": 1, "save_steps": 2, "metric_for_best_model": METRIC}
+    settings |= {"early_stopping_patience": 3, "max_steps": 6}
+    straight = make_trainer(demo_tokenizer, tmp_path / "straight", **settings)
+    summary = straight.train()
+    broken = make_trainer(demo_tokenizer, tmp_path / "broken", **settings)
+    for metrics in broken.steps():
+        if metrics["step"] == cut_after:
+            break
+    resumed = make_trainer(demo_tokenizer, tmp_path / "broken", **settings)
+    assert resumed.train(resume=True)["best"] == summary["best"]
+    assert note(tmp_path / "broken") == note(tmp_path / "straight")
+    assert all(torch.equal(parameters(resumed)[name], value) for name, value in parameters(straight).items())
+    weights = [(tmp_path / name / "best" / "model.safetensors").read_bytes() for name in ("straight", "broken")]
+    assert weights[0] == weights[1]
+
+
+def test_a_best_under_other_settings_is_no_best(demo_tokenizer, tmp_path):
+    settings = {"eval_rows": ROWS[:8], "max_steps": 1, "metric_for_best_model": "eval/reward/high"}
+    make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
+    settings |= {"max_steps": 2, "num_generations_eval": 4}
+    summary = make_trainer(demo_tokenizer, tmp_path / "run", **settings).train(resume=True)
+    assert summary["best"]["step"] == 2
+    same = Best(EvalConfig(metric_for_best_model=METRIC, early_stopping_patience=1))
+    same.load_state_dict(Best(EvalConfig(metric_for_best_model=METRIC, eval_steps=9), 4, 0.5, 2).state_dict())
+    assert (same.step, same.value, same.evaluations_since) == (4, 0.5, 2)
+
+
+def test_adapters_are_kept_as_adapters(demo_tokenizer, tmp_path):
+    pytest.importorskip("peft")
+    settings = {"eval_rows": ROWS[:4], "max_steps": 1, "metric_for_best_model": METRIC}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lora={"rank": 2}, **settings)
+    trainer.train()
+    assert (tmp_path / "run" / "best" / "adapter_model.safetensors").exists()
