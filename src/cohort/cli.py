@@ -9,7 +9,7 @@ STARTED = time.time()  # before anything heavy is imported: what the command tak
 import argparse  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Mapping, Sequence  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from cohort.errors import CohortError, ConfigError  # noqa: E402
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}; did you mean --set {' '.join(overrides)}?")
     if options.command == "generate":
         options.prompt, overrides = more_prompts(options.prompt, overrides)
-    if overrides and options.command != "train":
+    if overrides and options.command not in ("train", "eval"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 objective(options)
             case "generate":
                 return generate(options)
+            case "eval":
+                return evaluate(options, overrides)
             case "config":
                 from cohort.config import annotated_toml
 
@@ -95,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="change parts of it, as in trust_region.high=1.4",
     )
     add_generate(commands)
+    add_eval(commands)
     commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
     return parser
 
@@ -148,11 +151,66 @@ def add_generate(commands: Any) -> None:
             "--quiet": (switch, "nothing on stderr but errors"),
         },
     }
+    add_groups(parser, groups)
+
+
+def add_eval(commands: Any) -> None:
+    """``cohort eval`` and its options. What is not given is as the model's run had it, or as ``cohort config`` says."""
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a model on data, with intervals; or compare two",
+        usage="cohort eval MODEL [--data FILE] [--reward NAME ...] [--against OTHER] [options] [--section.key value]",
+        epilog="Of a model that lies in a run's folder, settings that are not given are the run's. Every setting of "
+        "'cohort config' can be given as --section.key value. docs/evaluation.md says what is measured, and how.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, a hub id, or a run (its best/, else newest checkpoint)"
+    )
+    switch = {"action": "store_true"}
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    groups: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
+        "what": {
+            "--data FILE": (several, "rows to evaluate on; NAME=FILE for each of several sets"),
+            "--rows N": ({"type": int}, "the first so many rows of each only"),
+            "--reward NAME": (several, "reward functions: built-in, module:function or file.py:function"),
+            "--against OTHER": ({}, "a model to compare with, on the same prompts and draws"),
+            "--config RUN.toml": ({}, "settings: those of a run"),
+        },
+        "sampling": {
+            "--n N": ({"type": int}, "completions per prompt (1)"),
+            "--max-tokens N": ({"type": int}, "cut a completion after so many (256)"),
+            "--temperature T": ({"type": float}, "divides the logits; 0: greedy (1)"),
+            "--top-k K": ({"type": int}, "draw from the k likeliest tokens; 0: all (0)"),
+            "--top-p P": ({"type": float}, "draw from the likeliest tokens that reach p together (1)"),
+            "--min-p P": ({"type": float}, "draw from tokens at least p times as likely as the likeliest (0)"),
+            "--seed N": ({"type": int}, "of the random numbers (0)"),
+            "--precision P": ({}, "what is computed in: auto, float32, bfloat16, float64 (auto)"),
+            "--device NAME": ({}, "auto, cpu, cuda, cuda:1 (auto)"),
+        },
+        "metrics": {
+            "--k K": (several | {"type": int}, "pass@k for each of these k (1)"),
+            "--maj K": (several | {"type": int}, "majority of k for each of these k; needs a reward that logs answers"),
+        },
+        "output": {
+            "--output FILE": ({}, "a line of JSON per row: columns, completions, rewards, pass_rate"),
+            "--json FILE": ({}, "all numbers as JSON"),
+            "--overwrite": (switch, "write files even if they exist"),
+            "--quiet": (switch, "nothing on stderr but errors"),
+        },
+    }
+    add_groups(parser, groups)
+
+
+def add_groups(parser: argparse.ArgumentParser, groups: Mapping[str, Mapping[str, tuple[dict[str, Any], str]]]) -> None:
+    """Options in groups, ``"--flag METAVAR"`` with argparse's settings and a help text each."""
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag, (settings, text) in flags.items():
             name, _, metavar = flag.partition(" ")
-            group.add_argument(name, help=text, **({"metavar": metavar} if metavar else {}), **settings)
+            named: dict[str, Any] = {"metavar": metavar} if metavar else {}
+            group.add_argument(name, help=text, **named, **settings)
 
 
 def more_prompts(prompts: Sequence[str], left_over: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -224,6 +282,15 @@ def generate(options: argparse.Namespace) -> int:
     from cohort.generate import generate as generate_all
 
     return generate_all(Request(**{name: value for name, value in vars(options).items() if name != "command"}))
+
+
+def evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """``cohort eval``; its exit code."""
+    from cohort.evaluation import Request
+    from cohort.evaluation import evaluate as evaluate_model
+
+    given = {name: value for name, value in vars(options).items() if name != "command"}
+    return evaluate_model(Request(**given, overrides=overrides))
 
 
 def what_is_left(trainer: GRPOTrainer) -> str:

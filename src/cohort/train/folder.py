@@ -178,7 +178,7 @@ class RunFolder:
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """One line of ``metrics.jsonl``."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(_json_value(metrics), allow_nan=False) + "\n")
+            lines.write(json.dumps(json_value(metrics), allow_nan=False) + "\n")
 
     def drop_metrics_after(self, step: int) -> None:
         """Forget the lines of steps that a resumed run does again."""
@@ -190,7 +190,7 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """``summary.json``."""
-        _write_whole(self.path / "summary.json", json.dumps(_json_value(summary), indent=2, allow_nan=False) + "\n")
+        _write_whole(self.path / "summary.json", json.dumps(json_value(summary), indent=2, allow_nan=False) + "\n")
 
     def write_rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
         """Every completion of a step, a row each, as Parquet; those that no update used have no advantage."""
@@ -319,10 +319,12 @@ def _mean(numbers: list[float]) -> float:
     return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """JSON has no NaN and no infinity: null."""
     if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

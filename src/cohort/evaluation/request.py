@@ -1,0 +1,159 @@
+"""What ``cohort eval`` is asked for: which model, and under which settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.config import GRPOConfig, apply_overrides, load_config
+from cohort.errors import ConfigError, ModelError
+from cohort.train import RunFolder
+
+SETTINGS = {
+    "data": "data.eval",
+    "rows": "data.eval_rows",
+    "reward": "reward.functions",
+    "n": "eval.num_generations_eval",
+    "max_tokens": "eval.max_completion_length_eval",
+    "temperature": "eval.temperature_eval",
+    "top_k": "eval.top_k_eval",
+    "top_p": "eval.top_p_eval",
+    "min_p": "eval.min_p_eval",
+    "k": "eval.pass_at_k",
+    "maj": "eval.maj_at_k",
+    "seed": "run.seed",
+    "precision": "model.precision",
+    "device": "model.device",
+}
+"""Flags that are short for a setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``cohort eval`` under their names; see its ``--help``."""
+
+    model: str
+    overrides: Sequence[str] = ()
+    """``--section.key value`` pairs."""
+    against: str | None = None
+    config: str | None = None
+    data: Sequence[str] = ()
+    """A file, or NAME=FILE of several sets."""
+    rows: int | None = None
+    reward: Sequence[str] = ()
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    k: Sequence[int] | None = None
+    maj: Sequence[int] | None = None
+    seed: int | None = None
+    precision: str | None = None
+    device: str | None = None
+    output: str | None = None
+    json: str | None = None
+    overwrite: bool = False
+    quiet: bool = False
+
+    def settings(self) -> GRPOConfig:
+        """The settings: those of ``--config``, or of the run that the model comes from, or the defaults; over them what
+        was given beside.
+
+        Raises:
+            ConfigError: a setting is wrong, or there is no data or no reward.
+        """
+        source = self.config
+        if source is None and (run := run_of(Path(self.model).expanduser())) is not None:
+            source = str(run / "config.toml")
+        given = [*self.overrides, *self._flags()]
+        config = load_config(source, given) if source else apply_overrides({}, given)
+        where = f" ({source} names none: the run may have been given them in Python)" if source else ""
+        if not config.data.eval:
+            raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
+        if not config.reward.functions:
+            raise ConfigError(f"no reward function: give --reward NAME{where}")
+        return config
+
+    def _flags(self) -> list[str]:
+        pairs: list[str] = []
+        for name, setting in SETTINGS.items():
+            value: Any = getattr(self, name)
+            if name == "data":
+                value = _sets(self.data)
+            if value is None or (name == "reward" and not value):
+                continue
+            text = value if isinstance(value, str) else json.dumps(value)
+            pairs += [f"--{setting}", text]
+        return pairs
+
+    def check_files(self) -> None:
+        """Look at the files to write; they are made when the numbers are there.
+
+        Raises:
+            ConfigError: one exists, or cannot be made.
+        """
+        for flag, file in (("--output", self.output), ("--json", self.json)):
+            if file is None:
+                continue
+            path = Path(file).expanduser()
+            if path.is_dir():
+                raise ConfigError(f"{flag} {path} is a folder: give a file")
+            if path.exists() and not self.overwrite:
+                raise ConfigError(f"{flag} {path} exists: give another file, or --overwrite")
+            if not path.parent.is_dir():
+                raise ConfigError(f"there is no folder {path.parent} for {flag} {path.name}: make it first")
+            if path.resolve() in {Path(one.rpartition("=")[2]).expanduser().resolve() for one in self.data}:
+                raise ConfigError(f"{flag} {path} is the file of rows: give another one")
+        if self.output and self.output == self.json:
+            raise ConfigError("--output and --json are the same file: give two")
+
+
+def _sets(given: Sequence[str]) -> str | None:
+    """``--data`` as the setting takes it.
+
+    >>> _sets(["a.jsonl"]), _sets(["x=a.jsonl", "y=b.jsonl"])
+    ('a.jsonl', '{"x" = "a.jsonl", "y" = "b.jsonl"}')
+    """
+    if not given:
+        return None
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0]
+    pairs = [one.partition("=") for one in given]
+    if unnamed := [file for file, named, _ in pairs if not named]:
+        raise ConfigError(f"--data with several files needs a name for each, NAME=FILE; {unnamed[0]} has none")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ConfigError("--data gives two files the same name")
+    return "{" + ", ".join(f"{json.dumps(name)} = {json.dumps(file)}" for name, _, file in pairs) + "}"
+
+
+def run_of(model: Path) -> Path | None:
+    """The folder of the run that a model's folder is, or lies in: one of its checkpoints, ``best/`` or ``merged/``."""
+    for folder in (model, model.parent, model.parent.parent):
+        if (folder / "config.toml").is_file() and (folder / "objective.txt").is_file():
+            return folder
+    return None
+
+
+def model_of(model: str) -> tuple[str, str]:
+    """The folder or hub id of a model, and what is to be said of the choice. The folder of a run stands for its best
+    model; where it kept none, for its newest checkpoint.
+
+    Raises:
+        ModelError: the run has no checkpoint yet.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir() or run_of(folder) != folder:
+        return model, ""
+    if (folder / "best").is_dir():
+        note = json.loads((folder / "best" / "best.json").read_text(encoding="utf-8"))
+        said = f"the best model of the run, after step {note['step']} ({note['metric']} {note['value']:.4g})"
+        return str(folder / "best"), said
+    run = RunFolder(folder)
+    if not (steps := run.checkpoint_steps()):
+        raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")
+    return str(run.checkpoint(steps[-1])), f"the newest checkpoint of the run, after step {steps[-1]}"

@@ -1,0 +1,191 @@
+"""What is said and written of evaluations: a table, a verdict in words, rows with their completions, a summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cohort.config import EvalConfig, GRPOConfig
+from cohort.data import Row
+from cohort.train import Comparison, Estimate, Evaluation, compare
+from cohort.train.evaluate import eval_sampling
+from cohort.train.folder import json_value
+from cohort.train.statistics import Floats
+
+Evaluations = Mapping[str, Evaluation]
+Comparisons = Mapping[str, Mapping[str, Comparison]]
+"""By set and metric."""
+SAID = ("num_generations_eval", "pass_function", "pass_threshold", "bootstrap_samples", "confidence")
+"""Settings that the numbers of a summary depend on, beside the sampling."""
+OWN_COLUMNS = ("set", "samples", "pass_rate")
+
+
+def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> Comparisons:
+    """Two models prompt by prompt, for every metric that both have."""
+
+    def one(first_P: Floats, second_P: Floats) -> Comparison:
+        numbers = settings.eval
+        return compare(
+            first_P,
+            second_P,
+            confidence=numbers.confidence,
+            resamples=numbers.bootstrap_samples,
+            seed=settings.run.seed,
+        )
+
+    return {
+        name: {
+            metric: one(values_P, second[name].values[metric])
+            for metric, values_P in evaluation.values.items()
+            if metric in second[name].values
+        }
+        for name, evaluation in first.items()
+    }
+
+
+def show(console: Console, found: Sequence[Evaluations], comparisons: Comparisons, settings: GRPOConfig) -> None:
+    """A table per set, and under it which model has the higher reward, if that is shown."""
+    confidence = settings.eval.confidence
+    for name, evaluation in found[0].items():
+        prompts = evaluation.table.num_rows // settings.eval.num_generations_eval
+        title = f"{name}: " * bool(name) + f"{prompts:,} prompts, {_share(confidence)} intervals over them"
+        table = Table("metric", title=title)
+        for heading in ("model", "against")[: len(found)]:
+            table.add_column(heading)
+        if comparisons:
+            table.add_column("difference")
+            table.add_column("p", justify="right")
+        for metric in dict.fromkeys(metric for one in found for metric in one[name].estimates):
+            cells = [_cell(one[name].estimates.get(metric), metric) for one in found]
+            if comparisons:
+                comparison = comparisons[name].get(metric)
+                cells.append(_cell(comparison.difference, metric, signed=True) if comparison else "")
+                cells.append(f"{comparison.p_value:.2g}" if comparison else "")
+            table.add_row(metric, *cells)
+        for count in dict.fromkeys(count for one in found for count, number in one[name].counts.items() if number):
+            table.add_row(count, *(f"{one[name].counts.get(count, 0):g}" for one in found))
+        console.print(table)
+        if comparisons:
+            both = [one[name].values["reward"] for one in found]
+            points = all(0 <= value <= 1 for values_P in both for value in values_P if not math.isnan(value))
+            console.print(
+                verdict(comparisons[name]["reward"], confidence, points=points), highlight=False, soft_wrap=True
+            )
+
+
+def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
+    """Which model is better, in words.
+
+    Args:
+        comparison: of the rewards.
+        confidence: of its interval.
+        points: the rewards lie between 0 and 1: differences are said in points of a hundred.
+
+    >>> from cohort.train import Estimate
+    >>> print(verdict(Comparison(Estimate(0.031, 0.004, 0.058), 30, 80, 10, 0.02), 0.95, points=True))
+    reward: better by 3.1 points, 95% interval 0.4 to 5.8 (30 prompts better, 80 equal, 10 worse; p = 0.02)
+    >>> print(verdict(Comparison(Estimate(-0.5, -1.5, 0.5), 3, 0, 5, 0.3), 0.95, points=False))
+    reward: no difference shown: -0.5, 95% interval -1.5 to 0.5 (3 prompts better, 0 equal, 5 worse; p = 0.3)
+    """
+    difference = comparison.difference
+    scale = 100 if points else 1
+    shown = comparison.shown(confidence)
+    sign = -1 if shown and difference.mean < 0 else 1
+    low, high = sorted(sign * scale * bound for bound in (difference.low, difference.high))
+    mean = f"{sign * scale * difference.mean:.3g}" + (" points" if points else "")
+    said = f"{'better' if sign > 0 else 'worse'} by {mean}" if shown else f"no difference shown: {mean}"
+    counts = f"{comparison.wins} prompts better, {comparison.ties} equal, {comparison.losses} worse"
+    interval = f"{_share(confidence)} interval {low:.3g} to {high:.3g}"
+    return f"reward: {said}, {interval} ({counts}; p = {comparison.p_value:.2g})"
+
+
+def _share(confidence: float) -> str:
+    """A share as a percentage.
+
+    >>> _share(0.95), _share(0.999)
+    ('95%', '99.9%')
+    """
+    return f"{100 * confidence:.6g}%"
+
+
+def _cell(estimate: Estimate | None, metric: str, *, signed: bool = False) -> str:
+    if estimate is None or math.isnan(estimate.mean):
+        return "none"
+    form = ("+" if signed else "") + (".1f" if metric == "length" else ".3f")
+    plain = form.lstrip("+")
+    return f"{estimate.mean:{form}}  ({estimate.low:{plain}} to {estimate.high:{plain}})"
+
+
+def write_rows(
+    file: str,
+    rows: Mapping[str, Sequence[Row]],
+    found: Evaluations,
+    settings: EvalConfig,
+    functions: Sequence[str],
+) -> None:
+    """A line of JSON per row: its columns, its completions under ``samples``, and ``pass_rate``, the share of its
+    scored completions that are correct. A column of the row that has one of these names becomes ``row.NAME``.
+
+    Args:
+        file: where to.
+        rows: of each set.
+        found: of each set.
+        settings: what is correct.
+        functions: the reward functions' names.
+    """
+    judge = f"rewards/{settings.pass_function or functions[0]}"
+    with Path(file).expanduser().open("w", encoding="utf-8") as out:
+        for name, evaluation in found.items():
+            samples: list[list[dict[str, Any]]] = [[] for _ in rows[name]]
+            for one in evaluation.table.to_pylist():
+                samples[one["row"]].append(one)
+            for row, own in zip(rows[name], samples, strict=True):
+                scored = [one[judge] >= settings.pass_threshold for one in own if one[judge] is not None]
+                line = {
+                    **{(f"row.{key}" if key in OWN_COLUMNS else key): value for key, value in row.items()},
+                    **({"set": name} if name else {}),
+                    "samples": [_sample(one) for one in own],
+                    "pass_rate": sum(scored) / len(scored) if scored else None,
+                }
+                out.write(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _sample(one: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in one.items() if key.startswith(("reward", "extra/"))}
+    return {
+        "completion": one["completion"],
+        "finish_reason": one["finish_reason"],
+        "length": len(one["token_ids"]),
+        **kept,
+    }
+
+
+def write_summary(
+    file: str, models: Sequence[str], found: Sequence[Evaluations], comparisons: Comparisons, settings: GRPOConfig
+) -> None:
+    """All numbers as one JSON object."""
+    summary = {
+        "models": list(models),
+        "data": settings.data.eval,
+        "rewards": list(settings.reward.functions),
+        "sampling": eval_sampling(settings).describe(),
+        "settings": {name: getattr(settings.eval, name) for name in SAID} | {"seed": settings.run.seed},
+        "metrics": [
+            {key: value for name, one in each.items() for key, value in one.metrics(name).items()} for each in found
+        ],
+        "comparison": {
+            f"eval/{name}/{metric}" if name else f"eval/{metric}": asdict(comparison)
+            | {"shown": comparison.shown(settings.eval.confidence)}
+            for name, own in comparisons.items()
+            for metric, comparison in own.items()
+        },
+    }
+    text = json.dumps(json_value(summary), indent=2, allow_nan=False, ensure_ascii=False)
+    Path(file).expanduser().write_text(text + "\n", encoding="utf-8")

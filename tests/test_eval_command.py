@@ -1,0 +1,262 @@
+"""``cohort eval`` through the command line: its numbers, the comparison of two models, and what it refuses before a
+model is loaded."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cohort.cli import main
+from cohort.demo.task import accuracy, problems
+from cohort.evaluation import run as run_module
+from cohort.evaluation.request import Request, model_of, run_of
+from tests.conftest import DEMO_MODEL
+from tests.train.harness import ROWS, make_trainer
+
+MODEL = str(DEMO_MODEL)
+REWARD = "cohort.demo.task:accuracy"
+SETTINGS = ("--data.prompt_column", "question", "--data.format", "chat", "--precision", "float32", "--device", "cpu")
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = problems(12, held_out=True, seed=0)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return made
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """The demo's model with noise in its head: worse at everything."""
+    path = tmp_path_factory.mktemp("spoilt") / "model"
+    shutil.copytree(DEMO_MODEL, path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += parameter.std() * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def run_folder(demo_tokenizer, tmp_path, monkeypatch):
+    """A run of two steps on named data and reward, with a best model and checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(
+        "def digits(completions, **_):\n    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]\n"
+    )
+    data = {"train": "data.jsonl", "eval": "data.jsonl", "eval_rows": 6}
+    settings = {
+        "data": data,
+        "functions": ["mine.py:digits"],
+        "max_steps": 2,
+        "save_steps": 1,
+        "num_generations_eval": 2,
+    }
+    trainer = make_trainer(
+        demo_tokenizer, tmp_path / "run", rewards=None, rows=None, metric_for_best_model="eval/reward/mean", **settings
+    )
+    trainer.train()
+    return tmp_path / "run"
+
+
+def evaluate(*arguments, model=MODEL):
+    return main(["eval", model, *arguments])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--k", "1", "4", "--max-tokens", "96")
+    assert evaluate(*arguments, *SETTINGS, "--output", "out.jsonl", "--json", "all.json") == 0
+    said = capsys.readouterr()
+    assert "12 prompts, 95% intervals over them" in said.out
+    assert "12 prompts x 4 = 48 completions, seed 0" in said.err
+    assert "sampling: temperature 1, " in said.err
+    summary = json.loads((tmp_path / "all.json").read_text())
+    (metrics,) = summary["metrics"]
+    written = lines(tmp_path / "out.jsonl")
+    rewards = [[one["reward"] for one in row["samples"]] for row in written]
+    assert metrics["eval/reward/mean"] == pytest.approx(sum(map(sum, rewards)) / 48)
+    assert f"{metrics['eval/pass@4/mean']:.3f}  (" in said.out
+    assert metrics["eval/pass@4/mean"] == pytest.approx(sum(map(max, rewards)) / 12)
+    for row, given in zip(written, rows, strict=True):
+        assert given.items() <= row.items()
+        texts = [one["completion"] for one in row["samples"]]
+        assert [one["rewards/accuracy"] for one in row["samples"]] == accuracy(texts, [row["answer"]] * 4)
+        assert row["pass_rate"] == sum(accuracy(texts, [row["answer"]] * 4)) / 4
+    assert summary["sampling"].startswith("temperature 1,")
+    assert summary["comparison"] == {}
+
+
+def test_the_rows_can_be_trained_on_and_evaluated_again(rows, tmp_path, capsys):
+    from cohort.config import DataConfig
+    from cohort.data import PromptSet, load_rows
+    from cohort.policy import load_tokenizer
+
+    arguments = ("--reward", REWARD, "--max-tokens", "8", *SETTINGS, "--quiet")
+    assert evaluate("--data", "rows.jsonl", *arguments, "--output", "out.jsonl") == 0
+    config = DataConfig(prompt_column="question", format="chat")
+    prompts = PromptSet(load_rows("out.jsonl"), load_tokenizer(MODEL), config)
+    assert prompts.prompt(0, uid=0).columns["pass_rate"] in (0.0, 1.0)
+    assert evaluate("--data", "out.jsonl", *arguments, "--output", "again.jsonl") == 0
+    again = lines(tmp_path / "again.jsonl")
+    assert again[0]["row.samples"] == lines(tmp_path / "out.jsonl")[0]["samples"]
+    assert capsys.readouterr().err == ""
+
+
+def test_two_models_on_the_same_draws(rows, tmp_path, capsys, spoilt):
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--max-tokens", "96", *SETTINGS)
+    assert evaluate(*arguments, "--against", spoilt, "--json", "both.json", "--temperature", "0.5") == 0
+    said = capsys.readouterr()
+    assert "reward: better by " in said.out
+    assert said.err.index(f"evaluating {MODEL}") < said.err.index(f"evaluating {spoilt}")
+    both = json.loads((tmp_path / "both.json").read_text())
+    first, second = both["metrics"]
+    found = both["comparison"]["eval/reward"]
+    assert found["difference"]["mean"] == pytest.approx(first["eval/reward/mean"] - second["eval/reward/mean"])
+    assert found["wins"] + found["ties"] + found["losses"] == 12
+    assert found["shown"] is True
+    assert evaluate(*arguments, "--against", MODEL, "--quiet") == 0
+    said = capsys.readouterr().out
+    assert (
+        "reward: no difference shown: 0 points, 95% interval 0 to 0 (0 prompts better, 12 equal, 0 worse; p = 1)"
+        in said
+    )
+    assert evaluate(*arguments, "--against", MODEL, "--quiet", model=spoilt) == 0
+
+
+def test_one_model_is_held_at_a_time(rows, monkeypatch, spoilt, capsys):
+    import weakref
+
+    alive, most = weakref.WeakSet(), []
+    real = run_module.load_policy
+
+    def watched(*arguments, **settings):
+        most.append(len(alive))
+        policy = real(*arguments, **settings)
+        alive.add(policy.model)
+        return policy
+
+    monkeypatch.setattr(run_module, "load_policy", watched)
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS)
+    assert evaluate(*arguments, "--against", spoilt) == 0
+    assert most == [0, 0]
+
+
+def test_several_sets(rows, tmp_path, capsys):
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    arguments = ("--reward", REWARD, "--max-tokens", "4", *SETTINGS, "--rows", "5", "--output", "out.jsonl")
+    assert evaluate("--data", "a=rows.jsonl", "b=b.jsonl", *arguments) == 0
+    said = capsys.readouterr().out
+    assert "a: 5 prompts" in said
+    assert "b: 3 prompts" in said
+    assert [line["set"] for line in lines(tmp_path / "out.jsonl")] == ["a"] * 5 + ["b"] * 3
+
+
+def test_a_run_brings_its_settings(run_folder, tmp_path, capsys):
+    best = json.loads((run_folder / "best" / "best.json").read_text())
+    assert evaluate("--json", "run.json", model=str(run_folder)) == 0
+    assert f"evaluating {run_folder}: the best model of the run, after step {best['step']}" in capsys.readouterr().err
+    (metrics,) = json.loads((tmp_path / "run.json").read_text())["metrics"]
+    of_run = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    # the same prompts, draws, rewards and settings as in the run
+    assert metrics["eval/reward/mean"] == pytest.approx(best["value"], abs=1e-9)
+    step_2 = {key: value for key, value in of_run[2].items() if key.startswith("eval/")}
+    assert evaluate("--json", "step.json", model=str(run_folder / "checkpoints" / "step-2")) == 0
+    (metrics,) = json.loads((tmp_path / "step.json").read_text())["metrics"]
+    assert metrics == pytest.approx(step_2, abs=1e-9, nan_ok=True)
+    assert evaluate("--json", "more.json", "--n", "3", "--rows", "2", "--quiet", model=str(run_folder / "best")) == 0
+    assert json.loads((tmp_path / "more.json").read_text())["settings"]["num_generations_eval"] == 3
+
+
+def test_which_model_of_a_run(run_folder):
+    path, said = model_of(str(run_folder))
+    assert path == str(run_folder / "best")
+    shutil.rmtree(run_folder / "best")
+    path, said = model_of(str(run_folder))
+    assert path == str(run_folder / "checkpoints" / "step-2")
+    assert said == "the newest checkpoint of the run, after step 2"
+    assert model_of(path) == (path, "")
+    assert run_of(run_folder / "checkpoints" / "step-1") == run_folder
+    assert model_of("some/hub-id") == ("some/hub-id", "")
+    shutil.rmtree(run_folder / "checkpoints")
+    assert main(["eval", str(run_folder)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no data to evaluate on: give --data FILE"),
+        (("--data", "rows.jsonl"), "no reward function: give --reward NAME"),
+        (("--data", "nope.jsonl", "--reward", REWARD), "no data file nope.jsonl"),
+        (("--data", "rows.jsonl", "--reward", "nope"), "unknown reward 'nope'"),
+        (("--data", "rows.jsonl", "--reward", REWARD), "row 0: no column 'prompt'"),
+        (("--data", "a=rows.jsonl", "rows.jsonl", "--reward", REWARD), "NAME=FILE; rows.jsonl has none"),
+        (("--data", "a=rows.jsonl", "a=b.jsonl", "--reward", REWARD), "two files the same name"),
+        (("--data", "a/b=rows.jsonl", "--reward", REWARD), "expected letters, digits"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--k", "2"), "pass_at_k asks for 2 completions per prompt"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--k", "0"), "eval.pass_at_k.0: input should be greater"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--temperature", "-1"), "eval.temperature_eval"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--eval.what", "1"), "unknown setting --eval.what"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--config", "nope.toml"), "no config file nope.toml"),
+        (
+            ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--max-tokens", "5000"),
+            "eval.max_completion_length_eval is 5000",
+        ),
+        (
+            ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--against", "./nowhere"),
+            "no model folder ./nowhere",
+        ),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--device", "abacus"), "'abacus' cannot be used here"),
+        (
+            ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl"),
+            "rows.jsonl exists: give another file",
+        ),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is the file of rows"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--json", "no/where.json"), "there is no folder no"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "a"), "are the same file"),
+    ],
+)
+def test_mistakes_are_answered_before_a_model_is_loaded(rows, monkeypatch, capsys, arguments, message):
+    def load(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(run_module, "load_policy", load)
+    assert evaluate(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_is_clean(rows, monkeypatch, capsys, tmp_path, spoilt):
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS, "--output", "out.jsonl")
+    real, calls = run_module.Job._evaluate, []
+
+    def interrupted(self, subject):
+        calls.append(subject)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return real(self, subject)
+
+    monkeypatch.setattr(run_module.Job, "_evaluate", interrupted)
+    for at, said in ((1, "interrupted; nothing was written"), (2, "interrupted; out.jsonl is written")):
+        calls.clear()
+        assert evaluate(*arguments, "--against", spoilt) == 130
+        assert said in capsys.readouterr().err
+        assert (tmp_path / "out.jsonl").exists() is (at == 2)
+
+
+def test_flags_are_settings():
+    request = Request(
+        "m", data=("rows.jsonl",), reward=("math", "soft(a=1, b=2)"), n=8, k=(1, 8), temperature=0.0, top_k=0
+    )
+    config = request.settings()
+    assert config.reward.functions == ("math", "soft(a=1, b=2)")
+    assert (config.data.eval, config.eval.pass_at_k, config.eval.temperature_eval) == ("rows.jsonl", (1, 8), 0.0)
+    assert (config.eval.top_k_eval, config.eval.top_p_eval) == (0, None)
