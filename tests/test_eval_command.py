@@ -212,7 +212,7 @@ def test_which_model_of_a_run(run_folder):
             "eval.max_completion_length_eval is 5000",
         ),
         (
-            ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--against", "./nowhere"),
+            ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--max-tokens", "9", "--against", "./nowhere"),
             "no model folder ./nowhere",
         ),
         (("--data", "rows.jsonl", "--reward", REWARD, "--device", "abacus"), "'abacus' cannot be used here"),

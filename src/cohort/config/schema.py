@@ -256,7 +256,11 @@ class ReportConfig(Section):
     progress: bool = True
     """Print what the run is at its start, its progress and its evaluations. Off: nothing is printed."""
     log_completions: bool = True
-    """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet."""
+    """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet, and those of
+    evaluations in evaluations/."""
+    check_saved: bool = True
+    """Read the weights of the last checkpoint and of best/ back when they are written, and compare them bit for bit
+    with what was trained."""
     term_norms_steps: Count = 0
     """Every so many steps, measure the gradient's norm of each term (policy, KL, entropy) by a backward pass of its own
     over the first minibatch. 0: never."""

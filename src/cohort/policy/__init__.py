@@ -1,6 +1,6 @@
 """A Hugging Face causal language model as a policy."""
 
-from cohort.policy.adapters import add_adapters, has_adapters, load_adapter_weights, merged
+from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, load_adapter_weights, merged
 from cohort.policy.distribution import Distribution, penalized_where
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms
 from cohort.policy.load import (
@@ -27,6 +27,7 @@ __all__ = [
     "Precision",
     "Prefixes",
     "TokenLogps",
+    "adapter_weights",
     "add_adapters",
     "chunked_terms",
     "context_length",

@@ -118,6 +118,12 @@ def merged(model: Any) -> Any:
     return plain.merge_and_unload()
 
 
+def adapter_weights(model: Any) -> dict[str, Any]:
+    """The trained adapter's weights under the names that they are saved by."""
+    weights: dict[str, Any] = peft_library().get_peft_model_state_dict(model, adapter_name=TRAINED)
+    return weights
+
+
 def load_adapter_weights(model: Any, folder: Path) -> None:
     """Put a saved adapter's weights into the trained one of a model that has the same."""
     peft = peft_library()

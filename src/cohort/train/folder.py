@@ -51,6 +51,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
             "report.log_completions",
             "report.update_kl_completions",
             "report.term_norms_steps",
+            "report.check_saved",
         ),
     }
 )
@@ -246,9 +247,14 @@ class RunFolder:
         for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
             shutil.rmtree(self.checkpoint(old))
 
+    @property
+    def best(self) -> Path:
+        """Where the best model is."""
+        return self.path / "best"
+
     def save_best(self, state: RunState) -> None:
         """Keep the model as the best so far, in place of the one before. One that has its name is whole."""
-        target, part = self.path / "best", self.path / "best.part"
+        target, part = self.best, self.path / "best.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         save_model(state.policy, state.tokenizer, part)

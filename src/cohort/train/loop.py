@@ -38,6 +38,7 @@ from cohort.train.metrics import PhaseClock, policy_movement, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.packing import policy_logps, working_sequences
 from cohort.train.rollout import Rollout
+from cohort.train.saved import check_saved
 from cohort.train.update import UpdateResult, term_norms, update
 from cohort.types import TokenBatch
 
@@ -237,6 +238,8 @@ def finish_step(
         folder.write_rollout(step, rollout, batch)
     if last or due(step, config.run.save_steps):
         folder.save_checkpoint(parts.state(step))
+        if last and config.report.check_saved:
+            check_saved(parts.policy, folder.checkpoint(step))
     return metrics
 
 
@@ -253,6 +256,8 @@ def evaluate_step(parts: Parts, state: TrainerState, config: GRPOConfig, folder:
             folder.write_evaluation(step, name, evaluation)
     if parts.best.takes(step, metrics):
         folder.save_best(parts.state(step))
+        if config.report.check_saved:
+            check_saved(parts.policy, folder.best)
     return metrics
 
 

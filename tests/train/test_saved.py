@@ -1,0 +1,107 @@
+"""What was saved is what was trained, or the run says that it is not."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cohort.errors import RunFolderError
+from cohort.policy import Policy, Precision
+from cohort.train import save_model
+from cohort.train.saved import check_saved
+from tests.conftest import tiny_llama
+from tests.train.harness import ROWS, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+
+
+def saved(model, tokenizer, path, dtype=torch.float32):
+    policy = Policy(model.to(dtype), Precision(dtype, dtype))
+    save_model(policy, tokenizer, path)
+    return policy
+
+
+def spoil(path, change):
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_saved_model_is_the_trained_one(demo_tokenizer, tmp_path, tied, dtype):
+    model = tiny_llama(vocab_size=len(demo_tokenizer), tie_word_embeddings=tied)
+    policy = saved(model, demo_tokenizer, tmp_path, dtype)
+    check_saved(policy, tmp_path)
+    with torch.no_grad():  # the smallest change of one number
+        weight = policy.model.model.layers[1].mlp.up_proj.weight
+        weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(math.inf, dtype=dtype))
+    with pytest.raises(RunFolderError, match="model.layers.1.mlp.up_proj.weight differs"):
+        check_saved(policy, tmp_path)
+
+
+def test_a_tensor_that_is_not_there(demo_tokenizer, tmp_path):
+    policy = saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
+    spoil(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(RunFolderError, match="lacks model.norm.weight, which the trained model has: 1 in all"):
+        check_saved(policy, tmp_path)
+
+
+def test_another_precision_is_another_model(demo_tokenizer, tmp_path):
+    policy = saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
+    spoil(tmp_path, lambda tensors: tensors.update({name: value.bfloat16() for name, value in tensors.items()}))
+    with pytest.raises(RunFolderError, match="differs"):
+        check_saved(policy, tmp_path)
+
+
+def test_a_model_that_broke_is_saved_as_it_is(demo_tokenizer, tmp_path):
+    model = tiny_llama(vocab_size=len(demo_tokenizer))
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    check_saved(saved(model, demo_tokenizer, tmp_path), tmp_path)
+
+
+def test_weights_that_are_written_under_other_names(demo_tokenizer, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.rollout.test_families import ATTENTION
+
+    shape = ATTENTION | {"vocab_size": len(demo_tokenizer), "num_local_experts": 4}
+    policy = saved(AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)), demo_tokenizer, tmp_path)
+    check_saved(policy, tmp_path)
+    experts = next(name for name, _ in policy.model.named_parameters() if "experts" in name)
+    with torch.no_grad():
+        policy.model.get_parameter(experts)[0, 0] += 1
+    with pytest.raises(RunFolderError, match="experts.* differs"):
+        check_saved(policy, tmp_path)
+
+
+def test_adapters(demo_tokenizer, tmp_path):
+    pytest.importorskip("peft")
+    settings = {"lora": {"rank": 2, "modules_to_save": ["lm_head"]}, "max_steps": 1}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
+    trainer.train()
+    folder = tmp_path / "run" / "checkpoints" / "step-1"
+    check_saved(trainer.policy, folder)
+    name = next(name for name, _ in trainer.policy.model.named_parameters() if "lora_A" in name)
+    with torch.no_grad():
+        trainer.policy.model.get_parameter(name)[0, 0] += 1
+    with pytest.raises(RunFolderError, match="lora_A.* differs"):
+        check_saved(trainer.policy, folder)
+
+
+def test_a_run_looks_at_its_last_checkpoint_and_at_the_best(demo_tokenizer, tmp_path, monkeypatch):
+    import cohort.train.loop as loop_module
+
+    checked = []
+    monkeypatch.setattr(loop_module, "check_saved", lambda policy, folder: checked.append(folder.name))
+    settings = {"max_steps": 2, "save_steps": 1, "eval_rows": ROWS[:3], "metric_for_best_model": "eval/reward/mean"}
+    make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
+    assert checked[0] == "best"
+    assert checked[-1] == "step-2"
+    assert "step-1" not in checked
+    checked.clear()
+    make_trainer(demo_tokenizer, tmp_path / "off", check_saved=False, **settings).train()
+    assert checked == []
