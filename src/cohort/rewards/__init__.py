@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cohort.rewards.builtin import BUILTIN_REWARDS
-from cohort.rewards.contract import RewardFunction, TrainerState, resolve_reward
+from cohort.rewards.contract import RewardFunction, TrainerState
 from cohort.rewards.kinds import reward
+from cohort.rewards.specs import resolve_reward
 
 if TYPE_CHECKING:
     from cohort.rewards.runner import RewardRunner
