@@ -40,6 +40,8 @@ from typing import Any
 from cohort.errors import RewardError
 from cohort.rewards.calls import LOGS, call_recorded
 from cohort.rewards.kinds import Kind, Per, function_name, kind_of
+from cohort.rewards.model import RewardModel, is_reward_model
+from cohort.rewards.specs import resolve_reward
 from cohort.types import Completion, Group, Prompt
 
 RewardFunction = Callable[..., Any]
@@ -57,6 +59,17 @@ class TrainerState:
     """Passes over the data that are done."""
     evaluating: bool = False
     """Whether what is scored is an evaluation's."""
+
+
+def as_reward_function(given: Any) -> RewardFunction:
+    """A reward function as users give it: a callable, a name as ``resolve_reward`` takes it, or a reward model.
+
+    Raises:
+        RewardError: there is none of that name.
+    """
+    if isinstance(given, str):
+        return resolve_reward(given)
+    return RewardModel(given) if is_reward_model(given) else given
 
 
 @dataclass(frozen=True, slots=True)
