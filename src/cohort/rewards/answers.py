@@ -22,6 +22,8 @@ _FORMULA = re.compile(
 )
 _AND = re.compile(r"\s*(?:,|,?\s*\b(?:and|or)\b)\s*")
 _SENTENCE = re.compile(r".*?(?=[.!?]?(?:\*\*)?(?:\n|$)|[.!?](?:\*\*)?\s)")
+_LOOKED_AT = 300
+"""Characters after "answer is" in which the answer stands, at most."""
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[.):]\s")
 
 _NUMBER_IN_TEXT = re.compile(
@@ -32,13 +34,14 @@ _NUMBER_IN_TEXT = re.compile(
 def final_answer(text: str, *, marked: bool = False) -> str | None:
     r"""The answer that a text ends with, as it stands there; None without one.
 
-    It is what comes last of: the content of ``\boxed{}`` (several in a row, as in "\boxed{1} and \boxed{2}", are one
-    list), the rest of a line after ``####``, and what follows "answer is" or "answer:". Without any of these it is the
-    last formula or number of the text; a lone letter as formula does not count.
+    It is the content of the last ``\boxed{}`` (several in a row, as in "\boxed{1} and \boxed{2}", are one list) or the
+    rest of the last line after ``####``, whichever comes last; without them what follows the last "answer is" or
+    "answer:"; without any of these the whole of a text that is nothing but an answer, else the last formula or number,
+    where a lone letter as formula does not count.
 
     Args:
         text: what to look through.
-        marked: do without the last formula or number.
+        marked: do without what is not marked.
 
     >>> final_answer(r"Half of 3 is \boxed{\frac{3}{2}}, I think."), final_answer("so 7.\n#### 1,200")
     ('\\frac{3}{2}', '1,200')
@@ -49,14 +52,16 @@ def final_answer(text: str, *, marked: bool = False) -> str | None:
     ... )
     ('12', '4', None)
     """
-    found = max((*_boxed(text), *_after_hashes(text), *_after_answer_is(text)), default=None)
+    found = max((*_boxed(text), *_after_hashes(text)), default=None)
     if found is not None:
-        return found[1]
-    return None if marked else _last_in(text)
+        return found[1] or None  # a last box that is not closed was cut off: it says nothing
+    if (said := _after_answer_is(text)) is not None or marked:
+        return said
+    return text.strip() if is_bare(text) else _last_in(text)
 
 
 def _boxed(text: str) -> Iterator[tuple[int, str]]:
-    """Where the last box begins, and its content; a box that is not closed is none."""
+    """Where the last box begins, and its content; "" of one that is not closed."""
     boxes: list[tuple[int, int, str]] = []
     pairs = _pairs(text) if _BOX.search(text) else {}
     for opening in _BOX.finditer(text):
@@ -64,15 +69,15 @@ def _boxed(text: str) -> Iterator[tuple[int, str]]:
         if boxes and start < boxes[-1][1]:
             continue  # a box in a box
         if text[start : start + 1] == "{":
-            if (end := pairs.get(start)) is not None:
-                boxes.append((opening.start(), end + 1, text[start + 1 : end]))
+            end = pairs.get(start)
+            boxes.append((opening.start(), end + 1, text[start + 1 : end]) if end else (opening.start(), start, ""))
         elif bare := _BARE.match(text, start):  # \boxed 5
             boxes.append((opening.start(), bare.end(), bare[0]))
     if not boxes:
         return
     contents = [boxes[-1][2]]
     for (_, end, content), (start, _, _) in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
-        if not _BETWEEN_BOXES.fullmatch(text[end:start]):
+        if not contents[-1] or not _BETWEEN_BOXES.fullmatch(text, end, start):
             break
         contents.append(content)
     yield boxes[-1][0], ",".join(reversed(contents))
@@ -95,10 +100,9 @@ def _after_hashes(text: str) -> Iterator[tuple[int, str]]:
         yield found.start(), found[1]
 
 
-def _after_answer_is(text: str) -> Iterator[tuple[int, str]]:
-    for found in _ANSWER_IS.finditer(text):
-        if said := _said(text, found.end()):
-            yield found.start(), said
+def _after_answer_is(text: str) -> str | None:
+    places = [found.end() for found in _ANSWER_IS.finditer(text)]
+    return next((said for place in reversed(places) if (said := _said(text, place))), None)
 
 
 def _said(text: str, start: int) -> str | None:
@@ -111,8 +115,8 @@ def _said(text: str, start: int) -> str | None:
         return ",".join(parts)
     if choice := _CHOICE.match(text, start):
         return choice[1] or choice[2]
-    sentence = _SENTENCE.match(text, start)
-    said = sentence[0] if sentence else ""
+    sentence = _SENTENCE.match(text, start, start + _LOOKED_AT)
+    said = sentence[0] if sentence else text[start : start + _LOOKED_AT]
     if not is_prose(said):
         return said if len(said.split()) <= 8 else None
     first = min(
@@ -157,6 +161,19 @@ def _inside(found: re.Match[str]) -> str:
     return next((content for content in found.groupdict().values() if content is not None), found[0]).strip()
 
 
+def is_bare(text: str) -> bool:
+    """Whether a text is nothing but an answer: a line with no ordinary words in it, or of five words and nothing else.
+
+    >>> [is_bare(text) for text in ("5x + 3", "no real root", "(B)", "so 7", "")]
+    [True, True, True, False, False]
+    """
+    text = text.strip()
+    if not text or "\n" in text or len(text) > 200:
+        return False
+    words = words_of(text)
+    return not _ordinary_words(text) if words is None else len(words.split()) <= 5
+
+
 def is_prose(text: str) -> bool:
     r"""Whether a text is a sentence around an answer, and not the answer itself: two words or more that are neither in
     ``\text{}`` nor known to mathematics, where the text is not a number with its unit, and not words alone.
@@ -169,6 +186,9 @@ def is_prose(text: str) -> bool:
     """
     if number_of(text) is not None or words_of(text) is not None:
         return False
+    return len(_ordinary_words(text)) >= 2
+
+
+def _ordinary_words(text: str) -> set[str]:
     without_commands = re.sub(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+", " ", text)
-    words = {word.casefold() for word in re.findall(r"[^\W\d_]{2,}", without_commands)}
-    return len(words - NOT_UNITS) >= 2
+    return {word.casefold() for word in re.findall(r"[^\W\d_]{2,}", without_commands)} - NOT_UNITS

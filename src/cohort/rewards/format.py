@@ -63,8 +63,10 @@ def think_format(completion: Any, prefill: str = "", *, start: str = "<think>", 
     Args:
         start, end: the tags.
 
-    >>> think_format("<think>6*7</think>42"), think_format("6*7</think>42"), think_format("6*7</think>42", "<think>")
-    (1.0, 0.0, 1.0)
+    >>> think_format("<think>6*7</think>42"), think_format("6*7</think>42")
+    (1.0, 0.0)
+    >>> think_format("6*7</think>42", prefill="<think>")
+    1.0
     """
     turn = turn_text(completion, prefill).strip()
     before, _, answer = turn.partition(end)
@@ -104,7 +106,7 @@ def json_schema(
 
     Args:
         schema: a JSON schema as a table, as JSON text, or the path of a .json file.
-        fenced: False: the whole turn is the JSON. True: the last block that is fenced as ```json is.
+        fenced: False: the whole turn is the JSON. True: the last block in a fence for json is.
 
     >>> schema = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}
     >>> [json_schema(text, schema=schema) for text in ('{"age": 7}', '{"age": "seven"}', "seven")]

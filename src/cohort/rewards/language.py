@@ -15,8 +15,6 @@ _NOT_LANGUAGE = re.compile(
     re.DOTALL,
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+|(?<=[。!?;])|\n+")
-PIECE_LETTERS = 40
-"""Sentences are put together until they have so many letters: the language of fewer is often guessed wrong."""
 
 
 @lru_cache(maxsize=1)
@@ -40,18 +38,19 @@ def language(
 ) -> float | None:
     """The share of the completion that is in a language, from 0 to 1.
 
-    All that the assistant said is cut into pieces of one or more sentences; the share counts the letters of those
-    pieces whose likeliest language is the one asked for. Formulas, code, tags and addresses are left out. The language
-    of a text with fewer letters than ``min_letters`` cannot be told: None.
+    All that the assistant said is cut into sentences, short ones put together; the share counts the letters of those
+    whose likeliest language is the one asked for. Formulas, code, tags and addresses are left out. The language of a
+    text with fewer letters than ``min_letters`` cannot be told: None.
 
     Args:
         code: ISO 639 code of the language, as "en", "de" or "zh".
-        min_letters: letters, or signs of a script, that it takes to tell a language.
+        min_letters: letters, or signs of a script, that it takes to tell a language. Shorter sentences are put
+            together until they have so many.
 
     >>> language("The train leaves at noon and arrives before the shops close."), language("Ja.")
     (1.0, None)
     """
-    pieces = _pieces(_NOT_LANGUAGE.sub(" ", whole_text(completion)))
+    pieces = _pieces(_NOT_LANGUAGE.sub(" ", whole_text(completion)), min_letters)
     letters = [_letters(piece) for piece in pieces]
     if sum(letters) < min_letters:
         return None
@@ -59,12 +58,12 @@ def language(
     return sum(n for n, label in zip(letters, found, strict=True) if label == code) / sum(letters)
 
 
-def _pieces(text: str) -> list[str]:
+def _pieces(text: str, min_letters: int) -> list[str]:
     """Sentences, put together until a piece has enough letters; what is left over goes with the last."""
     pieces, piece = [], ""
     for sentence in _SENTENCE_END.split(text):
         piece += " " + sentence
-        if _letters(piece) >= PIECE_LETTERS:
+        if _letters(piece) >= min_letters:
             pieces.append(piece)
             piece = ""
     if pieces:

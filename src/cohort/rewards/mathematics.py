@@ -54,9 +54,10 @@ def math(
 ) -> float | None:
     r"""1 when the completion's final answer equals the row's ``answer``, 0 otherwise.
 
-    The final answer of a text is what comes last of: the content of ``\boxed{}``, the rest of a line after ``####``,
-    what follows "answer is" or "answer:"; without any of these, the last formula or number. What the prompt holds of
-    the assistant's turn is part of the text. ``answer`` is such a text, or the bare answer, or a number.
+    The final answer of a text is the content of its last ``\boxed{}`` or the rest of its last line after ``####``,
+    whichever comes last; without them, what follows the last "answer is" or "answer:"; without any of these, the whole
+    of a text that is nothing but an answer, else the last formula or number. What the prompt holds of the assistant's
+    turn is part of the text. ``answer`` is such a text, or the bare answer, or a number.
 
     Two numbers are compared exactly: decimals, fractions, mixed numbers, ``1.5 \times 10^3``, thousands separators.
     Money signs, degrees and units after a number are left out, so units are not compared. "50%" equals 1/2 and 50. A
@@ -98,7 +99,8 @@ def reasoning_answer(
         end: what ends the reasoning; the last one counts. It may stand in the prompt, where that begins the turn.
         marked: as in ``math``.
 
-    >>> [reasoning_answer(text, 7) for text in ("It is 7.</think>It is 8.", "It is 8.</think>It is 7.", "It is 7.")]
+    >>> texts = "It is 7.</think>So 8.", "It is 8.</think>So 7.", "So 7."
+    >>> [reasoning_answer(text, 7) for text in texts]
     [0.0, 1.0, 0.0]
     """
     _, ended, after = turn_text(completion, prefill).rpartition(end)
@@ -108,6 +110,8 @@ def reasoning_answer(
 def _scored(text: str, answer: Any, log_extra: Log | None, *, marked: bool) -> float | None:
     gold = read_gold(answer)
     said = final_answer(text, marked=marked)
+    if gold is not None and not marked and cleaned(text) == gold.text:
+        said = text  # "July 4" is the answer, and not 4
     if gold is None or said is None:
         if log_extra:
             log_extra("answer", None if said is None else cleaned(said))
@@ -173,7 +177,7 @@ def read_answer(said: str, gold: Answer) -> Answer | None:
 
 def _equation(text: str) -> bool:
     """Whether it is one equation, as in "x = 5" or "3 + 4 = 7", and not a list or an inequality."""
-    text = cleaned(text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", cleaned(text))
     return "=" in text and not re.search(r"[,;<>!]|\\[lg]e|\\neq|\b(?:and|or)\b", text)
 
 

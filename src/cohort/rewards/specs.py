@@ -85,8 +85,10 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
 def _values(call: ast.Call, spec: str) -> dict[str, Any]:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise RewardError(f"reward {spec!r}: values are given by name, as in NAME(key=value)")
-    values = {}
+    values: dict[str, Any] = {}
     for keyword in call.keywords:
+        if keyword.arg in values:
+            raise RewardError(f"reward {spec!r}: {keyword.arg} is given twice")
         try:
             values[str(keyword.arg)] = ast.literal_eval(keyword.value)
         except ValueError:

@@ -69,8 +69,8 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Fraction]], ...] = tuple(
     (re.compile(pattern), value)
     for pattern, value in (
         (rf"({DECIMAL})", _fraction),
+        (r"(\d+)\s+(\d+)\s*/\s*(\d+)", lambda a, b, c: _fraction(a) + _fraction(b) / _fraction(c)),  # not 2 113 over 7
         (rf"({DECIMAL})\s*/\s*({DECIMAL})", lambda a, b: _fraction(a) / _fraction(b)),
-        (r"(\d+)\s+(\d+)\s*/\s*(\d+)", lambda a, b, c: _fraction(a) + _fraction(b) / _fraction(c)),
         (r"\\frac" + 2 * _ARGUMENT.format(DECIMAL), lambda a, b: _fraction(a) / _fraction(b)),
         (r"(\d+)\s*\\frac" + 2 * _ARGUMENT.format(r"\d+"), lambda a, b, c: _fraction(a) + _fraction(b) / _fraction(c)),
         (rf"({DECIMAL})[eE]([-+]?\d{{1,3}})", lambda a, b: _fraction(a) * _power(b)),
@@ -151,7 +151,8 @@ def cleaned(text: str) -> str:
 def words_of(text: str) -> str | None:
     r"""An answer in words, in small letters without brackets around; None for what may be a formula.
 
-    Letters alone are words when there are three of them or more; fewer are variables, unless they are one capital.
+    Letters alone are words when there are three of them or more; fewer are variables, unless they are one capital or
+    "no".
 
     >>> words_of(r"\text{Monday}"), words_of("(B)"), words_of("No  real root"), words_of("xy"), words_of("5 apples")
     ('monday', 'b', 'no real root', None, None)
@@ -162,6 +163,6 @@ def words_of(text: str) -> str | None:
     if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s'\u2019-])*", bare):
         return None
     words = " ".join(bare.casefold().split())
-    if words in NOT_UNITS or (len(bare) < 3 and not (len(bare) == 1 and bare.isupper())):
+    if words in NOT_UNITS or (len(bare) < 3 and words != "no" and not (len(bare) == 1 and bare.isupper())):
         return None
     return words
