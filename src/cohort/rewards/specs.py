@@ -68,7 +68,10 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     spec = spec.strip()
     if not spec.endswith(")"):
         if "(" in spec and ":" not in spec:
-            raise RewardError(f"reward {spec!r}: the bracket is not closed")
+            raise RewardError(
+                f"reward {spec!r}: the bracket is not closed; on the command line, where a comma parts names, several "
+                """values are written --reward.functions '["NAME(a=1, b=2)"]'"""
+            )
         return spec, {}
     # A path may hold brackets too: the call is the longest end of the spec that reads as one.
     openings = [place for place, character in enumerate(spec) if character == "("]
