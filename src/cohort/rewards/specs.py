@@ -15,14 +15,16 @@ from pydantic.errors import PydanticUserError
 from cohort.errors import RewardError
 from cohort.plugins import load_function
 from cohort.rewards.builtin import BUILTIN_REWARDS, settings_of
+from cohort.rewards.model import RewardModel, is_reward_model
 
 
 def resolve_reward(spec: str) -> Callable[..., Any]:
     """A reward function by what the settings call it.
 
     Args:
-        spec: a built-in name, "module:function" or "file.py:function", and after it, in brackets, values for parameters
-            of the function, written as in Python: "soft_overlong(max_length=1024, buffer=256)".
+        spec: a built-in name, "module:function", "file.py:function", or the folder or hub id of a reward model; after
+            it, in brackets, values for parameters of the function, written as in Python:
+            "soft_overlong(max_length=1024, buffer=256)".
 
     Returns:
         The function, with those values bound. A built-in's settings are all bound, the defaults too, so that none of
@@ -36,12 +38,15 @@ def resolve_reward(spec: str) -> Callable[..., Any]:
     {'max_length': 1024, 'buffer': 256}
     """
     name, values = split_spec(spec)
+    if name not in BUILTIN_REWARDS and (is_reward_model(name) or ("/" in name and ":" not in name)):
+        bind(RewardModel, name, values)  # looks at the values
+        return RewardModel(name, **values)
     if ":" in name:
         return bind(load_function(name, what="reward", error=RewardError), name, values)
     if name not in BUILTIN_REWARDS:
         raise RewardError(
             f"unknown reward {name!r}: built in are {', '.join(BUILTIN_REWARDS)}; "
-            "your own is named module:function or file.py:function"
+            "your own is named module:function or file.py:function, a reward model by its folder or hub id"
         )
     row = BUILTIN_REWARDS[name]
     row.check_installed()
