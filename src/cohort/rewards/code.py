@@ -111,7 +111,7 @@ def extract_program(text: str, *, unfenced: bool = True) -> str | None:
     for languages in (_PYTHON, ("",)):
         found = [body for language, body in blocks if language in languages]
         if found:
-            return found[-1]
+            return str(found[-1])
     return text if unfenced and not blocks and text.strip() else None
 
 
@@ -247,7 +247,7 @@ async def _by_python(sandbox: Sandbox, program: str, task: Mapping[str, Any]) ->
         hears, asks = pipe(stack)
         learns, answers = pipe(stack)
         serving = started(sandbox, bwrap, "serve", program, pipes=(hears, answers))
-        judging = started(sandbox, bwrap, "judge", json.dumps(task), pipes=(learns, asks))
+        judging = started(replace(sandbox, output=1 << 26), bwrap, "judge", json.dumps(task), pipes=(learns, asks))
         served = await stack.enter_async_context(serving)
         result = await (await stack.enter_async_context(judging)).end(sandbox.seconds)
         said = [json.loads(line) for line in result.stdout.splitlines()]

@@ -1,8 +1,9 @@
 """Which system calls a sandboxed program may make: a seccomp filter, as the kernel takes it.
 
 A list of what is denied, and everything newer than the list denied too. The denied calls fail with EPERM, which Python
-shows as PermissionError; nothing is killed. Two calls are looked into: ``clone`` may make threads but no processes, and
-``socket`` may make unix sockets (asyncio needs a pair of them) but no others.
+shows as PermissionError; nothing is killed. Three calls are looked into: ``clone`` may make threads but no processes,
+``socket`` may make unix sockets (asyncio needs a pair of them) but no others, and ``prctl`` may not undo that a process
+dies with its parent, which is how a sandbox is ended.
 """
 
 from __future__ import annotations
@@ -112,11 +113,11 @@ DENIED = {
 }
 """Name to number on x86_64 and on aarch64; None: not there."""
 
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
-_CLONE_THREAD, _AF_UNIX = 0x00010000, 1
+_CLONE, _CLONE3, _SOCKET, _PRCTL = (56, 220), (435, 435), (41, 198), (157, 167)
+_CLONE_THREAD, _AF_UNIX, _SET_PARENT_DEATH_SIGNAL = 0x00010000, 1, 1
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0 = 0, 4, 16
-"""Where in ``struct seccomp_data``. Of an argument, the lower half: both looked into are ints, and the bytes are
-little-endian."""
+"""Where in ``struct seccomp_data``. Of an argument, the lower half: all that the kernel looks at in the three, and the
+bytes are little-endian."""
 _LOAD, _EQUAL, _ABOVE, _HAS_BITS, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
@@ -154,10 +155,15 @@ def system_call_filter(machine: str | None = None) -> bytes:
         _step(_HAS_BITS, _CLONE_THREAD, if_not=1),
         _step(_RETURN, _ALLOW),
         _step(_RETURN, _ERRNO | errno.EPERM),
-        _step(_EQUAL, _SOCKET[column], if_not=3),
+        _step(_EQUAL, _SOCKET[column], if_not=4),
         _step(_LOAD, _ARGUMENT_0),
-        _step(_EQUAL, _AF_UNIX, if_so=1),
+        _step(_EQUAL, _AF_UNIX, if_not=1),
+        _step(_RETURN, _ALLOW),
         _step(_RETURN, _ERRNO | errno.EAFNOSUPPORT),
+        _step(_EQUAL, _PRCTL[column], if_not=3),
+        _step(_LOAD, _ARGUMENT_0),
+        _step(_EQUAL, _SET_PARENT_DEATH_SIGNAL, if_not=1),
+        _step(_RETURN, _ERRNO | errno.EPERM),
         _step(_RETURN, _ALLOW),
     ]
     return b"".join(program)

@@ -15,30 +15,38 @@ OPEN_FILES = 64
 
 
 def set_limits(settings: dict[str, str]) -> None:
-    """Limits of the kernel, which no program can raise again; and another user where we are root."""
+    """Limits of the kernel, which no program can raise again.
+
+    The sandbox's first process gets them too: a program of the same user can write to that one's memory, and so have a
+    second process for itself.
+    """
     megabyte = 1024 * 1024
-    limits = [
-        (resource.RLIMIT_AS, int(settings["memory"]) * megabyte),
-        (resource.RLIMIT_FSIZE, int(settings["files"]) * megabyte),
-        (resource.RLIMIT_NOFILE, OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-    ]
-    if "user" in settings:  # root's tasks are never counted against RLIMIT_NPROC
-        user = int(settings["user"])
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-    if "threads" in settings:
-        limits.append((resource.RLIMIT_NPROC, int(settings["threads"])))
-    cpu = int(settings["cpu"])
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (cpu, cpu + 1)
-    )  # at the first a signal that says why, at the second the end
-    for which, value in limits:
+    limits = {
+        resource.RLIMIT_AS: int(settings["memory"]) * megabyte,
+        resource.RLIMIT_FSIZE: int(settings["files"]) * megabyte,
+        resource.RLIMIT_CPU: int(settings["cpu"]),
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    sandboxed = "threads" in settings
+    if sandboxed:
+        limits[resource.RLIMIT_NPROC] = int(settings["threads"])
+    for which, value in limits.items():
         hard = resource.getrlimit(which)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (limit, limit))
+        # processor time: at the first limit a signal that says why, a second later the end
+        pair = (limit, limit + 1) if which == resource.RLIMIT_CPU and limit == value else (limit, limit)
+        if sandboxed:
+            resource.prlimit(1, which, pair)
+        resource.setrlimit(which, pair)
+
+
+def change_user(user: int) -> None:
+    """Be another user: root's tasks are not counted against RLIMIT_NPROC."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def read_exactly(count: int) -> bytes:
@@ -73,6 +81,8 @@ def main() -> None:
         sys.path.pop()
     sys.path.extend(path for path in settings["packages"].split(os.pathsep) if path)
     set_limits(settings)
+    if "user" in settings:
+        change_user(int(settings["user"]))
     os.write(ready, b"1")
     os.close(ready)
     source = read_exactly(int(settings["length"]))
