@@ -53,8 +53,11 @@ def interpreter(python: str) -> Interpreter:
 
 def environment(home: str) -> dict[str, str]:
     """All that a program's environment holds. Bubblewrap itself gets no more: its own can be read from inside."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}
+    # one arena: each thread's own would take 64 MB of the address space, used or not
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
+    return {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"} | dict.fromkeys(
+        threads, "1"
+    )
 
 
 def arguments(

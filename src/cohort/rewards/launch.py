@@ -49,14 +49,14 @@ class Result:
 class Program:
     """A program that runs, or is about to."""
 
-    def __init__(self, process: asyncio.subprocess.Process, sent: bytes, limit: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stdin: FileIO, sent: bytes, limit: int) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         self._process = process
         self._limit = limit
         self._cut: Literal["timeout", "output"] | None = None
         self._stdout, self._stderr = bytearray(), bytearray()
-        self._sending = asyncio.create_task(self._send(sent))
+        self._sending = asyncio.create_task(_write(stdin, sent))
         self._ending = [
             asyncio.create_task(process.wait()),
             asyncio.create_task(self._read(process.stdout, self._stdout)),
@@ -104,14 +104,6 @@ class Program:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _send(self, data: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
-        with contextlib.suppress(ConnectionError):  # it need not read
-            stdin.write(data)
-            await stdin.drain()
-        stdin.close()
-
     async def _read(self, stream: asyncio.StreamReader, written: bytearray) -> None:
         while chunk := await stream.read(1 << 16):
             room = self._limit - len(written)
@@ -154,6 +146,7 @@ async def started(
     code = source.encode(errors="surrogatepass")
     with contextlib.ExitStack() as stack:
         ready, told = pipe(stack)
+        given, ours = pipe(stack)
         theirs = [told, *(pipes or ())]
         folder = "/tmp" if bwrap else stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
         python = interpreter(sandbox.python or sys.executable)
@@ -173,6 +166,8 @@ async def started(
         command: list[str] = []
         if bwrap:
             settings |= {"threads": sandbox.threads} | ({"user": NOBODY} if users else {})
+            if users:  # so that /dev/stdin can be opened
+                os.fchown(given.fileno(), NOBODY, NOBODY)
             rules = _filled(stack, system_call_filter())
             theirs += [rules, *(users.theirs if users else ())]
             map_fds = users.fds if users else None
@@ -180,8 +175,8 @@ async def started(
             command = [bwrap, *shown]
         command += [python.executable, "-I", "-S", f"{settings['here']}/inside/start.py"]
         command += [f"{name}={value}" for name, value in settings.items()]
-        process = await _spawn(command, folder, theirs)
-        program = Program(process, code + stdin.encode(errors="surrogatepass"), sandbox.output)
+        process = await _spawn(command, folder, given, theirs)
+        program = Program(process, ours, code + stdin.encode(errors="surrogatepass"), sandbox.output)
         try:
             await _stand(program, ready, users)
             yield program
@@ -189,12 +184,12 @@ async def started(
             await program.close()
 
 
-async def _spawn(command: list[str], folder: str, theirs: list[FileIO]) -> asyncio.subprocess.Process:
+async def _spawn(command: list[str], folder: str, stdin: FileIO, theirs: list[FileIO]) -> asyncio.subprocess.Process:
     """Start a process that has these ends of pipes. They are closed here, so that what is read ends when it ends."""
     try:
         return await asyncio.create_subprocess_exec(
             *command,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=folder,
@@ -205,7 +200,7 @@ async def _spawn(command: list[str], folder: str, theirs: list[FileIO]) -> async
     except OSError as error:
         raise RewardError(f"{command[0]} could not be started: {error}") from None
     finally:
-        for file in theirs:
+        for file in (stdin, *theirs):
             file.close()
 
 
@@ -262,11 +257,29 @@ def _filled(stack: contextlib.ExitStack, data: bytes) -> FileIO:
 
 async def _read(file: FileIO) -> bytes:
     """What there is to read, as soon as there is some; nothing at the end."""
-    readable = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(file, readable.set)
+    ready, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(file, ready.set)
     try:
-        await readable.wait()
+        await ready.wait()
     finally:
         loop.remove_reader(file)
     return os.read(file.fileno(), 4096)
+
+
+async def _write(file: FileIO, data: bytes) -> None:
+    """Write all of it, or as much as somebody reads. A pipe, not the socket that asyncio would give: programs open it
+    again as /dev/stdin."""
+    os.set_blocking(file.fileno(), False)
+    ready, loop, rest = asyncio.Event(), asyncio.get_running_loop(), memoryview(data)
+    loop.add_writer(file, ready.set)
+    try:
+        while rest:
+            await ready.wait()
+            ready.clear()
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(file.fileno(), rest) :]
+    except BrokenPipeError:  # it need not read
+        pass
+    finally:
+        loop.remove_writer(file)
+        file.close()

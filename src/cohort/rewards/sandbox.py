@@ -28,11 +28,13 @@ from cohort.rewards.launch import START_SECONDS, Result, started
 
 T = TypeVar("T")
 
-_HELP = """Install bubblewrap (Debian, Ubuntu, Fedora: the package bubblewrap; Arch: bubblewrap). It needs user
-namespaces: Ubuntu 24.04 and later allow them to programs with an AppArmor profile only (add one for /usr/bin/bwrap, or
-set kernel.apparmor_restrict_unprivileged_userns=0); user.max_user_namespaces must not be 0; a container needs
---security-opt seccomp=unconfined --security-opt systempaths=unconfined, or --privileged. allow_unsandboxed=True runs
-programs without it: with your rights, your files and your network."""
+_HELP = (
+    "Install bubblewrap (the package bubblewrap of most distributions). It needs user namespaces: Ubuntu 24.04 and "
+    "later give them to programs with an AppArmor profile only (add one for bwrap, or set the sysctl "
+    "kernel.apparmor_restrict_unprivileged_userns=0); user.max_user_namespaces must not be 0; Docker needs "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined. "
+    "allow_unsandboxed=True runs programs all the same: with your rights, your files and your network"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def bubblewrap(sandbox: Sandbox) -> str | None:
     if problem is None:
         return bwrap
     if not sandbox.allow_unsandboxed:
-        raise RewardError(f"there is no sandbox to run programs in: {problem}. {_HELP}")
+        raise RewardError(f"there is no sandbox to run programs in: {problem}. {_HELP}.")
     _warn_once(problem)
     return None
 
