@@ -24,12 +24,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from cohort.plugins import file_modules, load_file_module
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Set to 1 in a worker: several processes with several threads each would wait for one another."""
+
+
+LOAD_SECONDS = 600
+"""What importing a function's module may take."""
 
 
 class CallFailed(Exception):  # noqa: N818 - said of the call, not of the pool
@@ -49,7 +54,8 @@ class CallFailed(Exception):  # noqa: N818 - said of the call, not of the pool
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    function: bytes
+    function: tuple[int, bytes]
+    """Its number, and what it is sent as: once to each process."""
     arguments: Mapping[str, Any]
     timeout: float | None
     future: Future[Any]
@@ -72,7 +78,7 @@ class Workers:
         self.count = count
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._processes = [_Process() for _ in range(count)]
-        self._encoded: dict[int, tuple[Any, bytes]] = {}
+        self._encoded: dict[int, tuple[Any, tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
         self._started = False
         self._finalizer = weakref.finalize(self, _stop, self._calls, self._processes)
@@ -96,7 +102,7 @@ class Workers:
                 self._started = True
             kept = self._encoded.get(id(function))
             if kept is None:  # the function is kept beside its code, so that no other one can get its id
-                kept = self._encoded[id(function)] = (function, _encode(function))
+                kept = self._encoded[id(function)] = (function, (len(self._encoded), _encode(function)))
         call = _Call(kept[1], arguments, timeout, Future())
         self._calls.put(call)
         return call.future
@@ -115,8 +121,8 @@ class Workers:
 def _stop(calls: queue.SimpleQueue[_Call | None], processes: list[_Process]) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
-            if (call := calls.get_nowait()) is not None:
-                call.future.cancel()
+            if (call := calls.get_nowait()) is not None and call.future.set_running_or_notify_cancel():
+                call.future.set_exception(CallFailed("the workers were stopped"))
     for process in processes:
         calls.put(None)
         process.stop(for_good=True)
@@ -139,19 +145,28 @@ class _Process:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._known: set[int] = set()
         self._closed = False
         self._lock = threading.Lock()
 
-    def call(self, function: bytes, arguments: Mapping[str, Any], timeout: float | None) -> Any:
+    def call(self, function: tuple[int, bytes], arguments: Mapping[str, Any], timeout: float | None) -> Any:
         import dill
 
         try:
-            message = dill.dumps((function, dict(arguments)), recurse=True)
+            sent = dill.dumps(dict(arguments), recurse=True)
         except Exception as error:
             raise CallFailed(f"its arguments cannot be sent to another process: {error}") from error
+        number, encoded = function
+        if number not in self._known:  # what its module imports is not the call's time
+            self._ask((number, encoded, None), LOAD_SECONDS)
+            self._known.add(number)
+        return dill.loads(self._ask((number, None, sent), timeout))
+
+    def _ask(self, message: tuple[int, bytes | None, bytes | None], timeout: float | None) -> bytes:
+        """The worker's answer to a message."""
         connection = self._running()
         try:
-            connection.send_bytes(message)
+            connection.send_bytes(pickle.dumps(message))
             if not connection.poll(timeout):
                 self.stop()
                 raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
@@ -159,9 +174,10 @@ class _Process:
         except (EOFError, OSError):
             code = self.stop()
             raise CallFailed(f"its worker process died ({_how(code)})") from None
-        if succeeded:
-            return dill.loads(rest[0])
-        raise CallFailed(*rest)
+        if not succeeded:
+            raise CallFailed(*rest)
+        answer: bytes = rest[0]
+        return answer
 
     def _running(self) -> Connection:
         with self._lock:
@@ -185,6 +201,7 @@ class _Process:
         with self._lock:
             process, connection = self._process, self._connection
             self._process = self._connection = None
+            self._known = set()
             self._closed = self._closed or for_good
             if process is None:
                 return None
@@ -237,8 +254,15 @@ def _decode(encoded: bytes) -> Callable[..., Any]:
     return function
 
 
+def said_of(error: BaseException) -> str:
+    """An exception in one line, with the place it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"raised {type(error).__name__}: {error}{place}"
+
+
 def _work(connection: Connection) -> None:
-    """The worker's whole life: a message, a call, an answer."""
+    """The worker's whole life: a message, a function loaded or called, an answer."""
     import dill
 
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -250,15 +274,17 @@ def _work(connection: Connection) -> None:
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
-    functions: dict[bytes, Callable[..., Any]] = {}
+    functions: dict[int, Callable[..., Any]] = {}
     while True:
+        number, encoded, arguments = pickle.loads(messages.get())
         try:
-            encoded, arguments = dill.loads(messages.get())
-            if encoded not in functions:
-                functions[encoded] = _decode(encoded)
-            answer = pickle.dumps((True, dill.dumps(functions[encoded](**arguments), recurse=True)))
+            if arguments is None:
+                functions[number], answer = _decode(encoded), b""
+            else:
+                answer = dill.dumps(functions[number](**dill.loads(arguments)), recurse=True)
+            answer = pickle.dumps((True, answer))
         except Exception as error:
-            answer = pickle.dumps((False, f"{type(error).__name__}: {error}", traceback.format_exc()))
+            answer = pickle.dumps((False, said_of(error), traceback.format_exc().rstrip()))
         connection.send_bytes(answer)
 
 

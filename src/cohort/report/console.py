@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.objective import explain
+from cohort.rewards import RewardRunner
 from cohort.rollout import Sampling
 
 if TYPE_CHECKING:
@@ -36,12 +37,13 @@ def describe_run(
     engine: LocalEngine,
     budget: str,
     prompts: PromptStream,
+    rewards: RewardRunner,
     objective: Objective,
     schedule: Schedule,
     config: GRPOConfig,
 ) -> str:
-    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective,
-    schedule."""
+    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, rewards,
+    objective, schedule."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
     share = "" if trained == count else f"{trained:,} of {count:,} parameters; "
@@ -56,6 +58,7 @@ def describe_run(
             f"sampling: {sampling.describe()}{replayed}",
             engine.describe_ends(),
             f"first prompt: {prompts.take(0, 1)[0].text!r}",
+            rewards.describe(),
             explain(objective),
             f"update: {share}{policy.passes.description}; {budget}",
             f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "

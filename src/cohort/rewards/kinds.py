@@ -18,7 +18,7 @@ _MARK = "__cohort_reward__"
 @dataclass(frozen=True, slots=True)
 class _Mark:
     per: Per | None
-    isolated: bool
+    isolated: bool | None
     timeout: float | None
 
 
@@ -29,8 +29,8 @@ class Kind:
     per: Per
     """What one call sees."""
     is_async: bool
-    isolated: bool
-    """Whether it is called in a worker process, whatever the settings."""
+    isolated: bool | None
+    """Whether it is called in a worker process; None: as the settings say."""
     timeout: float | None
     """Its own limit in seconds per call; None: that of the settings."""
 
@@ -39,10 +39,10 @@ class Kind:
 def reward(function: F) -> F: ...
 @overload
 def reward(
-    function: None = None, *, per: Per | None = None, isolated: bool = False, timeout: float | None = None
+    function: None = None, *, per: Per | None = None, isolated: bool | None = None, timeout: float | None = None
 ) -> Callable[[F], F]: ...
 def reward(
-    function: F | None = None, *, per: Per | None = None, isolated: bool = False, timeout: float | None = None
+    function: F | None = None, *, per: Per | None = None, isolated: bool | None = None, timeout: float | None = None
 ) -> F | Callable[[F], F]:
     """Say of a reward function, or of a class whose instances are ones, how it is to be called.
 
@@ -50,7 +50,8 @@ def reward(
         function: when the decorator stands without brackets.
         per: what one call sees: one "sample", all completions of one prompt ("group"), or all of a rollout ("batch").
             None: as its parameters say (``kind_of``).
-        isolated: always call it in a worker process, which is killed when it takes too long.
+        isolated: True: always call it in a worker process, which is killed when it takes too long; False: never. None:
+            as the settings say.
         timeout: seconds a call may take. None: ``reward.timeout`` of the settings.
 
     Raises:
@@ -82,7 +83,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     ('sample', 'batch')
     """
     inner = unwrapped(function)
-    mark: _Mark = getattr(inner, _MARK, None) or _Mark(None, False, None)
+    mark: _Mark = getattr(inner, _MARK, None) or _Mark(None, None, None)
     per = mark.per
     if per is None:
         try:

@@ -24,8 +24,8 @@ from cohort.data import Place, PromptStream
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
-from cohort.rewards import RewardRunner
-from cohort.rollout import Draws, Engine, Sampling
+from cohort.rewards import RewardRunner, TrainerState
+from cohort.rollout import Draws, Engine, Sampling, Watch
 from cohort.train.adapt import Adaptive
 from cohort.train.batch import assemble, assign_advantages, split_minibatches
 from cohort.train.check import check_sampler_gap
@@ -99,12 +99,17 @@ def run(
             wanted = schedule.prompts_per_step - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
             place += wanted
-            with clock("generate"):
+            scoring = parts.rewards.begin(prompts, schedule.num_generations, trainer_state(schedule, step, parts.place.taken))
+            with clock("generate"):  # async rewards and those in workers begin as completions end
                 groups = parts.engine.generate(
-                    prompts, schedule.num_generations, sampling, Draws(config.run.seed, step)
+                    prompts,
+                    schedule.num_generations,
+                    sampling,
+                    Draws(config.run.seed, step),
+                    Watch(on_completion=scoring.take),
                 )
             with clock("reward"):
-                scored = Rollout.of(groups, parts.rewards.score(groups), objective)
+                scored = Rollout.of(groups, scoring.finish(groups), objective)
             rollout = scored if rollout is None else rollout + scored
         rollout.check_drawn()
         if step == first_step:
@@ -197,6 +202,11 @@ def missing(rollout: Rollout, schedule: Schedule, objective: Objective) -> bool:
         and sum(rollout.used_R) < schedule.prompts_per_step
         and rollout.rounds < rule.max_rounds
     )
+
+
+def trainer_state(schedule: Schedule, step: int, place: int) -> TrainerState:
+    """What reward functions are told of the run."""
+    return TrainerState(step, schedule.steps, place / schedule.num_prompts)
 
 
 def finish_step(
