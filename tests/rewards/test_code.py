@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
-from cohort.errors import RewardError
+from cohort.errors import DataError, RewardError
+from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
 from cohort.rewards.kinds import kind_of
 from cohort.rewards.sandbox import Sandbox
+from cohort.types import Completion, FinishReason, Group, Prompt
 
 try:
     Sandbox().check()
@@ -330,10 +332,10 @@ def test_hacks_by_output():
 @needs_bwrap
 def test_what_one_test_does_to_the_next():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
-    _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=0.4)
+    _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert (passed, why) == ("2/3", "test 2: TimeoutError: the test's time is over")
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C: it cannot be called back
-    _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=0.4)
+    _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
     slow = "import time\ntime.sleep(60)"
     assert score(slow, [{"input": "", "output": ""}] * 20, timeout=0.7, test_timeout=0.3, partial=True)[1:] == (
@@ -347,6 +349,9 @@ def test_limits_are_handed_on():
     eats = "def f(x):\n    return len(bytearray(300 * 10**6))"
     assert score(eats, ["assert f(1)"])[0] == 1.0
     assert "MemoryError" in score(eats, ["assert f(1)"], memory=200)[2]
+    writes = "def f(x):\n    return open('file', 'w').write(x * 1000)"
+    assert "Read-only" in score(writes, ["assert f('a') == 1000"])[2]
+    assert score(writes, ["assert f('a') == 1000"], files=1)[0] == 1.0
     numpy = "import numpy as np\ndef f(n):\n    return np.arange(n)"
     tests = ["import numpy as np\nassert (f(3) == np.array([0, 1, 2])).all()", "assert f(3)[1] == 1"]
     assert score(numpy, tests, packages=True)[0] == 1.0
@@ -373,18 +378,18 @@ def test_limits_are_handed_on():
     ],
 )
 def test_rows_without_tests(tests, message):
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises(DataError, match=message):
         parse_tests(tests)
 
 
 @needs_bwrap
 def test_tests_that_cannot_be_run_are_no_zero():
-    with pytest.raises(RewardError, match=r"hand over a function: only plain data"):
+    with pytest.raises(DataError, match=r"hand over a function: only plain data"):
         score("def f(g):\n    return g(1)", ["assert f(lambda x: x) == 1"])
     in_a_case = (
         "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(f(len), 1)"
     )
-    with pytest.raises(RewardError, match="hand over a builtin_function_or_method"):
+    with pytest.raises(DataError, match="hand over a builtin_function_or_method"):
         score("def f(g):\n    return g(1)", in_a_case)
 
 
@@ -431,6 +436,28 @@ def test_outputs():
     assert not same_output("A", "a")
 
 
+def test_a_program_that_goes_on_needs_a_text():
+    if NONE:
+        pytest.skip(NONE)
+    with pytest.raises(RewardError, match="prompts that are strings, got list"):
+        asyncio.run(code("x", ["assert True"], prompt=[], continues=True))
+
+
+@needs_bwrap
+def test_in_the_runner_a_row_without_tests_is_unscored():
+    prompts = [Prompt(n, n, (1,), "", "", {"tests": tests}) for n, tests in enumerate([["assert f(1) == 1"], None])]
+    texts = ["```python\ndef f(x): return 1\n```", "```python\ndef f(x): return 2\n```", "no program\n```\n1/0\n```"]
+    groups = [
+        Group(prompt, tuple(Completion((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts))
+        for prompt in prompts
+    ]
+    scores = RewardRunner([resolve_reward("cohort.rewards.code:code")]).score(groups)
+    assert scores.rewards_S[:3].tolist() == [1.0, 0.0, 0.0]
+    assert scores.rewards_S[3:].isnan().all()
+    assert "DataError" in scores.errors[3]
+    assert scores.extras["passed"] == ["1/1", "0/1", "0/1", None, None, None]
+
+
 def test_it_is_called_per_sample():
     kind = kind_of(code)
-    assert (kind.per, kind.is_async, kind.isolated) == ("sample", True, False)
+    assert (kind.per, kind.is_async) == ("sample", True)

@@ -242,6 +242,20 @@ def test_files_are_limited():
     assert said.startswith("OSError [Errno 24]")
 
 
+@needs_bwrap
+def test_no_files_at_all():
+    for place in ("x", "/tmp/x", "/dev/shm/x"):
+        assert attempt(f"open({place!r}, 'w')", files=0).startswith(("OSError", "PermissionError"))
+    assert attempt("os.getcwd(), os.listdir('.')", files=0) == "('/tmp', [])\n"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("user", [0, 1000])
+def test_no_descriptors_but_the_three(monkeypatch, user):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert attempt("sorted(os.listdir('/proc/self/fd'))") == "['0', '1', '2', '3']\n"  # 3 is that folder's own
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -536,7 +550,12 @@ def test_unsandboxed_by_choice(no_bwrap):
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["seconds", "memory", "files", "output", "threads"])
+def test_no_negative_files():
+    with pytest.raises(RewardError, match="the sandbox's files must be 0 or above, got -1"):
+        Sandbox(files=-1)
+
+
+@pytest.mark.parametrize("name", ["seconds", "memory", "output", "threads"])
 def test_limits_are_above_0(name):
     with pytest.raises(RewardError, match=f"the sandbox's {name} must be above 0, got -1"):
         Sandbox(**{name: -1})

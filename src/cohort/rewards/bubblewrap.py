@@ -68,7 +68,7 @@ def arguments(
     Args:
         python: whose files are shown.
         packages: show its packages too.
-        files: MB that /tmp holds.
+        files: MB that /tmp holds; 0: it is read-only.
         filter_fd: where the filter of system calls is read from.
         map_fds: where bubblewrap says its process's id, and where it waits until the users are mapped. None: it maps
             the one user itself.
@@ -84,8 +84,8 @@ def arguments(
     given += _shown([path for path in shown if os.path.exists(path)])  # noqa: PTH110
     given += ["--ro-bind", str(INSIDE), f"{HERE}/inside", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     given += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    given += ["--perms", "1777", "--size", str(files << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    return [*given, "--remount-ro", "/"]  # its root is in memory too, and of no limited size
+    given += ["--perms", "1777", "--size", str(files << 20), "--tmpfs", "/tmp"] if files else ["--dir", "/tmp"]
+    return [*given, "--chdir", "/tmp", "--remount-ro", "/"]  # its root is in memory too, and of no limited size
 
 
 def _shown(paths: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.errors import RewardError
+from cohort.errors import DataError, RewardError, SandboxError
 from cohort.rewards.builtin import completion_text
 from cohort.rewards.inside.plan import plan
 from cohort.rewards.kinds import reward
@@ -55,6 +55,7 @@ async def code(
     timeout: float = 30.0,
     test_timeout: float = 6.0,
     memory: int = 1024,
+    files: int = 0,
     packages: bool = False,
     allow_unsandboxed: bool = False,
 ) -> float:
@@ -76,20 +77,25 @@ async def code(
         timeout: seconds for all tests of a completion.
         test_timeout: seconds for each.
         memory: MB that the program may use.
+        files: MB that it may write into its working folder. 0: it can write none.
         packages: whether it may import installed packages.
         allow_unsandboxed: without bubblewrap, run programs all the same. See ``Sandbox``.
 
     Raises:
-        RewardError: there is no sandbox, or it failed, or the row's tests are none. Never because of the program.
+        RewardError: there is no sandbox (``Sandbox.check``), or ``continues`` and the prompt is no string.
+        DataError: the row's tests cannot be run.
+        SandboxError: a sandbox failed. The completion is then unscored. Never because of what the program did.
     """
-    sandbox = Sandbox(timeout, memory, packages=packages, allow_unsandboxed=allow_unsandboxed)
+    sandbox = Sandbox(timeout, memory, files, packages=packages, allow_unsandboxed=allow_unsandboxed)
     sandbox.check()
+    if continues and not isinstance(prompt, str):
+        raise RewardError(f"code(continues=True) needs prompts that are strings, got {type(prompt).__name__}")
     task = parse_tests(tests, entry_point)
     program = extract_program(prefill + completion_text(completion), unfenced=unfenced)
     if program is None:
         verdict = Verdict(0, "no program in the completion")
     else:
-        program = str(prompt) + program if continues else program
+        program = prompt + program if continues else program
         verdict = await judge(sandbox, program, task, test_timeout=test_timeout, stop_early=not partial)
     if log_extra is not None:
         log_extra("passed", f"{verdict.passed}/{task.count}")
@@ -133,7 +139,7 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> Task:
     """A row's tests, in whichever form they come; see ``code``.
 
     Raises:
-        RewardError: in none of them, or there is no test.
+        DataError: in none of them, or there is no test.
 
     >>> parse_tests({"inputs": ["1 2"], "outputs": [["3"]]}).pairs
     (('1 2', '3'),)
@@ -154,7 +160,7 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> Task:
             return _python({"tests": list(tests), "entry_point": entry_point})
         if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests):
             return _pairs([test["input"] for test in tests], [test["output"] for test in tests], None)
-    raise RewardError(
+    raise DataError(
         "the code reward's column tests must be assert statements, a test program, or inputs with outputs; "
         f"got {tests!r:.80}"
     )
@@ -162,7 +168,7 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> Task:
 
 def _pairs(inputs: Any, outputs: Any, function: str | None) -> Task:
     if not (isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs) > 0):
-        raise RewardError("a row's tests must have as many inputs as outputs, and one at least")
+        raise DataError("a row's tests must have as many inputs as outputs, and one at least")
     if function:
         calls = [
             [value if isinstance(value, list) else [value], output]
@@ -179,7 +185,7 @@ def _python(task: dict[str, Any]) -> Task:
             warnings.simplefilter("ignore")  # of the tests' style
             return Task(sum(step.counts for step in plan(task)), python=task)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"the row's tests cannot be run: {type(error).__name__}: {error}") from None
+        raise DataError(f"the row's tests cannot be run: {type(error).__name__}: {error}") from None
 
 
 def _text(value: Any) -> str:
@@ -211,7 +217,7 @@ async def judge(sandbox: Sandbox, program: str, task: Task, *, test_timeout: flo
         stop_early: run none after the first that fails.
 
     Raises:
-        RewardError: see ``code``.
+        DataError, SandboxError: see ``code``.
     """
     if task.python is None:
         return await _by_output(sandbox, program, task.pairs, test_timeout, stop_early)
@@ -252,8 +258,10 @@ async def _by_python(sandbox: Sandbox, program: str, task: Mapping[str, Any]) ->
         result = await (await stack.enter_async_context(judging)).end(sandbox.seconds)
         said = [json.loads(line) for line in result.stdout.splitlines()]
         unusable = next((message["unusable"] for message in said if "unusable" in message), None)
-        if unusable or not said:
-            raise RewardError(f"the row's tests cannot be run: {unusable or result.status}{result.stderr[-300:]}")
+        if unusable:
+            raise DataError(f"the row's tests cannot be run: {unusable}")
+        if not said:
+            raise SandboxError(f"the tests ended before they began: {result.status} {result.stderr[-300:]}")
         results = said[1:]
         passed = sum(message["passed"] for message in results)
         why = next((f"test {number}: {m['error']}" for number, m in enumerate(results, 1) if not m["passed"]), "")

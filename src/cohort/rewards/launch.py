@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from io import FileIO
 from typing import TYPE_CHECKING, Any, Literal
 
-from cohort.errors import RewardError
+from cohort.errors import SandboxError
 from cohort.rewards.bubblewrap import HERE, INSIDE, NOBODY, arguments, environment, interpreter, map_users
 from cohort.rewards.syscalls import system_call_filter
 
@@ -69,7 +69,7 @@ class Program:
         """How it ends, by itself or after so many seconds.
 
         Raises:
-            RewardError: something else has killed the sandbox.
+            SandboxError: something else has killed the sandbox.
         """
         await asyncio.wait(self._ending, timeout=max(0.0, seconds - (time.monotonic() - self.since)))
         if self._process.returncode is None:
@@ -77,7 +77,7 @@ class Program:
         await self.close()
         took, code = time.monotonic() - self.since, self._process.returncode
         if code is None or (self._cut is None and code == -signal.SIGKILL):
-            raise RewardError("the sandbox was killed, and not from here: is the machine out of memory?")
+            raise SandboxError("the sandbox was killed, and not from here: is the machine out of memory?")
         code = 128 - code if code < 0 else code
         stdout, stderr = (bytes(written).decode(errors="replace") for written in (self._stdout, self._stderr))
         return Result(self._cut or _status(code, stderr), None if self._cut else code, stdout, stderr, took)
@@ -141,7 +141,7 @@ async def started(
         pipes: what it reads from and writes to besides. Closed here once it has them.
 
     Raises:
-        RewardError: the sandbox could not be made.
+        SandboxError: the sandbox could not be made.
     """
     code = source.encode(errors="surrogatepass")
     with contextlib.ExitStack() as stack:
@@ -198,7 +198,7 @@ async def _spawn(command: list[str], folder: str, stdin: FileIO, theirs: list[Fi
             start_new_session=True,
         )
     except OSError as error:
-        raise RewardError(f"{command[0]} could not be started: {error}") from None
+        raise SandboxError(f"{command[0]} could not be started: {error}") from None
     finally:
         for file in (stdin, *theirs):
             file.close()
@@ -210,9 +210,9 @@ async def _stand(program: Program, ready: FileIO, users: _Users | None) -> None:
         async with asyncio.timeout(START_SECONDS):
             stands = (users is None or await users.map()) and await _read(ready)
     except TimeoutError:
-        raise RewardError(f"a sandbox did not stand after {START_SECONDS:g} s") from None
+        raise SandboxError(f"a sandbox did not stand after {START_SECONDS:g} s") from None
     if not stands:
-        raise RewardError(f"a sandbox could not be made: {await program.failure()}")
+        raise SandboxError(f"a sandbox could not be made: {await program.failure()}")
     program.since = time.monotonic()
 
 
@@ -235,7 +235,7 @@ class _Users:
         try:
             map_users(int(found[1]))
         except OSError as error:
-            raise RewardError(f"a sandbox's users cannot be mapped: {error}") from None
+            raise SandboxError(f"a sandbox's users cannot be mapped: {error}") from None
         self._go.write(b"1")
         self._go.close()
         return True

@@ -2,11 +2,11 @@
 
 The sandbox is bubblewrap's (``bwrap``): new namespaces for users, processes, mounts, network, IPC, host name and
 cgroups; no capabilities; an empty read-only root with the interpreter and the system's libraries in it; ``/tmp`` in
-memory, of limited size; a filter of system calls (``rewards.syscalls``) and limits of the kernel. What that stops and
-what it does not is said in ``docs/sandbox.md``.
+memory, of limited size, or none; a filter of system calls (``rewards.syscalls``) and limits of the kernel. What that
+stops and what it does not is said in ``docs/sandbox.md``.
 
 Memory needs no cgroup: a program cannot start processes, so the limit of its address space, plus what ``/tmp`` may
-hold, is the limit of all it uses.
+hold, is the limit of all it uses but for the kernel's own records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cohort.errors import RewardError
+from cohort.errors import CohortError, RewardError
 from cohort.rewards.launch import START_SECONDS, Result, started
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Sandbox:
     """What programs may use. One object serves any number of programs, each in a sandbox of its own.
 
     Raises:
-        RewardError: a limit is not above 0.
+        RewardError: a limit is out of range.
 
     >>> Sandbox(seconds=0)
     Traceback (most recent call last):
@@ -54,7 +54,8 @@ class Sandbox:
     memory: int = 1024
     """MB of address space of a program, the interpreter's own 15 included; more is a MemoryError there."""
     files: int = 64
-    """MB that /tmp, its working folder, can hold. They are memory too."""
+    """MB that /tmp, its working folder, can hold; they are memory too. 0: nothing can be written. Above 0 the number of
+    empty files is not limited, and each takes a kilobyte of the kernel's memory."""
     output: int = 1 << 20
     """Bytes of standard output, and of standard error."""
     threads: int = 32
@@ -67,9 +68,11 @@ class Sandbox:
     """Without bubblewrap, run programs with limits of the kernel alone, as ordinary processes, in place of an error."""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory", "files", "output", "threads"):
+        for name in ("seconds", "memory", "output", "threads"):
             if not getattr(self, name) > 0:
                 raise RewardError(f"the sandbox's {name} must be above 0, got {getattr(self, name)!r}")
+        if self.files < 0:
+            raise RewardError(f"the sandbox's files must be 0 or above, got {self.files!r}")
 
     async def run(self, source: str, stdin: str = "") -> Result:
         """Run a program to its end.
@@ -81,18 +84,15 @@ class Sandbox:
             stdin: what it reads from its standard input.
 
         Raises:
-            RewardError: there is no sandbox, or it could not be made. Never because of what the program did.
+            RewardError: there is no sandbox (``check``).
+            SandboxError: this one could not be made, or was killed. Never because of what the program did.
         """
         bwrap = bubblewrap(self)
         async with slot(), started(self, bwrap, "run", source, stdin=stdin) as program:
             return await program.end(self.seconds)
 
     def run_sync(self, source: str, stdin: str = "") -> Result:
-        """``run``, for callers without an event loop.
-
-        >>> Sandbox(allow_unsandboxed=True).run_sync("print(input()[::-1])", stdin="abc").stdout  # doctest: +SKIP
-        'cba\\n'
-        """
+        """``run``, for callers that do not await."""
         return in_thread(self.run(source, stdin))
 
     def check(self) -> None:
@@ -133,7 +133,8 @@ _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 def slot() -> asyncio.Semaphore:
     """The running loop's semaphore, of as many places as there are processors."""
-    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(len(os.sched_getaffinity(0))))
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(processors))
 
 
 # -- whether there is a sandbox ----------------------------------------------------------------------------------------
@@ -180,6 +181,6 @@ def _problem(python: str, packages: bool, bwrap: str | None) -> str | None:
 
     try:
         result = in_thread(attempt())
-    except RewardError as error:
+    except CohortError as error:
         return str(error)
     return None if result.stdout == "42\n" else f"a trial program ended with {result}"

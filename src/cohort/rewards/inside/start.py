@@ -49,6 +49,15 @@ def change_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
+def close_others(settings: dict[str, str]) -> None:
+    """Close what bubblewrap has left open."""
+    last = 2
+    for fd in sorted(int(settings[name]) for name in ("ready", "reads", "writes") if name in settings):
+        os.closerange(last + 1, fd)
+        last = fd
+    os.closerange(last + 1, 1 << 16)
+
+
 def read_exactly(count: int) -> bytes:
     """So many bytes of the standard input and not one more: what follows is the program's."""
     parts = []
@@ -80,6 +89,7 @@ def main() -> None:
         main_of_mode = import_module(f"inside.{mode}").main
         sys.path.pop()
     sys.path.extend(path for path in settings["packages"].split(os.pathsep) if path)
+    close_others(settings)
     set_limits(settings)
     if "user" in settings:
         change_user(int(settings["user"]))
