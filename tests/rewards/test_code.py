@@ -283,6 +283,7 @@ HACKS = {
     "kills": "import os, signal\nfor p in range(1, 50):\n    try: os.kill(p, 0) if p == os.getpid() else os.kill(p, 9)\n"
     "    except OSError: pass\ndef f(x): return 0",
     "says yes": "print('{\"tests\": 2}')\nprint('{\"passed\": true, \"error\": null}')\nprint('OK')\ndef f(x): return 0",
+    "ends the tests' loops": "def f(x):\n    raise StopIteration",
     "takes long to answer": "import time\ndef f(x): time.sleep(60)",
     "answers a lot": "def f(x): return 'x' * (1 << 27)",
     "answers deeply": "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
@@ -295,6 +296,7 @@ ASSERTS = [
     "assert 1234567 in f(1)",
     "assert f(1) in (1234567, 0.5)",
     "assert all(f(i) == 1234567 for i in range(3))",
+    "assert all(map(lambda i: f(i) == 1234567, range(3)))",
     "assert isinstance(f(1), int) and f(1) > 1234566",
     "assert math.isclose(f(1), 1234567)",
     "assert len(f(1)) == 1234567",
@@ -317,7 +319,7 @@ def test_the_reader_of_memory_would_find_a_test_in_it():
 @needs_bwrap
 def test_the_right_answer_passes_the_same_tests():
     program = "class N(int):\n    def __len__(self): return 1234567\ndef f(x): return 1234567"
-    assert score(program, ASSERTS, partial=True)[0] == 0.8  # an int has no ``in`` and no ``len``
+    assert score(program, ASSERTS, partial=True)[1] == "9/11"  # an int has no ``in`` and no ``len``
 
 
 @needs_bwrap

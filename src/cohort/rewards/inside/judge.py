@@ -79,7 +79,6 @@ class Link:
 
     def __init__(self, connection: wire.Wire) -> None:
         self.connection = connection
-        self.deadline = 0.0
         self.broken = False
         self.unusable: str | None = None
         """Why the tests cannot be run, whatever the program is."""
@@ -100,7 +99,10 @@ class Link:
             }
         )
         if "error" in answer:
-            raise self._exception(answer["error"])(*answer["arguments"])
+            kind = self._exception(answer["error"])
+            if issubclass(kind, StopIteration) and operation != "next":
+                kind = RuntimeError  # else it would end a ``map`` of the tests' early, and ``all`` of nothing is true
+            raise kind(*answer["arguments"])
         if answer.get("arguments") is not None:
             for ours, theirs in zip(arguments, wire.decode(answer["arguments"], self.find), strict=True):
                 _restore(ours, theirs)
