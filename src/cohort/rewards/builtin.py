@@ -25,6 +25,8 @@ class BuiltinReward:
     """Within ``cohort.rewards``. The function is called like the row."""
     package: str | None = None
     """The module that it needs beside Cohort's own; one of the extra ``rewards``."""
+    program: str | None = None
+    """The program that it needs; its own check says how to get it."""
 
     def load(self) -> Callable[..., Any]:
         """The function."""
@@ -47,7 +49,7 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
         BuiltinReward("math", "mathematics", "math_verify"),
         BuiltinReward("reasoning_answer", "mathematics", "math_verify"),
         BuiltinReward("gsm8k", "mathematics"),
-        # code: BuiltinReward("code", "code"),
+        BuiltinReward("code", "code", program="bwrap"),
         BuiltinReward("exact_match", "text"),
         BuiltinReward("fuzzy_match", "text", "rapidfuzz"),
         BuiltinReward("regex", "format"),
@@ -75,8 +77,8 @@ def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def columns_of(function: Callable[..., Any]) -> list[str]:
     """The data's columns that a built-in function needs."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in ARGUMENTS]
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p.name for p in named if p.default is p.empty and p.name not in ARGUMENTS]
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:

@@ -70,12 +70,14 @@ def _needs(row: BuiltinReward, function: Callable[..., Any]) -> str:
     needs = [f"the column {column}" for column in columns]
     if row.package is not None:
         needs.append(f"{row.package}: pip install 'cohort-rl[rewards]'")
+    if row.program is not None:
+        needs.append(f"the program {row.program}")
     return "; ".join(needs)
 
 
 def _plain(text: str) -> str:
     """A docstring as it is read on a terminal."""
-    return re.sub(r"``(.+?)``", r"\1", text)
+    return re.sub(r"``(.+?)``", r"\1", text, flags=re.DOTALL)
 
 
 def _wrapped(text: str, first: str, rest: str | None = None) -> list[str]:
