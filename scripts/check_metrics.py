@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ OBJECTIVES: tuple[dict[str, Any], ...] = (
 )
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
-    """Something that a random model scores differently on."""
+def reward(
+    completions: list[str], log_extra: Callable[..., None], log_metric: Callable[..., None], **_: Any
+) -> list[float]:
+    """Something that a random model scores differently on, and something logged of each kind."""
+    log_extra("answer", completions)
+    log_metric("reward", 1.0)
     return [sum(character.isdigit() for character in text) / (len(text) + 1) for text in completions]
 
 
@@ -58,7 +63,9 @@ def logged_keys(objective: dict[str, Any], folder: Path, *, named: bool) -> set[
 
 def documented_as(key: str) -> str:
     """A key with names of the user's own put in capitals."""
-    return re.sub(r"^mismatch/[^/]+/", "mismatch/RULE/", re.sub("reward(s?)/reward", r"reward\1/NAME", key))
+    key = re.sub(r"^mismatch/[^/]+/", "mismatch/RULE/", key.replace("eval/small/", "eval/"))
+    key = re.sub(r"(pass|maj)@\d+", r"\1@K", key)
+    return re.sub("(rewards?|custom)/reward", r"\1/NAME", key)
 
 
 def main() -> int:

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return generate(options)
             case "eval":
                 return evaluate(options, overrides)
+            case "rewards":
+                rewards(options)
             case "config":
                 from cohort.config import annotated_toml
 
@@ -98,6 +100,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_generate(commands)
     add_eval(commands)
+    rewards_parser = commands.add_parser(
+        "rewards",
+        help="list the built-in rewards, or explain one",
+        usage="cohort rewards [NAME]",
+        epilog='Example of the settings: reward.functions = ["math", "soft_overlong(max_length=1024, buffer=256)"]',
+        allow_abbrev=False,
+    )
+    rewards_parser.add_argument("name", nargs="?", metavar="NAME", help="a built-in reward")
     commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
     return parser
 
@@ -274,6 +284,13 @@ def objective(options: argparse.Namespace) -> None:
 
     try_own_functions(resolved)
     print(explain(resolved))
+
+
+def rewards(options: argparse.Namespace) -> None:
+    """``cohort rewards``."""
+    from cohort.rewards.listing import explain_reward, list_rewards
+
+    print(list_rewards() if options.name is None else explain_reward(options.name))
 
 
 def generate(options: argparse.Namespace) -> int:

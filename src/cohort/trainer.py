@@ -25,7 +25,7 @@ from cohort.objective import Objective, try_own_functions
 from cohort.policy import context_length, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
-from cohort.rewards import RewardFunction, RewardRunner, TrainerState, resolve_reward
+from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
 from cohort.train import (
     Adaptive,
     Best,
@@ -351,4 +351,4 @@ def _part_without_negative_rewards(objective: Objective) -> str | None:
 
 def _reward_functions(given: Any) -> list[RewardFunction]:
     listed = [given] if callable(given) or isinstance(given, str) else list(given or ())
-    return [resolve_reward(item) if isinstance(item, str) else item for item in listed]
+    return [as_reward_function(item) for item in listed]

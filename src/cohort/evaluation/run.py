@@ -19,7 +19,7 @@ from cohort.errors import NonFiniteError
 from cohort.evaluation.request import Request, model_of
 from cohort.evaluation.show import compared, show, write_rows, write_summary
 from cohort.policy import context_length, load_tokenizer, read_config, resolve_device
-from cohort.rewards import RewardRunner, resolve_reward
+from cohort.rewards import RewardRunner, as_reward_function
 from cohort.train import Evaluation, Evaluator, check_settings, load_policy, local_engine
 
 
@@ -78,7 +78,7 @@ class Job:
         request.check_files()
         settings = request.settings()
         rewards = RewardRunner(
-            [resolve_reward(name) for name in settings.reward.functions],
+            [as_reward_function(name) for name in settings.reward.functions],
             settings.reward.weights,
             settings.reward,
             per_token=settings.resolved_objective.credit in ("process", "given"),

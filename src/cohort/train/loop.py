@@ -104,7 +104,9 @@ def run(
             wanted = schedule.prompts_per_step - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
             place += wanted
-            scoring = parts.rewards.begin(prompts, schedule.num_generations, trainer_state(schedule, step, place))
+            scoring = parts.rewards.begin(
+                prompts, schedule.num_generations, trainer_state(schedule, step, parts.place.taken)
+            )
             with clock("generate"):  # async rewards and those in workers begin as completions end
                 groups = parts.engine.generate(
                     prompts,
