@@ -252,7 +252,7 @@ class GRPOTrainer:
 
     def describe(self) -> str:
         """The run in words: what the start of ``train`` prints."""
-        return describe_run(
+        described = describe_run(
             policy=self.policy,
             engine=self.engine,
             budget=self.budget.describe(),
@@ -262,6 +262,7 @@ class GRPOTrainer:
             schedule=self.schedule,
             config=self.args,
         )
+        return f"{described}\n{self.evaluator.describe()}" if self.evaluator else described
 
     def _start(self, folder: RunFolder) -> int:
         folder.start(self.args)

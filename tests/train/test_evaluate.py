@@ -294,3 +294,11 @@ def test_the_line_of_an_evaluation():
     )
     assert split_metric("eval/aime/pass@8/mean") == ("aime", "pass@8")
     assert split_metric("eval/rewards/math/mean") == ("", "rewards/math")
+
+
+def test_the_start_says_what_is_evaluated(demo_tokenizer, tmp_path):
+    settings = {"temperature_eval": 0.5, "num_generations_eval": 2, "max_completion_length_eval": 7}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows={"a": ROWS[:3], "b": ROWS[:5]}, **settings)
+    assert "\nevaluation: a 3, b 5 prompts x 2; temperature 0.5, top-k off" in trainer.describe()
+    assert "0 to 7 tokens" in trainer.describe()
+    assert "evaluation" not in make_trainer(demo_tokenizer, tmp_path / "plain").describe()

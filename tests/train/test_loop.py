@@ -163,7 +163,7 @@ def test_every_metric_is_documented(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, beta=0.1, eval_rows=ROWS[:4])
     (metrics,) = trainer.steps()
     for key in metrics:
-        name = key.replace("digits_reward", "NAME")
+        name = key.replace("digits_reward", "NAME").replace("pass@1", "pass@K")
         assert f"`{name}`" in page, name
 
 

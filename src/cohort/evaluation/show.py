@@ -16,7 +16,7 @@ from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Row
 from cohort.train import Comparison, Estimate, Evaluation, compare
 from cohort.train.evaluate import eval_sampling
-from cohort.train.folder import json_value
+from cohort.train.folder import json_value, write_whole
 from cohort.train.statistics import Floats
 
 Evaluations = Mapping[str, Evaluation]
@@ -140,21 +140,21 @@ def write_rows(
         settings: what is correct.
         functions: the reward functions' names.
     """
-    judge = f"rewards/{settings.pass_function or functions[0]}"
-    with Path(file).expanduser().open("w", encoding="utf-8") as out:
-        for name, evaluation in found.items():
-            samples: list[list[dict[str, Any]]] = [[] for _ in rows[name]]
-            for one in evaluation.table.to_pylist():
-                samples[one["row"]].append(one)
-            for row, own in zip(rows[name], samples, strict=True):
-                scored = [one[judge] >= settings.pass_threshold for one in own if one[judge] is not None]
-                line = {
-                    **{(f"row.{key}" if key in OWN_COLUMNS else key): value for key, value in row.items()},
-                    **({"set": name} if name else {}),
-                    "samples": [_sample(one) for one in own],
-                    "pass_rate": sum(scored) / len(scored) if scored else None,
-                }
-                out.write(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    judge, lines = f"rewards/{settings.pass_function or functions[0]}", []
+    for name, evaluation in found.items():
+        samples: list[list[dict[str, Any]]] = [[] for _ in rows[name]]
+        for one in evaluation.table.to_pylist():
+            samples[one["row"]].append(one)
+        for row, own in zip(rows[name], samples, strict=True):
+            scored = [one[judge] >= settings.pass_threshold for one in own if one[judge] is not None]
+            line = {
+                **{(f"row.{key}" if key in OWN_COLUMNS else key): value for key, value in row.items()},
+                **({"set": name} if name else {}),
+                "samples": [_sample(one) for one in own],
+                "pass_rate": sum(scored) / len(scored) if scored else None,
+            }
+            lines.append(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    write_whole(Path(file).expanduser(), "".join(lines))
 
 
 def _sample(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,4 +188,4 @@ def write_summary(
         },
     }
     text = json.dumps(json_value(summary), indent=2, allow_nan=False, ensure_ascii=False)
-    Path(file).expanduser().write_text(text + "\n", encoding="utf-8")
+    write_whole(Path(file).expanduser(), text + "\n")

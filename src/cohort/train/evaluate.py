@@ -129,6 +129,12 @@ class Evaluator:
         with seeded(self.seed):
             return {n: self._evaluate(engine, prompts, state, on_completion) for n, prompts in self.sets.items()}
 
+    def describe(self) -> str:
+        """What is evaluated, and how it is sampled."""
+        sets = ", ".join(f"{name} {len(prompts):,}".strip() for name, prompts in self.sets.items())
+        count = self.settings.num_generations_eval
+        return f"evaluation: {sets} prompts x {count}; {self.sampling.describe()}"
+
     def _evaluate(
         self, engine: Engine, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
     ) -> Evaluation:

@@ -121,8 +121,8 @@ class RunFolder:
         self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            _write_whole(self.path / "config.toml", to_toml(config))
-            _write_whole(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
+            write_whole(self.path / "config.toml", to_toml(config))
+            write_whole(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
@@ -165,7 +165,7 @@ class RunFolder:
     def resume(self, config: GRPOConfig, step: int) -> None:
         """Go on after ``step``: what is done again is forgotten, and the settings are those of now."""
         self.drop_metrics_after(step)
-        _write_whole(self.path / "config.toml", to_toml(config))
+        write_whole(self.path / "config.toml", to_toml(config))
 
     def first_evaluation(self) -> dict[str, Any] | None:
         """The evaluation from before the first step, if there was one."""
@@ -187,11 +187,11 @@ class RunFolder:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            _write_whole(path, "".join(kept))
+            write_whole(path, "".join(kept))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """``summary.json``."""
-        _write_whole(self.path / "summary.json", json.dumps(json_value(summary), indent=2, allow_nan=False) + "\n")
+        write_whole(self.path / "summary.json", json.dumps(json_value(summary), indent=2, allow_nan=False) + "\n")
 
     def write_rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
         """Every completion of a step, a row each, as Parquet; those that no update used have no advantage."""
@@ -334,7 +334,7 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is either the old one or the whole new one."""
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:
