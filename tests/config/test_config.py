@@ -414,3 +414,69 @@ def test_a_comma_in_brackets_parts_nothing(tmp_path):
     config = load_config(tmp_path / "run.toml", given)
     assert config.reward.functions == ("f.py:a(x=1, y=(2, 3))", "math", "g.py:b")
     assert config.rollout.stop == ("a", "b)")
+
+
+# Evaluation --------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_settings_have_a_section_of_their_own(tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text("[run]\neval_steps = 3\n[rollout]\nnum_generations_eval = 2\n")
+    with pytest.raises(ConfigError, match="unknown setting run.eval_steps; did you mean eval.eval_steps"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="did you mean eval.num_generations_eval"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="unknown setting --run.eval_steps; did you mean --eval.eval_steps"):
+        apply_overrides({}, ["--run.eval_steps", "3"])
+    with pytest.raises(ConfigError, match="eval is a section: .*did you mean data.eval"):
+        GRPOConfig(eval="test.jsonl")
+    assert GRPOConfig(eval_steps=3, num_generations_eval=2).eval.eval_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pass_at_k": [1, 8], "num_generations_eval": 4}, "pass_at_k asks for 8 completions per prompt"),
+        ({"maj_at_k": [2]}, "maj_at_k asks for 2 completions per prompt, and num_generations_eval is 1"),
+        ({"pass_at_k": [0]}, "eval.pass_at_k.0"),
+        ({"early_stopping_patience": 2}, "needs a metric: set eval.metric_for_best_model"),
+        ({"temperature_eval": -0.1}, "eval.temperature_eval"),
+        ({"confidence": 1.0}, "eval.confidence"),
+        ({"bootstrap_samples": 10}, "eval.bootstrap_samples"),
+        (
+            {"min_completion_length": 9, "max_completion_length_eval": 8},
+            r"must be at most eval.max_completion_length_eval \(8\)",
+        ),
+        ({"load_best_model_at_end": True}, "set eval.metric_for_best_model"),
+    ],
+)
+def test_evaluation_settings_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**settings)
+
+
+def test_evaluation_sets(tmp_path):
+    sets = {"gsm8k": "test.jsonl", "aime-24": str(tmp_path / "aime.jsonl")}
+    config = GRPOConfig(data={"eval": {"gsm8k": "test.jsonl", "aime-24": tmp_path / "aime.jsonl"}})
+    assert config.data.eval == sets
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "run.toml") == config
+    flags = ["--data.eval", '{ gsm8k = "test.jsonl" }', "--eval.pass_at_k", "1,8", "--eval.num_generations_eval", "8"]
+    flagged = apply_overrides({}, flags)
+    assert (flagged.data.eval, flagged.eval.pass_at_k) == ({"gsm8k": "test.jsonl"}, (1, 8))
+    assert apply_overrides({}, ["--eval.pass_at_k", "", "--data.eval", "a.jsonl"]).eval.pass_at_k == ()
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ({"a/b": "x"}, "data.eval: an evaluation set's name .* got 'a/b'"),
+        ({"length": "x"}, "none of reward, rewards, length"),
+        ({}, "it is empty"),
+        ({"a": ""}, "a: expected a file or a data set's name, got ''"),
+        (3, "expected a file, a data set's name, or a table of them under names, got 3"),
+    ],
+)
+def test_evaluation_sets_that_cannot_be(sets, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(data={"eval": sets})

@@ -316,6 +316,9 @@ _KNOWN_ELSEWHERE = {
         "set objective.mismatch = [{ rule = 'weight', level = 'token', mode = 'truncate', high = 2.0 }]; modes are "
         "'truncate', 'mask' and 'reject'",
     ),
+    "load_best_model_at_end": "the best model is kept in best/ in the run folder: set eval.metric_for_best_model",
+    **dict.fromkeys(("eval_strategy", "do_eval"), "set eval.eval_steps; data.eval names the data"),
+    "per_device_eval_batch_size": "set rollout.max_batch_size, which changes no result",
     "disable_dropout": "dropout is off; model.dropout = true keeps the model's own",
     "warmup_ratio": "set optim.warmup_steps",
     **dict.fromkeys(("report_to", "run_name"), "metrics are written to the run folder's metrics.jsonl"),
@@ -357,7 +360,8 @@ def _sentence(item: Any) -> str:
         case "value_error":
             return f"{path}: {item['ctx']['error']}" if path else str(item["ctx"]["error"])
         case "model_type" | "dict_type":
-            return f"{path} is a section: expected a table of settings, got {item['input']!r}"
+            setting = f"; did you mean {names[path]}.{path}?" if path in (names := setting_names()) else ""
+            return f"{path} is a section: expected a table of settings, got {item['input']!r}{setting}"
         case _:
             message = item["msg"][0].lower() + item["msg"][1:]
             return f"{path}: {message}, got {item['input']!r}"

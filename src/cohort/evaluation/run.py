@@ -103,10 +103,10 @@ class Job:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(written) from None
         comparisons = compared(found[0], found[1], self.settings) if len(found) > 1 else {}
-        show(Console(width=None if Console().is_terminal else 120), found, comparisons, self.settings)
         if self.request.json:
             paths = [subject.path for subject in self.subjects]
             write_summary(self.request.json, paths, found, comparisons, self.settings)
+        show(Console(width=None if Console().is_terminal else 120), found, comparisons, self.settings)
 
     def _evaluate(self, subject: Subject) -> Mapping[str, Evaluation]:
         """Load a model, evaluate it and let it go."""

@@ -143,7 +143,8 @@ def write_rows(
     judge, lines = f"rewards/{settings.pass_function or functions[0]}", []
     for name, evaluation in found.items():
         samples: list[list[dict[str, Any]]] = [[] for _ in rows[name]]
-        for one in evaluation.table.to_pylist():
+        unused = [name for name in ("prompt", "sampler_logps", "full_logps") if name in evaluation.table.column_names]
+        for one in evaluation.table.drop_columns(unused).to_pylist():
             samples[one["row"]].append(one)
         for row, own in zip(rows[name], samples, strict=True):
             scored = [one[judge] >= settings.pass_threshold for one in own if one[judge] is not None]
@@ -154,7 +155,9 @@ def write_rows(
                 "pass_rate": sum(scored) / len(scored) if scored else None,
             }
             lines.append(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
-    write_whole(Path(file).expanduser(), "".join(lines))
+    # What UTF-8 cannot hold, half a surrogate pair from a row, is escaped just as JSON would have it.
+    text = "".join(lines).encode("utf-8", "backslashreplace").decode()
+    write_whole(Path(file).expanduser(), text)
 
 
 def _sample(one: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ class Evaluator:
                     on_completion()
 
             groups = engine.generate(some, count, self.sampling, draws, Watch(on_completion=ended))
+            assert all(len(group.completions) == count for group in groups)  # those that failed too
             scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
             completions += [(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions]
