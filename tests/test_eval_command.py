@@ -85,7 +85,7 @@ def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
     written = lines(tmp_path / "out.jsonl")
     rewards = [[one["reward"] for one in row["samples"]] for row in written]
     assert metrics["eval/reward/mean"] == pytest.approx(sum(map(sum, rewards)) / 48)
-    assert f"{metrics['eval/pass@4/mean']:.3f}  (" in said.out
+    assert f"{metrics['eval/pass@4/mean']:.3f} [" in said.out
     assert metrics["eval/pass@4/mean"] == pytest.approx(sum(map(max, rewards)) / 12)
     for row, given in zip(written, rows, strict=True):
         assert given.items() <= row.items()

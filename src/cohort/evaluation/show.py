@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +57,7 @@ def show(console: Console, found: Sequence[Evaluations], comparisons: Comparison
     for name, evaluation in found[0].items():
         prompts = evaluation.table.num_rows // settings.eval.num_generations_eval
         title = f"{name}: " * bool(name) + f"{prompts:,} prompts, {_share(confidence)} intervals over them"
-        table = Table("metric", title=title)
+        table = Table("metric", title=title, box=SIMPLE)
         for heading in ("model", "against")[: len(found)]:
             table.add_column(heading)
         if comparisons:
@@ -120,7 +121,8 @@ def _cell(estimate: Estimate | None, metric: str, *, signed: bool = False) -> st
         return "none"
     form = ("+" if signed else "") + (".1f" if metric == "length" else ".3f")
     plain = form.lstrip("+")
-    return f"{estimate.mean:{form}}  ({estimate.low:{plain}} to {estimate.high:{plain}})"
+    # Without a space inside the interval, a narrow terminal breaks the line before it.
+    return f"{estimate.mean:{form}} [{estimate.low:{plain}},{estimate.high:{plain}}]"
 
 
 def write_rows(
