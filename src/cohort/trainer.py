@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cohort.config import GRPOConfig, ModelConfig, RolloutConfig, Schedule
-from cohort.data import Place, PromptSet, PromptStream, Row, check_rows, first_rows, load_rows
+from cohort.data import Data, LengthLimit, PromptSet, check_data, load_data, prompt_stream
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import Objective, try_own_functions
 from cohort.policy import (
@@ -87,19 +87,21 @@ class GRPOTrainer:
             per_token=objective.credit in ("process", "given"),
             not_negative=_part_without_negative_rewards(objective),
         )
-        rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows, "training")
-        if rows is None:
-            raise DataError("no training data: pass train_dataset, or set data.train")
-        self.schedule = Schedule.of(config, len(rows))
-        eval_rows = _rows(eval_dataset, config.data.eval, config.data.eval_split, config.data.eval_rows, "evaluation")
+        data, eval_data = _load(train_dataset, eval_dataset, config)
 
         self.tokenizer = processing_class or load_tokenizer(
             _name(model), trust_remote_code=config.model.trust_remote_code
         )
         self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
-        prompts = self._prompt_set(rows, "the training data")
-        eval_prompts = None if eval_rows is None else self._prompt_set(eval_rows, "the evaluation data")
-        self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        if config.data.chat_template is not None:
+            self.tokenizer.chat_template = config.data.chat_template  # checkpoints are saved with it
+        self._limit = LengthLimit.of(
+            config.data, context_length(self._model_config), config.rollout.max_completion_length
+        )
+        prompts = self._prompt_set(data)
+        eval_prompts = None if eval_data is None else self._prompt_set(eval_data)
+        self.prompts = prompt_stream(prompts, self.tokenizer, config.data, self._limit, seed=config.run.seed)
+        self.schedule = Schedule.of(config, self.prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
@@ -108,11 +110,10 @@ class GRPOTrainer:
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
         self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
+            self.policy, config.optim.microbatch_tokens, self.prompts.longest, config.rollout.max_completion_length
         )
-        self._place = Place()
         self.evaluator = None if eval_prompts is None else self._evaluator(eval_prompts)
-        self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
+        self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train, showing progress; return the summary that also lies in the run folder as ``summary.json``.
@@ -148,7 +149,6 @@ class GRPOTrainer:
             evaluator=self.evaluator,
             budget=self.budget,
             adaptive=Adaptive.of(self.objective),
-            place=self._place,
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
@@ -187,7 +187,7 @@ class GRPOTrainer:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = self._place.taken * self.schedule.num_generations
+        self.summary["completions"] = self.prompts.place.prompts * self.schedule.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -213,8 +213,8 @@ class GRPOTrainer:
         """``evaluate`` with the completions it drew."""
         evaluator = self.evaluator
         if eval_dataset is not None:
-            what = "the evaluation data"
-            evaluator = self._evaluator(self._prompt_set(check_rows(eval_dataset, what), what))
+            data = load_data(eval_dataset, self.args.data, evaluation=True)
+            evaluator = None if data is None else self._evaluator(self._prompt_set(data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         return evaluator.evaluate(self.engine)
@@ -241,7 +241,7 @@ class GRPOTrainer:
         )
 
     def _start(self, folder: RunFolder) -> int:
-        folder.start(self.args)
+        folder.start(self.args, self.prompts.take(0, 1)[0].text)
         torch.manual_seed(self.args.run.seed)
         if self.args.report.progress:
             announce(self.describe(), f"run folder: {folder.path}")
@@ -255,16 +255,15 @@ class GRPOTrainer:
                 "raise run.max_steps to go on"
             )
         folder.load_checkpoint(parts.state(step))
+        self.schedule = self.schedule.resumed(step, self.prompts.place.taken)
         folder.resume(self.args, step)
         if self.args.report.progress:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
 
-    def _prompt_set(self, rows: Sequence[Row], name: str) -> PromptSet:
+    def _prompt_set(self, data: Data) -> PromptSet:
         """Rows as prompts that fit the model, with the reward functions tried on the first two."""
-        prompts = PromptSet(rows, self.tokenizer, self.args.data, name=name)
-        if (context := context_length(self._model_config)) is not None:
-            prompts.check_context(context, self.args.rollout.max_completion_length)
+        prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
         self.rewards.dry_run([prompts.prompt(index, uid=index) for index in range(min(2, len(prompts)))])
         return prompts
 
@@ -353,10 +352,17 @@ def _name(model: Any) -> str:
     raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
 
 
-def _rows(given: Any, source: str, split: str, limit: int | None, kind: str) -> Sequence[Row] | None:
-    if given is None:
-        return load_rows(source, split=split, limit=limit) if source else None
-    return first_rows(check_rows(given, f"the {kind} data"), limit)
+def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Data, Data | None]:
+    """Training and evaluation data, with everything checked that needs no tokenizer."""
+    data = load_data(train_dataset, config.data)
+    if data is None:
+        raise DataError("no training data: pass train_dataset, or set data.train")
+    Schedule.of(config, None if data.streams else len(data))  # too few rows are known now
+    check_data(data)
+    eval_data = load_data(eval_dataset, config.data, evaluation=True)
+    if eval_data is not None:
+        check_data(eval_data)
+    return data, eval_data
 
 
 def _part_without_negative_rewards(objective: Objective) -> str | None:

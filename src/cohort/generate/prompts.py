@@ -33,10 +33,8 @@ def read_rows(request: Request) -> list[Row]:
     match path.suffix:
         case ".txt":
             return [{"prompt": line} for line in _lines(path)]
-        case ".jsonl" | ".parquet":
-            given = load_rows(request.prompts)
         case _:
-            raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl or .parquet file")
+            given = load_rows(request.prompts)
     rows: list[Row] = []
     for index, row in enumerate(given):
         if request.prompt_column not in row:
@@ -117,7 +115,7 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any) -> list[Prompt
                 "template: give strings, or a model that has one"
             )
     config = DataConfig(format="chat" if request.as_chat else "auto", system_prompt=request.system)
-    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=name).all()
+    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=name, mixed=True).all()
 
 
 def within_context(request: Request, prompts: Sequence[Prompt], sampling: Sampling, config: Any) -> list[Sampling]:

@@ -3,6 +3,7 @@
 config.toml              the settings as resolved
 objective.txt            the objective's formula with its numbers, and its coefficients as a table
 metrics.jsonl            one line per step
+first_prompt.txt         the first prompt as the model reads it, special tokens shown
 rollouts/step-N.parquet  every completion of step N
 checkpoints/step-N/      weights, config and tokenizer that transformers loads as they are
     state/               what the loop needs to go on: optimizer, schedule, reference, random state, position
@@ -108,12 +109,13 @@ class RunFolder:
                 + (", or continue it (--resume, train(resume=True))" if what.endswith("run") else "")
             )
 
-    def start(self, config: GRPOConfig) -> None:
+    def start(self, config: GRPOConfig, first_prompt: str) -> None:
         """Take the folder for a new run."""
         self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             _write_whole(self.path / "config.toml", to_toml(config))
+            _write_whole(self.path / "first_prompt.txt", first_prompt)
             _write_whole(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
@@ -210,6 +212,8 @@ class RunFolder:
             "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
             "num_forced": [completion.num_forced for _, completion in pairs],
         }
+        if any(prompt.source for prompt, _ in pairs):
+            rows["source"] = [prompt.source for prompt, _ in pairs]
         if any(logps is not None for logps in full_logps):
             rows["full_logps"] = pyarrow.array(full_logps, pyarrow.list_(pyarrow.float64()))
         if varies:
@@ -246,7 +250,7 @@ class RunFolder:
         loop = {
             "step": state.step,
             "version": state.policy.version,
-            "place": state.place.taken,
+            "place": state.place.state_dict(),
             "adaptive": state.adaptive.state_dict(),
             "identity": state.identity,
             "random": random_state(),
@@ -281,7 +285,7 @@ class RunFolder:
             state.reference.model.load_state_dict(weights)
         state.optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
         state.policy.version = loop["version"]
-        state.place.taken = loop["place"]
+        state.place.load_state_dict(loop["place"])
         state.adaptive.load_state_dict(loop["adaptive"])
         set_random_state(loop["random"])
 

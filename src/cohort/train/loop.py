@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import Place, PromptStream
+from cohort.data import Stream
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
@@ -49,7 +49,7 @@ class Parts:
     reference: Policy | None
     engine: Engine
     rewards: RewardRunner
-    prompts: PromptStream
+    prompts: Stream
     objective: Objective
     optimizer: Optimizer
     evaluator: Evaluator | None
@@ -58,8 +58,6 @@ class Parts:
     """Tokens of one pass of the update."""
     adaptive: Adaptive
     """Weights of the objective that follow a target."""
-    place: Place
-    """How much of the stream of prompts has been taken."""
     identity: dict[str, str]
     """What else makes this run what it is: a hash of its prompts, its rewards' names. A resumed run has the same."""
 
@@ -71,7 +69,7 @@ class Parts:
             self.reference,
             self.optimizer,
             self.adaptive,
-            self.place,
+            self.prompts.place,
             self.tokenizer,
             self.identity,
         )
@@ -94,11 +92,11 @@ def run(
         # can be compared with the others of its group. With dynamic sampling, new prompts take the places of groups
         # that teach nothing, for a number of rounds; otherwise there is one round.
         rollout: Rollout | None = None
-        place = parts.place.taken
-        while rollout is None or missing(rollout, schedule, objective):
-            wanted = schedule.prompts_per_step - (sum(rollout.used_R) if rollout else 0)
+        place = parts.prompts.place.taken
+        while rollout is None or missing(rollout, schedule.prompts_of(step), objective):
+            wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
-            place += wanted
+            place = prompts[-1].uid + 1
             with clock("generate"):
                 groups = parts.engine.generate(
                     prompts, schedule.num_generations, sampling, Draws(config.run.seed, step)
@@ -189,14 +187,10 @@ def with_advantages_and_logps(
     return assign_advantages(batch, rollout.scores, objective, limit) if logps_first else batch
 
 
-def missing(rollout: Rollout, schedule: Schedule, objective: Objective) -> bool:
+def missing(rollout: Rollout, wanted: int, objective: Objective) -> bool:
     """Whether another round of dynamic sampling is due."""
     rule = objective.group_filter
-    return (
-        isinstance(rule, DynamicSampling)
-        and sum(rollout.used_R) < schedule.prompts_per_step
-        and rollout.rounds < rule.max_rounds
-    )
+    return isinstance(rule, DynamicSampling) and sum(rollout.used_R) < wanted and rollout.rounds < rule.max_rounds
 
 
 def finish_step(
@@ -214,7 +208,7 @@ def finish_step(
     step = metrics["step"]
     if parts.evaluator and (last or due(step, config.run.eval_steps)):
         metrics |= parts.evaluator.evaluate(parts.engine).metrics()
-    parts.place.taken = place  # the step is whole
+    parts.prompts.advance(place, rollout.mean_rewards)  # the step is whole
     folder.append_metrics(metrics)
     if config.report.log_completions:
         folder.write_rollout(step, rollout, batch)

@@ -1,0 +1,73 @@
+"""How long prompts may be, and what becomes of those that are longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cohort.config import DataConfig
+from cohort.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """The most tokens of a prompt."""
+
+    tokens: int
+    why: str
+    """Where the number comes from."""
+    rule: str = "error"
+    """``data.overlong_prompts``."""
+
+    @classmethod
+    def of(cls, config: DataConfig, context: int | None, max_completion_length: int) -> LengthLimit | None:
+        """The smaller of ``data.max_prompt_length`` and what the context leaves beside a whole completion; None where
+        there is neither.
+
+        Raises:
+            DataError: a completion alone fills the context.
+        """
+        limits = []
+        if config.max_prompt_length is not None:
+            limits.append(cls(config.max_prompt_length, "data.max_prompt_length", config.overlong_prompts))
+        if context is not None:
+            if context <= max_completion_length:
+                raise DataError(
+                    f"rollout.max_completion_length ({max_completion_length:,}) leaves no room for a prompt in the "
+                    f"model's context of {context:,} tokens: lower it"
+                )
+            why = f"the model's context of {context:,} less rollout.max_completion_length, {max_completion_length:,}"
+            limits.append(cls(context - max_completion_length, why, config.overlong_prompts))
+        return min(limits, key=lambda limit: limit.tokens, default=None)
+
+    def check(self, count: int, total: int, longest: str, length: int, name: str) -> None:
+        """Raise where the rule is "error".
+
+        Args:
+            count, total: how many of how many prompts are too long.
+            longest, length: the longest one's row, and its tokens.
+            name: what the data is called.
+
+        Raises:
+            DataError: some are too long.
+        """
+        if not count or self.rule != "error":
+            return
+        raiser = "raise data.max_prompt_length" if "max_prompt" in self.why else "lower rollout.max_completion_length"
+        raise DataError(
+            f"{name}: {count:,} of {total:,} prompts have more than {self.tokens:,} tokens ({self.why}); the longest, "
+            f"{longest}, has {length:,}. Either {raiser}, or set data.overlong_prompts to 'drop', which leaves such "
+            "rows out, or to 'truncate_left', which keeps the last tokens of such prompts"
+        )
+
+
+def describe_lengths(lengths: np.ndarray) -> str:
+    """The spread of lengths, in words.
+
+    >>> describe_lengths(np.array([3, 5, 1000]))
+    '3 to 1,000 tokens, median 5, 99% at most 1,000'
+    """
+    ordered = np.sort(lengths)
+    at = [int(ordered[int(np.ceil(share * len(ordered))) - 1]) for share in (0.5, 0.99)]
+    return f"{ordered[0]:,} to {ordered[-1]:,} tokens, median {at[0]:,}, 99% at most {at[1]:,}"
