@@ -3,7 +3,7 @@
 from typing import Any
 
 from cohort.config import DataConfig
-from cohort.data.files import Row
+from cohort.data.files import Row, readable
 from cohort.data.lengths import LengthLimit
 from cohort.data.load import Data, load_data
 from cohort.data.order import Place, PromptStream, Stream
@@ -24,6 +24,7 @@ __all__ = [
     "load_data",
     "load_rows",
     "prompt_stream",
+    "readable",
 ]
 
 

@@ -62,12 +62,19 @@ class LengthLimit:
         )
 
 
-def describe_lengths(lengths: np.ndarray) -> str:
-    """The spread of lengths, in words.
+def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:
+    """The least, the median, the 99th percentile and the greatest; a percentile is the least length that so large a
+    share does not exceed.
 
-    >>> describe_lengths(np.array([3, 5, 1000]))
-    '3 to 1,000 tokens, median 5, 99% at most 1,000'
+    >>> spread(np.array([3, 5, 1000]))
+    (3, 5, 1000, 1000)
     """
     ordered = np.sort(lengths)
-    at = [int(ordered[int(np.ceil(share * len(ordered))) - 1]) for share in (0.5, 0.99)]
-    return f"{ordered[0]:,} to {ordered[-1]:,} tokens, median {at[0]:,}, 99% at most {at[1]:,}"
+    median, most = (int(ordered[-(-len(ordered) * percent // 100) - 1]) for percent in (50, 99))
+    return int(ordered[0]), median, most, int(ordered[-1])
+
+
+def describe_lengths(lengths: np.ndarray) -> str:
+    """The spread of lengths in words."""
+    least, median, most, greatest = spread(lengths)
+    return f"{least:,} to {greatest:,} tokens, median {median:,}, 99% at most {most:,}"

@@ -3,6 +3,7 @@ what was measured, where the order follows that."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -121,8 +122,10 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the prompts."""
-        return self.prompts.fingerprint
+        """A hash of the prompts, and of the column that orders them."""
+        if self._values is None:
+            return self.prompts.fingerprint
+        return hashlib.sha256(self.prompts.fingerprint.encode() + self._values.tobytes()).hexdigest()
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """The prompts at places ``start .. start + count - 1``. Their uids are their places."""

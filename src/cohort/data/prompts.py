@@ -188,7 +188,8 @@ class PromptSet:
         lengths = self.lengths
         over = lengths > limit.tokens
         count, longest = int(over.sum()), int(lengths.argmax())
-        limit.check(count, len(self), self.where(longest), int(lengths[longest]), self.name)
+        row = self.where(longest).removeprefix(f"{self.name}, ")
+        limit.check(count, len(self), row, int(lengths[longest]), self.name)
         if limit.rule == "drop":
             self._keep(~over)
             self.dropped = count

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cohort.config import DataConfig
-from cohort.data import PromptSet, Row, load_rows
+from cohort.data import PromptSet, Row, load_rows, readable
 from cohort.errors import ConfigError, DataError
 from cohort.generate.request import Request, is_text
 from cohort.policy import context_length, end_token_ids
@@ -30,11 +30,11 @@ def read_rows(request: Request) -> list[Row]:
     if request.prompts is None:
         return [{"prompt": text} for text in _arguments(request.prompt)]
     path = Path(request.prompts).expanduser()
-    match path.suffix:
-        case ".txt":
-            return [{"prompt": line} for line in _lines(path)]
-        case _:
-            given = load_rows(request.prompts)
+    if path.suffix == ".txt":
+        return [{"prompt": line} for line in _lines(path)]
+    if not readable(path):
+        raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl, .json, .csv or .parquet file")
+    given = load_rows(request.prompts)
     rows: list[Row] = []
     for index, row in enumerate(given):
         if request.prompt_column not in row:
