@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cohort.config import GRPOConfig
+    from cohort.config import GRPOConfig, Source
     from cohort.trainer import GRPOTrainer
 
 # Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this one
@@ -21,7 +21,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "Source", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +29,10 @@ def __getattr__(name: str) -> Any:
         from cohort.config import GRPOConfig
 
         return GRPOConfig
+    if name == "Source":
+        from cohort.config import Source
+
+        return Source
     if name == "GRPOTrainer":
         from cohort.trainer import GRPOTrainer
 

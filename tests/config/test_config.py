@@ -412,6 +412,13 @@ def test_the_guides_settings_are_settings(tmp_path, block):
 
 def test_there_are_settings_in_the_guide():
     assert len(toml_blocks("objective.md")) >= 7
+    assert len(toml_blocks("data.md")) >= 4
+
+
+@pytest.mark.parametrize("block", toml_blocks("data.md"))
+def test_the_settings_of_the_guide_to_data_are_settings(tmp_path, block):
+    (tmp_path / "a.toml").write_text(block)
+    assert load_config(tmp_path / "a.toml").data.train
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from cohort.config import DataConfig
 from cohort.data import PromptSet
 from cohort.errors import DataError
-from tests.data.tokenizers import (
+from tests.data.templates import (
     CHATML,
     DEEPSEEK_R1,
     HARMONY,

@@ -13,7 +13,7 @@ from cohort.data import LengthLimit, PromptSet, check_data, load_data
 from cohort.data.lengths import spread
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS
-from tests.data.tokenizers import CHATML, byte_tokenizer
+from tests.data.templates import CHATML, byte_tokenizer
 
 ROWS = [{"question": "1+2", "answer": "3"}, {"question": "4+5", "answer": "9"}]
 

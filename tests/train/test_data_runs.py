@@ -21,7 +21,7 @@ def rollouts(folder):
 
 def rows_of_steps(folder):
     """The rows of each step, one per group."""
-    return [list(dict((line["group"], line["row"]) for line in step).values()) for step in rollouts(folder)]
+    return [list({line["group"]: line["row"] for line in step}.values()) for step in rollouts(folder)]
 
 
 def without_times(folder):
