@@ -123,14 +123,12 @@ class Schedule:
         run = f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}"
         if self.num_prompts is None:
             return f"{run}, on a stream of prompts"
-        per_epoch = (
-            f"{self.num_prompts / self.prompts_per_step:,.1f} rollouts per epoch on {self.num_prompts:,} prompts"
-        )
+        rollouts = f"{self.num_prompts / self.prompts_per_step:,.1f}".removesuffix(".0")
+        per_epoch = f"{rollouts} rollouts per epoch on {self.num_prompts:,} prompts"
         if self.total is None:
             return f"{per_epoch}; {run}, {self.steps * self.prompts_per_step / self.num_prompts:.3g} epochs"
-        last = (
-            f", the last of {_count(self.last_prompts, 'prompt')}" if self.last_prompts < self.prompts_per_step else ""
-        )
+        short = self.last_prompts < self.prompts_per_step
+        last = f", the last of {_count(self.last_prompts, 'prompt')}" if short else ""
         return f"{per_epoch}; {_count(self.total // self.num_prompts, 'epoch')} = {run}{last}"
 
 

@@ -70,7 +70,8 @@ def describe_run(
 
 def describe_prompt(prompt: Prompt) -> str:
     """A prompt as the model reads it, line by line, and what of the answer it begins."""
-    lines = [f"first prompt (row {prompt.row_index}, {len(prompt.token_ids):,} tokens), as the model reads it:"]
+    row = f"row {prompt.row_index}{f' of {prompt.source}' if prompt.source else ''}"
+    lines = [f"first prompt ({row}, {len(prompt.token_ids):,} tokens), as the model reads it:"]
     lines += [f"  | {line}" for line in prompt.text.split("\n")]
     if prompt.prefill:
         lines.append(f"  it ends with what the answer begins with: {prompt.prefill!r}")
