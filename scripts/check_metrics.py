@@ -55,7 +55,7 @@ def logged_keys(objective: dict[str, Any], folder: Path) -> set[str]:
 
 def documented_as(key: str) -> str:
     """A key with names of the user's own put in capitals."""
-    return re.sub(r"^mismatch/[^/]+/", "mismatch/RULE/", key.replace("rewards/reward", "rewards/NAME"))
+    return re.sub(r"^mismatch/[^/]+/", "mismatch/RULE/", re.sub("reward(s?)/reward", r"reward\1/NAME", key))
 
 
 def main() -> int:

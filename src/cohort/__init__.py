@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig, Source
+    from cohort.rewards.kinds import reward
     from cohort.trainer import GRPOTrainer
 
 # Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this one
@@ -21,7 +22,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "Source", "__version__"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "Source", "__version__", "reward"]
 
 
 def __getattr__(name: str) -> Any:
@@ -37,4 +38,8 @@ def __getattr__(name: str) -> Any:
         from cohort.trainer import GRPOTrainer
 
         return GRPOTrainer
+    if name == "reward":
+        from cohort.rewards.kinds import reward
+
+        return reward
     raise AttributeError(f"module 'cohort' has no attribute {name!r}")

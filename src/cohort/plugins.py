@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -35,22 +36,47 @@ def load_function(spec: str, *, what: str, error: type[CohortError] = ConfigErro
     return found
 
 
+def file_modules() -> list[tuple[str, str]]:
+    """Name and path of every module that was loaded from a file of the settings, for ``load_file_module``."""
+    return list(_FILE_MODULES.items())
+
+
+def load_file_module(named: tuple[str, str]) -> ModuleType:
+    """Load a file under a module's name, once: what another process has loaded is found here under the same name."""
+    name, place = named
+    if name in sys.modules:
+        return sys.modules[name]
+    path = Path(place)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # so that the file can import its neighbours
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _FILE_MODULES[name] = place
+    return module
+
+
+_FILE_MODULES: dict[str, str] = {}
+
+
 def _load_file(place: str, what: str, error: type[CohortError]) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise error(f"no {what} file {place} (looked for {path})")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that the file can import its neighbours
-    spec = importlib.util.spec_from_file_location(f"cohort_{what.replace(' ', '_')}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    # The path is in the name: two files of the same name in two folders are two modules.
+    name = f"cohort_{what.replace(' ', '_')}_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    sys.modules.pop(name, None)  # the file may have changed since, in a notebook
     try:
-        spec.loader.exec_module(module)
+        return load_file_module((name, str(path)))
     except Exception as failure:
         raise error(f"{what} file {place} failed to load: {type(failure).__name__}: {failure}") from failure
-    return module
 
 
 def _load_module(place: str, what: str, error: type[CohortError]) -> ModuleType:

@@ -29,7 +29,7 @@ from cohort.policy import (
 )
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, describe_run, evaluation_line
-from cohort.rewards import RewardFunction, RewardRunner, resolve_reward
+from cohort.rewards import RewardFunction, RewardRunner, as_reward_function
 from cohort.rollout import LocalEngine, Sampling
 from cohort.train import Adaptive, Evaluation, Evaluator, Optimizer, Parts, RunFolder, find_budget, run, save_model
 
@@ -84,6 +84,7 @@ class GRPOTrainer:
         self.rewards = RewardRunner(
             _reward_functions(functions),
             config.reward.weights,
+            config.reward,
             per_token=objective.credit in ("process", "given"),
             not_negative=_part_without_negative_rewards(objective),
         )
@@ -235,6 +236,7 @@ class GRPOTrainer:
             engine=self.engine,
             budget=self.budget.describe(),
             prompts=self.prompts,
+            rewards=self.rewards,
             objective=self.objective,
             schedule=self.schedule,
             config=self.args,
@@ -373,4 +375,4 @@ def _part_without_negative_rewards(objective: Objective) -> str | None:
 
 def _reward_functions(given: Any) -> list[RewardFunction]:
     listed = [given] if callable(given) or isinstance(given, str) else list(given or ())
-    return [resolve_reward(item) if isinstance(item, str) else item for item in listed]
+    return [as_reward_function(item) for item in listed]

@@ -17,7 +17,7 @@ A worked example. Two prompts, two completions each, of 3, 2, 1 and 2 tokens:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +76,8 @@ class Prompt:
     columns: Mapping[str, Any]
     """All columns of the data; None where this row has no such column."""
     prefill: str = ""
-    """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or the
-    text of a last message that is to be continued. Completions do not hold it."""
+    """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or a last
+    message that is to be continued. Completions do not hold it."""
     source: str = ""
     """Which source of a mixture the row is of. Empty: the data is no mixture."""
 
@@ -162,11 +162,50 @@ class Scores:
     """The K functions' weights; None: 1 each."""
     token_rewards_N: Tensor | None = None
     """Weighted sum of rewards per token, NaN where there is none; only from functions that reward tokens."""
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns that functions logged: S values each, None where nothing was logged."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Why scoring a completion failed, by its place among the S; most have no entry."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Of each function, by the name of the metric: seconds in calls, completions it failed on, timeouts among them."""
+    logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Numbers that functions logged, by name: one for every time."""
 
     def of(self, sequences: Sequence[int]) -> Scores:
         """Those of some completions. Rewards per token are not taken apart: filters do not go with them."""
         chosen = list(sequences)
-        return replace(self, rewards_S=self.rewards_S[chosen], by_function_SK=self.by_function_SK[chosen])
+        return replace(
+            self,
+            rewards_S=self.rewards_S[chosen],
+            by_function_SK=self.by_function_SK[chosen],
+            extras={name: [column[s] for s in chosen] for name, column in self.extras.items()},
+            errors={place: self.errors[s] for place, s in enumerate(chosen) if s in self.errors},
+        )
+
+    def __add__(self, other: Scores) -> Scores:
+        """Those of the completions of two rounds, one after the other; counts add up. Not for rewards per token."""
+        import torch
+
+        mine, theirs = len(self.rewards_S), len(other.rewards_S)
+        return Scores(
+            torch.cat([self.rewards_S, other.rewards_S]),
+            torch.cat([self.by_function_SK, other.by_function_SK]),
+            self.names,
+            self.weights,
+            extras={
+                name: [*self.extras.get(name, [None] * mine), *other.extras.get(name, [None] * theirs)]
+                for name in dict.fromkeys([*self.extras, *other.extras])
+            },
+            errors={**self.errors, **{mine + place: text for place, text in other.errors.items()}},
+            counts={
+                name: self.counts.get(name, 0.0) + other.counts.get(name, 0.0)
+                for name in dict.fromkeys([*self.counts, *other.counts])
+            },
+            logged={
+                name: [*self.logged.get(name, ()), *other.logged.get(name, ())]
+                for name in dict.fromkeys([*self.logged, *other.logged])
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The reward contract: arguments, names, results, and every way to break it."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from cohort.errors import RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.builtin import exact_match, final_number, gsm8k
-from cohort.rewards.contract import call_reward, reward_arguments, unique_names
+from cohort.rewards.contract import TrainerState, arguments, named
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 
@@ -28,9 +29,9 @@ def groups():
 
 
 def test_arguments_are_one_entry_per_completion_in_group_order():
-    arguments = reward_arguments(groups())
+    state = TrainerState(global_step=3)
     chat = [{"role": "user", "content": "2?"}]
-    assert arguments == {
+    assert arguments("batch", groups(), state) == {
         "prompts": ["1?", "1?", chat, chat],
         "completions": [
             "x",
@@ -42,6 +43,22 @@ def test_arguments_are_one_entry_per_completion_in_group_order():
         "prompt": ["1?", "1?", None, None],
         "answer": ["a", "a", "b", "b"],
         "n": [1, 1, 2, 2],
+        "finish_reasons": ["eos"] * 4,
+        "prefills": [""] * 4,
+        "trainer_state": state,
+    }
+
+
+def test_arguments_of_a_sample_and_of_a_group_are_the_rows_own():
+    state, second = TrainerState(), groups()[1]
+    rest = {"prompt": [{"role": "user", "content": "2?"}], "prefill": "", "answer": "b", "n": 2, "trainer_state": state}
+    z, w = ([{"role": "assistant", "content": text}] for text in "zw")
+    one = Group(second.prompt, second.completions[:1])
+    assert arguments("sample", [one], state) == rest | {"completion": z, "completion_ids": [7], "finish_reason": "eos"}
+    assert arguments("group", [second], state) == rest | {
+        "completions": [z, w],
+        "completion_ids": [[7], [3, 1]],
+        "finish_reasons": ["eos", "eos"],
     }
 
 
@@ -50,7 +67,8 @@ def test_a_function_may_leave_out_what_it_does_not_use():
         return n
 
     def by_kwargs(completions, **columns):
-        assert set(columns) == {"prompts", "completion_ids", "prompt", "answer", "n"}
+        given = {"prompts", "completion_ids", "finish_reasons", "prefills", "trainer_state", "log_extra", "log_metric"}
+        assert set(columns) == given | {"prompt", "answer", "n"}
         return [0] * len(completions)
 
     runner = RewardRunner([by_keyword, by_kwargs])
@@ -81,14 +99,10 @@ def test_none_is_unscored_and_weights_weigh():
     ],
 )
 def test_any_sequence_of_numbers_will_do(results):
-    assert call_reward(lambda **_: results, "f", groups()) == [[1.0], [2.0], [3.0], [4.0]]
+    assert RewardRunner([lambda **_: results]).score(groups()).rewards_S.tolist() == [1, 2, 3, 4]
 
 
 def needs_more(completions, ground_truth):
-    return [0] * 4
-
-
-async def asynchronous(**_):
     return [0] * 4
 
 
@@ -104,20 +118,17 @@ def broken(**_):
     ("function", "message"),
     [
         (needs_more, "needs_more needs the argument 'ground_truth'; it can have: prompt, answer, n, prompts"),
-        (asynchronous, "is async"),
         (positional, "takes 'completions' by position"),
-        (broken, "broken raised KeyError: 'gold'"),
+        (broken, "broken failed on 4 of 4 completions; the first: raised KeyError: 'gold'"),
         (lambda **_: [0, 1], "one reward per completion: 4, got 2"),
         (lambda **_: 1.0, "must return a list of numbers, got float"),
         (lambda **_: None, "must return a list of numbers, got NoneType"),
         (lambda **_: "abcd", "must return a list of numbers, got str"),
         (lambda **_: [0, 1, "2", 3], "result 2"),
         (lambda **_: [0, 1, [2], 3], "returned a list as result 2"),
-        (lambda **_: [0, math.nan, 2, 3], "nan as result 1: expected a finite number, or None"),
-        (lambda **_: [0, 1, 2, math.inf], "inf as result 3"),
+        (lambda **_: [math.nan] * 4, "returned nan: expected a finite number, or None"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine")
 def test_broken_functions_are_named(function, message):
     with pytest.raises(RewardError, match=message):
         RewardRunner([function]).score(groups())
@@ -133,7 +144,8 @@ def test_names_are_unique():
         def __call__(self, **_):
             return []
 
-    assert unique_names([gsm8k, Judge(), gsm8k, Judge()]) == ("gsm8k", "Judge", "gsm8k_2", "Judge_2")
+    names = [function.name for function in named([gsm8k, Judge(), gsm8k, Judge(), partial(gsm8k, strict=True)])]
+    assert names == ["gsm8k", "Judge", "gsm8k_2", "Judge_2", "gsm8k_3"]
 
 
 def test_runner_refuses_nonsense():

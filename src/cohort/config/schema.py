@@ -156,6 +156,23 @@ class RewardConfig(Section):
     """Reward functions: built-in names (gsm8k, exact_match), "module:function", or "file.py:function"."""
     weights: Numbers | None = None
     """One weight per function. Unset: 1 each."""
+    workers: Count = 0
+    """Processes in which plain functions are called, while sampling goes on. 0: they are called in this process, after
+    sampling, unless `timeout` is set; it takes a process to stop one."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that one call may take: of one completion for functions that see one, of a group or the whole rollout for
+    the others. Then the call is ended, its worker killed. Unset: any."""
+    retries: Count = 0
+    """A call that failed is made again so many times, after the others have ended."""
+    on_error: Literal["unscored", "stop"] = "unscored"
+    """What becomes of a completion whose scoring raised, took too long or gave no finite number: "unscored" keeps it
+    out of the update and of its group's statistics, with its traceback in the log and in rollouts/; "stop" ends the
+    run, as it does when a function fails on all completions of a rollout."""
+    cache: bool = False
+    """Do not call a function again for a row and a completion that it has scored before. For functions that see one
+    completion, and give the same number each time."""
+    max_concurrent: PositiveInt = 256
+    """Async calls that are under way at a time, at most."""
 
 
 class OptimConfig(Section):

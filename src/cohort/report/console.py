@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.objective import explain
+from cohort.rewards import RewardRunner
 from cohort.rollout import Sampling
 from cohort.types import Prompt
 
@@ -37,12 +38,13 @@ def describe_run(
     engine: LocalEngine,
     budget: str,
     prompts: Stream,
+    rewards: RewardRunner,
     objective: Objective,
     schedule: Schedule,
     config: GRPOConfig,
 ) -> str:
-    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, objective,
-    schedule."""
+    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, rewards,
+    objective, schedule."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
     share = "" if trained == count else f"{trained:,} of {count:,} parameters; "
@@ -58,6 +60,7 @@ def describe_run(
             engine.describe_ends(),
             *prompts.describe(),
             describe_prompt(prompts.take(0, 1)[0]),
+            rewards.describe(),
             explain(objective),
             f"update: {share}{policy.passes.description}; {budget}",
             f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "

@@ -1,15 +1,25 @@
-"""Scoring a rollout, and trying the reward functions before anything expensive starts."""
+"""The reward functions of a run: where each is called, and what is made of what they give."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
-import torch
-
+from cohort.config import RewardConfig
 from cohort.errors import RewardError
-from cohort.rewards.contract import RewardFunction, call_reward, unique_names
+from cohort.rewards.calls import Recorded, await_recorded, run_on_loop
+from cohort.rewards.contract import Failed, Function, RewardFunction, TrainerState, Value, named
+from cohort.rewards.scoring import Scoring
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
+from cohort.workers import CallFailed, Workers
+
+CACHE_ENTRIES = 100_000
+"""Results that are kept, the newest."""
 
 
 class RewardRunner:
@@ -18,6 +28,7 @@ class RewardRunner:
     Args:
         functions: see ``rewards.contract``.
         weights: one per function; None: 1 each.
+        settings: how they are called; None: the defaults.
         per_token: the functions reward tokens, not completions.
         not_negative: the part of the objective that takes no negative reward: a function that returns one is refused.
 
@@ -29,6 +40,7 @@ class RewardRunner:
         self,
         functions: Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
+        settings: RewardConfig | None = None,
         *,
         per_token: bool = False,
         not_negative: str | None = None,
@@ -38,77 +50,131 @@ class RewardRunner:
         for function in functions:
             if not callable(function):
                 raise RewardError(f"a reward function must be callable, got {function!r:.80}")
-        self.functions = tuple(functions)
-        self.names = unique_names(functions)
+        self.functions = named(functions)
+        self.names = tuple(function.name for function in self.functions)
         self.weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
+        self.settings = settings or RewardConfig()
         self.per_token = per_token
         self.not_negative = not_negative
         if len(self.weights) != len(functions):
             raise RewardError(f"reward.weights has {len(self.weights)} numbers for {len(functions)} functions")
+        self._workers = Workers(self.settings.workers or max(1, (os.cpu_count() or 2) // 2))
+        self._places = asyncio.Semaphore(self.settings.max_concurrent)
+        self._cache: OrderedDict[Any, Recorded] = OrderedDict()
 
-    def score(self, groups: Sequence[Group]) -> Scores:
+    def begin(self, prompts: Sequence[Prompt], num_generations: int, state: TrainerState | None = None) -> Scoring:
+        """The scoring of a rollout that is about to be sampled."""
+        return Scoring(self, prompts, num_generations, state or TrainerState())
+
+    def score(self, groups: Sequence[Group], state: TrainerState | None = None) -> Scores:
         """Rewards of all completions, group after group: the weighted sum of what the functions gave.
 
-        A function's ``None`` leaves its term out of a completion's sum. A completion that no function scored has no
-        reward (NaN) and no part in its group's statistics. Where functions reward tokens, a completion's reward is the
-        sum over its tokens. Completions that are not usable (``FinishReason``) are shown to no function and have no
-        score.
-        """
-        results = [self._call(f, name, groups) for f, name in zip(self.functions, self.names, strict=True)]
-        by_function_SK = torch.tensor(
-            [[_total(numbers) for numbers in column] for column in results], dtype=torch.float64
-        ).T
-        weights_K = torch.tensor(self.weights, dtype=torch.float64)
-        return Scores(
-            rewards_S=_weighted_sum(by_function_SK, weights_K),
-            by_function_SK=by_function_SK,
-            names=self.names,
-            weights=self.weights,
-            token_rewards_N=self._token_rewards(results, weights_K) if self.per_token else None,
-        )
+        A function's ``None`` leaves its term out of a completion's sum. A completion that no function scored, or that a
+        function failed on, has no reward (NaN) and no part in its group's statistics. Where functions reward tokens, a
+        completion's reward is the sum over its tokens. Completions that are not usable (``FinishReason``) are shown to
+        no function and have no score.
 
-    def dry_run(self, prompts: Sequence[Prompt]) -> None:
+        Raises:
+            RewardError: see ``Scoring.finish``.
+        """
+        return self.begin([group.prompt for group in groups], 0, state).finish(groups)
+
+    def dry_run(self, prompts: Sequence[Prompt], num_generations: int = 2) -> None:
         """Call every function on a made completion of real rows, so that a broken one is found before sampling.
 
         Raises:
-            RewardError: as ``call_reward``.
+            RewardError: a function broke its contract, or failed on a row.
         """
         made = Completion((0,), (0.0,), FinishReason.LENGTH, "A made completion, to try the reward functions.", 0)
-        groups = [Group(prompt, (made, made)) for prompt in prompts]
-        for function, name in zip(self.functions, self.names, strict=True):
-            try:
-                self._call(function, name, groups)
-            except RewardError as error:
-                raise RewardError(f"{error} (tried on {len(groups)} rows with a made completion)") from error.__cause__
+        groups = [Group(prompt, (made,) * num_generations) for prompt in prompts]
+        try:
+            Scoring(self, prompts, num_generations, TrainerState(), on_error="stop").finish(groups)
+        except RewardError as error:
+            raise RewardError(f"{error} (tried on {len(groups)} rows with a made completion)") from error.__cause__
 
-    def _call(self, function: RewardFunction, name: str, groups: Sequence[Group]) -> list[list[float]]:
-        shown = [group.usable for group in groups]
-        results: list[list[float]] = []
-        if any(group.completions for group in shown):
-            results = call_reward(function, name, shown, per_token=self.per_token)
-        if self.not_negative and any(number < 0 for numbers in results for number in numbers):
+    def describe(self) -> str:
+        """Each function with its weight, what it sees and where it is called."""
+        return "rewards: " + "; ".join(
+            f"{function.name} x {weight:g} (per {function.kind.per}, {self._where(function)})"
+            for function, weight in zip(self.functions, self.weights, strict=True)
+        )
+
+    def _where(self, function: Function) -> str:
+        where = "here, after sampling"
+        if function.kind.is_async:
+            where = "async"
+        elif self.runs_elsewhere(function):
+            where = f"in {self._workers.count} worker process{'' if self._workers.count == 1 else 'es'}"
+        limit = self.limit(function) if self.runs_elsewhere(function) else None
+        return where + (f", at most {limit:g} s" if limit else "")
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._workers.close()
+
+    def limit(self, function: Function) -> float | None:
+        """Seconds that a call of a function may take."""
+        return function.kind.timeout or self.settings.timeout
+
+    def runs_elsewhere(self, function: Function) -> bool:
+        """Whether a function is called on the event loop or in a worker: plain ones are where workers are asked for, or
+        where a limit of time asks for something that can be killed."""
+        kind = function.kind
+        if kind.is_async:
+            return True
+        wanted = bool(self.settings.workers or self.limit(function))
+        return wanted if kind.isolated is None else kind.isolated
+
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Recorded] | None:
+        """Make a call elsewhere; None for a function that is called here."""
+        if not self.runs_elsewhere(function):
+            return None
+        limit = self.limit(function)
+        if function.kind.is_async:
+            return run_on_loop(await_recorded(function.call, arguments, function.logs, limit, self._places))
+        try:
+            return self._workers.submit(function.recorded, {"arguments": arguments}, limit)
+        except CallFailed as error:
             raise RewardError(
-                f"reward function {name} returned a negative reward, which does not go with objective."
+                f"reward function {function.name} cannot run in a worker process: {error}. Make it a function of a "
+                "module, or set reward.workers to 0 and no reward.timeout"
+            ) from error
+
+    def cached(self, function: Function, groups: Sequence[Group]) -> Recorded | None:
+        """What a function gave for the same row and tokens before, if that is kept."""
+        key = self._cache_key(function, groups)
+        if key is None or key not in self._cache:
+            return None
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def keep(self, function: Function, groups: Sequence[Group], recorded: Recorded) -> None:
+        """Remember what a function gave."""
+        if (key := self._cache_key(function, groups)) is None:
+            return
+        self._cache[key] = recorded
+        if len(self._cache) > CACHE_ENTRIES:
+            self._cache.popitem(last=False)
+
+    def _cache_key(self, function: Function, groups: Sequence[Group]) -> Any:
+        """None for what is not kept: calls that see several completions, or how far the run is."""
+        if not self.settings.cache or function.kind.per != "sample" or function.watches_run:
+            return None
+        prompt, (completion,) = groups[0].prompt, groups[0].completions
+        reason = completion.finish_reason
+        return function.name, prompt.token_ids, repr(prompt.columns), completion.token_ids, completion.text, reason
+
+    def check_sign(self, function: Function, values: Sequence[Value]) -> None:
+        """Refuse a negative reward where the objective takes none.
+
+        Raises:
+            RewardError: there is one.
+        """
+        if not self.not_negative:
+            return
+        numbers = (number for value in values if not isinstance(value, Failed) for number in value)
+        if any(number < 0 for number in numbers if not math.isnan(number)):
+            raise RewardError(
+                f"reward function {function.name} returned a negative reward, which does not go with objective."
                 f"{self.not_negative}: shift the reward, or change that part"
             )
-        of_shown = iter(results)
-        return [
-            next(of_shown) if c.finish_reason.usable else [math.nan] * (len(c.token_ids) if self.per_token else 1)
-            for group in groups
-            for c in group.completions
-        ]
-
-    def _token_rewards(self, results: Sequence[Sequence[Sequence[float]]], weights_K: torch.Tensor) -> torch.Tensor:
-        columns = [[number for numbers in column for number in numbers] for column in results]
-        return _weighted_sum(torch.tensor(columns, dtype=torch.float64).T, weights_K)
-
-
-def _weighted_sum(values_MK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
-    """Over functions, those that gave nothing left out; NaN where none gave anything."""
-    none_M = values_MK.isnan().all(dim=1)
-    return torch.where(none_M, torch.nan, (values_MK * weights_K).nansum(dim=1))
-
-
-def _total(numbers: Sequence[float]) -> float:
-    given = [number for number in numbers if not math.isnan(number)]
-    return math.fsum(given) if given else math.nan

@@ -17,6 +17,7 @@ import math
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps", "run.eval_steps"),
         *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens"),
         *("model.native_kernels", "optim.microbatch_tokens"),
+        *("reward.workers", "reward.timeout", "reward.retries", "reward.on_error", "reward.max_concurrent"),
         *(
             "model.device",
             "model.gradient_checkpointing",
@@ -220,6 +222,10 @@ class RunFolder:
             rows["token_advantages"] = pyarrow.array(kept, pyarrow.list_(pyarrow.float64()))
         for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
             rows[f"rewards/{name}"] = _reward_column(column_S)
+        if scores.errors:
+            rows["reward_error"] = pyarrow.array([scores.errors.get(s) for s in range(len(pairs))], pyarrow.string())
+        for name, values in scores.extras.items():
+            rows[f"extra/{name}"] = _extra_column(values)
         target = self.path / "rollouts" / f"step-{step}.parquet"
         target.parent.mkdir(exist_ok=True)
         pyarrow.parquet.write_table(pyarrow.table(rows), target.with_suffix(".part"))
@@ -344,6 +350,16 @@ def _reward_column(values: torch.Tensor) -> Any:
     import pyarrow
 
     return pyarrow.array([None if math.isnan(value) else value for value in values.tolist()], pyarrow.float64())
+
+
+def _extra_column(values: Sequence[Any]) -> Any:
+    """As it is where all values are of one type; else as text."""
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except pyarrow.ArrowException:
+        return pyarrow.array([None if value is None else str(value) for value in values], pyarrow.string())
 
 
 def _json_value(value: Any) -> Any:

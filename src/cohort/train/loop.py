@@ -11,6 +11,7 @@ and updates the policy with a clipped importance ratio and a KL term against a r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,8 +25,8 @@ from cohort.data import Stream
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
-from cohort.rewards import RewardRunner
-from cohort.rollout import Draws, Engine, Sampling
+from cohort.rewards import RewardRunner, TrainerState
+from cohort.rollout import Draws, Engine, Sampling, Watch
 from cohort.train.adapt import Adaptive
 from cohort.train.batch import assemble, assign_advantages, split_minibatches
 from cohort.train.check import check_sampler_gap
@@ -96,13 +97,19 @@ def run(
         while rollout is None or missing(rollout, schedule.prompts_of(step), objective):
             wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
+            state = trainer_state(schedule, step, parts.prompts.place.taken)
             place = prompts[-1].uid + 1
-            with clock("generate"):
+            scoring = parts.rewards.begin(prompts, schedule.num_generations, state)
+            with clock("generate"):  # async rewards and those in workers begin as completions end
                 groups = parts.engine.generate(
-                    prompts, schedule.num_generations, sampling, Draws(config.run.seed, step)
+                    prompts,
+                    schedule.num_generations,
+                    sampling,
+                    Draws(config.run.seed, step),
+                    Watch(on_completion=scoring.take),
                 )
             with clock("reward"):
-                scored = Rollout.of(groups, parts.rewards.score(groups), objective)
+                scored = Rollout.of(groups, scoring.finish(groups), objective)
             rollout = scored if rollout is None else rollout + scored
         rollout.check_drawn()
         if step == first_step:
@@ -191,6 +198,11 @@ def missing(rollout: Rollout, wanted: int, objective: Objective) -> bool:
     """Whether another round of dynamic sampling is due."""
     rule = objective.group_filter
     return isinstance(rule, DynamicSampling) and sum(rollout.used_R) < wanted and rollout.rounds < rule.max_rounds
+
+
+def trainer_state(schedule: Schedule, step: int, place: int) -> TrainerState:
+    """What reward functions are told of the run."""
+    return TrainerState(step, schedule.steps, place / schedule.num_prompts if schedule.num_prompts else math.nan)
 
 
 def finish_step(

@@ -78,7 +78,8 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
         metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
         metrics[f"rewards/{name}/within_group_std"] = _mean(spread_R[~spread_R.isnan()])
         metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())
-    return metrics
+    metrics |= scores.counts
+    return metrics | {f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()}
 
 
 def length_metrics(rollout: Rollout) -> dict[str, Any]:

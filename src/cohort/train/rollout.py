@@ -38,13 +38,7 @@ class Rollout:
 
     def __add__(self, other: Rollout) -> Rollout:
         """Two rounds as one."""
-        mine, theirs = self.sampled_scores, other.sampled_scores
-        scores = Scores(
-            torch.cat([mine.rewards_S, theirs.rewards_S]),
-            torch.cat([mine.by_function_SK, theirs.by_function_SK]),
-            mine.names,
-            mine.weights,
-        )
+        scores = self.sampled_scores + other.sampled_scores
         return Rollout(self.sampled + other.sampled, scores, self.used_R + other.used_R, self.rounds + other.rounds)
 
     def check_drawn(self) -> None:

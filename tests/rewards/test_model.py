@@ -1,0 +1,100 @@
+"""Reward models: the number of a sequence classifier for prompt and completion."""
+
+import math
+
+import pytest
+import torch
+
+from cohort.errors import ModelError, RewardError
+from cohort.rewards import RewardRunner
+from cohort.rewards.model import RewardModel
+from cohort.types import Completion, FinishReason, Group, Prompt
+
+TEXTS = [("1+2=", "3"), ("10+20=", "31"), ("7+7=", "14 "), ("1+2=", "99999")]
+
+
+def classifier(tokenizer, **changes):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(3)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.5,
+        "num_labels": 1,
+        "pad_token_id": tokenizer.pad_token_id,
+    } | changes
+    return LlamaForSequenceClassification(LlamaConfig(**settings)).eval()
+
+
+def one_by_one(model, tokenizer, texts, **tokens):
+    """The plain way: a text at a time, nothing padded."""
+    ids = [torch.tensor([tokenizer(text, **tokens)["input_ids"]]) for text in texts]
+    with torch.no_grad():
+        return [model(input_ids=row).logits[0, 0].item() for row in ids]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 20, 8192])
+@pytest.mark.parametrize("pads", [True, False])
+def test_a_padded_batch_gives_what_each_text_gives_alone(demo_tokenizer, batch_tokens, pads):
+    model = classifier(demo_tokenizer, **({} if pads else {"pad_token_id": None}))
+    judge = RewardModel(model, demo_tokenizer, batch_tokens=batch_tokens)
+    prompts, completions = zip(*TEXTS, strict=True)
+    expected = one_by_one(model, demo_tokenizer, [p + c for p, c in TEXTS])
+    # float32 with and without padding: another order of summation
+    assert judge(prompts, completions) == pytest.approx(expected, abs=1e-5)
+    assert len({round(number, 3) for number in expected}) == 4
+
+
+def test_a_conversation_goes_through_the_models_own_template(demo_tokenizer):
+    model = classifier(demo_tokenizer)
+    judge = RewardModel(model, demo_tokenizer)
+    asked = [{"role": "user", "content": "1+2"}]
+    answered = [*asked, {"role": "assistant", "content": "carry 3"}]
+    text = demo_tokenizer.apply_chat_template(answered, tokenize=False)
+    expected = one_by_one(model, demo_tokenizer, [text], add_special_tokens=False)
+    written = [{"role": "assistant", "content": "3"}]
+    begun = [*asked, {"role": "assistant", "content": "carry "}]
+    # What of the answer stood in the prompt is part of it: written by the template, or a message to be continued.
+    for prompt in (asked, begun):
+        assert judge([prompt], [written], prefills=["carry "]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_what_does_not_fit_is_unscored_not_truncated(demo_tokenizer):
+    judge = RewardModel(classifier(demo_tokenizer), demo_tokenizer)
+    made = [Completion((1,), (0.0,), FinishReason.EOS, text, 0) for text in ("3", "9" * 80)]
+    scores = RewardRunner([judge]).score([Group(Prompt(0, 0, (1,), "1+2=", "1+2=", {}), tuple(made))])
+    assert not math.isnan(scores.rewards_S[0])
+    assert "prompt and completion have 84 tokens, the reward model's context 64" in scores.errors[1]
+
+
+def test_a_folder_is_loaded_with_its_tokenizer(demo_tokenizer, tmp_path):
+    model = classifier(demo_tokenizer)
+    model.save_pretrained(tmp_path / "judge")
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        RewardModel(tmp_path / "judge")
+    demo_tokenizer.save_pretrained(tmp_path / "judge")
+    judge = RewardModel(tmp_path / "judge", device="cpu")
+    assert judge.__name__ == "judge"
+    # The same weights elsewhere in memory: products may be cut in another way.
+    assert judge(["1+2="], ["3"]) == pytest.approx(RewardModel(model, demo_tokenizer)(["1+2="], ["3"]), abs=1e-6)
+
+
+def test_what_is_no_reward_model_is_refused(demo_tokenizer, demo_model_path, tmp_path):
+    with pytest.raises(RewardError, match="expected one label, its config has 3"):
+        RewardModel(classifier(demo_tokenizer, num_labels=3), demo_tokenizer)
+    with pytest.raises(RewardError, match="no tokenizer of its own: pass RewardModel"):
+        RewardModel(classifier(demo_tokenizer))
+    with pytest.raises(RewardError, match=r"score.weight are not in it; a causal language model is no reward model"):
+        RewardModel(demo_model_path)
+    with pytest.raises(RewardError, match="batch_tokens must be at least 1"):
+        RewardModel(classifier(demo_tokenizer), demo_tokenizer, batch_tokens=0)
+    judge = RewardModel(classifier(demo_tokenizer), demo_tokenizer)
+    judge.tokenizer = type("Plain", (), {"chat_template": None})()
+    with pytest.raises(RewardError, match="no chat template for conversations"):
+        judge([[{"role": "user", "content": "1"}]], ["1"])

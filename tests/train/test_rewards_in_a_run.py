@@ -1,0 +1,173 @@
+"""Rewards in the real loop: where they are called changes nothing, what fails is kept out, what is logged is kept."""
+
+import json
+import logging
+import math
+import shutil
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from cohort import reward
+from cohort.errors import RewardError
+from tests.train.harness import digits_reward, make_trainer, parameters
+
+
+def digits(completion, **_):
+    return sum(ch.isdigit() for ch in completion) / (len(completion) + 1)
+
+
+async def digits_async(completion, **_):
+    return digits(completion)
+
+
+@reward(per="group")
+def digits_of_group(completions, **_):
+    return [digits(text) for text in completions]
+
+
+def rows_of(folder, step=1):
+    return pyarrow.parquet.read_table(folder / "rollouts" / f"step-{step}.parquet").to_pylist()
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (digits, {}),
+        (digits, {"workers": 2}),
+        (digits_async, {}),
+        (digits_of_group, {"timeout": 60.0}),
+        (digits, {"cache": True}),
+    ],
+)
+def test_a_run_is_the_same_wherever_its_rewards_are_computed(demo_tokenizer, tmp_path, function, settings):
+    runs = []
+    for name, rewards, changes in (("plain", digits_reward, {}), ("other", function, settings)):
+        trainer = make_trainer(demo_tokenizer, tmp_path / name, rewards=rewards, max_steps=2, **changes)
+        trainer.train()
+        trainer.rewards.close()
+        runs.append((parameters(trainer), [(row["reward"], row["token_ids"]) for row in rows_of(tmp_path / name, 2)]))
+    assert runs[0][1] == runs[1][1]
+    assert all(torch.equal(runs[0][0][name], value) for name, value in runs[1][0].items())
+
+
+def test_scoring_begins_while_others_are_sampled(demo_tokenizer, tmp_path, monkeypatch):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rewards=[digits_async, digits_reward], max_steps=1)
+    begun = []
+    real = trainer.engine.generate
+
+    def generate(*arguments):
+        groups = real(*arguments)
+        scoring = arguments[-1].on_completion.__self__
+        begun.extend(unit for unit in scoring._units.values() if unit.future is not None)
+        return groups
+
+    monkeypatch.setattr(trainer.engine, "generate", generate)
+    trainer.train()
+    assert len(begun) == 16  # every completion's, before sampling has ended
+    assert {unit.function.name for unit in begun} == {"digits_async"}
+
+
+def test_a_completion_that_scoring_failed_on_has_no_part_in_the_update(demo_tokenizer, tmp_path, caplog):
+    def picky(completion, completion_ids, log_extra, log_metric):
+        log_extra("letters", len(completion))
+        log_metric("letters", len(completion))
+        if completion_ids[0] % 3 == 1:
+            raise ValueError("cannot read this one")
+        return digits(completion)
+
+    with caplog.at_level(logging.WARNING, "cohort.rewards"):
+        make_trainer(demo_tokenizer, tmp_path / "run", rewards=picky, max_steps=1).train()
+    rows, (metrics,) = rows_of(tmp_path / "run"), metrics_of(tmp_path / "run")
+    failed = [row for row in rows if row["token_ids"][0] % 3 == 1]
+    assert 0 < len(failed) < len(rows)
+    assert all(row["reward"] is None and not row["advantage"] for row in failed)
+    assert all("ValueError: cannot read this one" in row["reward_error"] for row in failed)
+    assert all(row["reward_error"] is None for row in rows if row not in failed)
+    for group in {row["group"] for row in rows}:  # the others' advantages are relative to one another alone
+        scored = [row for row in rows if row["group"] == group and row not in failed]
+        mean = sum(row["reward"] for row in scored) / len(scored) if scored else 0
+        assert all(
+            math.copysign(1, row["advantage"]) == math.copysign(1, row["reward"] - mean)
+            for row in scored
+            if abs(row["reward"] - mean) > 1e-6
+        )
+        assert sum(row["advantage"] for row in scored) == pytest.approx(0, abs=1e-5)
+    assert metrics["rewards/picky/failed"] == metrics["reward/unscored"] == len(failed)
+    letters = [row["extra/letters"] for row in rows if row not in failed]
+    assert metrics["custom/letters"] == pytest.approx(sum(letters) / len(letters))
+    assert "picky failed on" in caplog.text
+
+
+def test_a_function_that_fails_on_everything_leaves_a_checkpoint(demo_tokenizer, tmp_path):
+    def tires(completions, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise OSError("the judge is gone")
+        return [digits(text) for text in completions]
+
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rewards=tires, max_steps=4, save_steps=0)
+    with pytest.raises(
+        RewardError, match=r"tires failed on 16 of 16 .*the judge is gone.*in step 3; a checkpoint of step 2 is kept"
+    ):
+        trainer.train()
+    assert trainer.folder.checkpoint_steps() == [2]
+
+
+def test_functions_are_told_how_far_the_run_is(demo_tokenizer, tmp_path):
+    seen = []
+
+    def of_the_run(completions, trainer_state, **_):
+        seen.append((trainer_state.global_step, trainer_state.max_steps, trainer_state.epoch))
+        return [digits(text) for text in completions]
+
+    make_trainer(demo_tokenizer, tmp_path / "run", rewards=of_the_run, max_steps=3).train()
+    assert seen[-3:] == [(0, 3, 0.0), (1, 3, 0.2), (2, 3, 0.4)]
+
+
+def test_a_broken_function_is_found_before_the_model_is_loaded(demo_tokenizer, demo_model_path, tmp_path):
+    (tmp_path / "model").mkdir()
+    shutil.copy(f"{demo_model_path}/config.json", tmp_path / "model")  # weights there are none
+
+    async def needs_gold(completion, gold):
+        return 1.0
+
+    with pytest.raises(RewardError, match="needs_gold needs the argument 'gold'; it can have: prompt, answer"):
+        make_trainer(demo_tokenizer, tmp_path / "run", model=str(tmp_path / "model"), rewards=needs_gold)
+
+
+def test_the_start_says_how_each_function_is_called(demo_tokenizer, tmp_path):
+    trainer = make_trainer(
+        demo_tokenizer, tmp_path / "run", rewards=[digits, digits_async], reward={"weights": [1.0, 0.5], "workers": 2}
+    )
+    assert (
+        "rewards: digits x 1 (per sample, in 2 worker processes); digits_async x 0.5 (per sample, async)"
+        in trainer.describe()
+    )
+    trainer.rewards.close()
+
+
+def test_dynamic_sampling_keeps_what_every_round_logged(demo_tokenizer, tmp_path):
+    def constant_at_first(completions, prompts, log_extra, log_metric, **_):
+        log_extra("place", list(range(len(completions))))
+        log_metric("calls", 1)
+        return [float(i % 2) if prompts[i][0] in "12" else 0.0 for i in range(len(completions))]
+
+    trainer = make_trainer(
+        demo_tokenizer,
+        tmp_path / "run",
+        rewards=constant_at_first,
+        max_steps=1,
+        objective={"group_filter": {"rule": "dynamic_sampling", "max_rounds": 3}},
+    )
+    (metrics,) = trainer.steps()
+    rows = rows_of(tmp_path / "run")
+    assert metrics["groups/rounds"] > 1
+    assert len(rows) == metrics["groups/sampled"] * 4
+    assert metrics["custom/calls"] == 1
+    assert [row["extra/place"] for row in rows[:16]] == list(range(16))
+    assert rows[16]["extra/place"] == 0
