@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from cohort.config import GRPOConfig, ModelConfig, RolloutConfig, Schedule
-from cohort.data import Data, LengthLimit, PromptSet, check_data, load_data, prompt_stream
+from cohort.data import (
+    MEASURED,
+    Data,
+    LengthLimit,
+    PromptSet,
+    check_data,
+    curriculum_values,
+    load_data,
+    prompt_stream,
+)
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import Objective, try_own_functions
 from cohort.policy import (
@@ -361,6 +370,8 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
         raise DataError("no training data: pass train_dataset, or set data.train")
     Schedule.of(config, None if data.streams else len(data))  # too few rows are known now
     check_data(data)
+    if config.data.curriculum not in (None, MEASURED):
+        curriculum_values(data, config.data.curriculum)
     eval_data = load_data(eval_dataset, config.data, evaluation=True)
     if eval_data is not None:
         check_data(eval_data)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
-from cohort.data import Place, PromptSet, PromptStream, load_data
+from cohort.data import LengthLimit, Place, PromptSet, PromptStream, load_data
 from cohort.data.mixture import Turns
 from cohort.data.order import pass_order
 from cohort.errors import DataError
@@ -41,6 +41,7 @@ def rows_of(prompts):
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 5))
+@settings(deadline=None)
 def test_every_row_occurs_once_in_each_pass(num_rows, per_step, seed):
     prompts = stream(num_rows, seed=seed)
     steps = -(-3 * num_rows // per_step)
@@ -66,6 +67,7 @@ WEIGHTS = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=60), min_si
 
 
 @given(WEIGHTS, st.integers(1, 400))
+@settings(deadline=None)
 def test_a_source_is_never_a_whole_prompt_away_from_its_share(weights, count):
     turns = Turns(weights)
     counts = [0] * len(weights)
@@ -78,6 +80,7 @@ def test_a_source_is_never_a_whole_prompt_away_from_its_share(weights, count):
 
 
 @given(WEIGHTS, st.integers(0, 10**12))
+@settings(deadline=None)
 def test_turns_are_a_function_of_the_place(weights, place):
     fresh = Turns(weights)
     period = sum(fresh._weights)
@@ -153,6 +156,17 @@ def test_a_curriculum_by_a_column():
     assert len(orders) == 12  # ties are broken by seed and epoch: 3! x 2! orders
     assert [float(LEVELS[row]["level"]) for row in rows_of(by("-level").take(0, 7))] == [3, 2, 2, 1, 1, 1, 0.5]
     assert by("-level").describe()[-1] == "order: by -level, of equal ones a new order for each epoch"
+
+
+def test_a_curriculum_of_what_is_left():
+    levels = [9, 1, 7, 3, 5]
+    rows = [{"prompt": "1" * (8 if n == 2 else 2), "level": level} for n, level in enumerate(levels)]
+    config = DataConfig(order="curriculum", curriculum="-level")
+    data = load_data([Source(path=rows), Source(path=rows, filter={"level": {"min": 4}})], config)
+    limit = LengthLimit(4, "data.max_prompt_length", "drop")
+    prompts = PromptStream(PromptSet(data, TOKENIZER, config, limit=limit), seed=0, config=config)
+    assert [prompt.columns["level"] for prompt in prompts.take(0, 6)] == [9, 9, 5, 5, 3, 1]
+    assert Counter((p.source, p.row_index) for p in prompts.take(0, 6))[("source 1", 4)] == 1
 
 
 @pytest.mark.parametrize("value", [None, "hard", float("nan"), True])

@@ -153,6 +153,10 @@ def test_a_folder_with_splits_gives_the_split(tmp_path):
     assert rows_of(tmp_path / "set", train_split="valid") == [{"a": 4}]
     data = load_data(None, DataConfig(eval=tmp_path / "set"), evaluation=True)
     assert [row["a"] for row in data.parts[0].rows] == [3]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "train.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"has no split 'test'; it has: train"):  # not the training rows once more
+        load_data(None, DataConfig(eval=tmp_path / "only"), evaluation=True)
     with pytest.raises(DataError, match=r"has no split 'dev'; it has: test, train, validation. Set data.train_split"):
         rows_of(tmp_path / "set", train_split="dev")
 

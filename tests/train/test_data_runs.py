@@ -208,6 +208,7 @@ def test_prompts_that_are_too_long_for_the_context(demo_tokenizer, tmp_path):
         (ROWS, {"train_rows": 3}, "the training data has 3 prompts, fewer than one step uses"),
         ([row | {"prefill": 1} for row in ROWS], {}, "has a column 'prefill'"),
         ("nowhere.jsonl", {}, "no data file nowhere.jsonl"),
+        (ROWS, {"order": "curriculum", "curriculum": "lvl"}, "data.curriculum names column 'lvl'"),
     ],
 )
 def test_mistakes_in_the_data_are_found_before_a_tokenizer_is_looked_for(data, settings, message):

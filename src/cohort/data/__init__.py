@@ -6,12 +6,13 @@ from cohort.config import DataConfig
 from cohort.data.files import Row, readable
 from cohort.data.lengths import LengthLimit
 from cohort.data.load import Data, load_data
-from cohort.data.order import Place, PromptStream, Stream
+from cohort.data.order import MEASURED, Place, PromptStream, Stream, curriculum_values
 from cohort.data.prompts import PromptSet, check_data
 from cohort.data.source import load_rows
 from cohort.data.stream import StreamedPrompts
 
 __all__ = [
+    "MEASURED",
     "Data",
     "LengthLimit",
     "Place",
@@ -21,6 +22,7 @@ __all__ = [
     "Stream",
     "StreamedPrompts",
     "check_data",
+    "curriculum_values",
     "load_data",
     "load_rows",
     "prompt_stream",

@@ -74,7 +74,7 @@ def iterate_file(path: Path) -> Iterator[Row]:
 
 def folder_files(folder: Path, split: str) -> list[Path]:
     """The data files of a folder, by name; of its only subfolder, where it has nothing else. Where the names of all
-    begin with a split's ("train", "test", "validation") and not all with the same one, those of the split.
+    begin with a split's ("train", "test", "validation"), those of the split.
 
     Raises:
         DataError: there is none, none of the split, one that cannot be read, or several subfolders have some.
@@ -97,7 +97,7 @@ def folder_files(folder: Path, split: str) -> list[Path]:
     if not found:
         raise DataError(f"the folder {folder} has no data files: expected {_named()} files")
     splits = [_split_of(path) for path in found]
-    if None in splits or len(set(splits)) == 1:
+    if None in splits:
         return found
     wanted = SPLITS.get(split, split)
     if chosen := [path for path, own in zip(found, splits, strict=True) if own == wanted]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from cohort.config import DataConfig, Source
 from cohort.config.data import parse_slice
 from cohort.data.files import Row
-from cohort.data.rows import BATCH, Keep, Rows, check_renames, explain_none_left, make_filter, rename
+from cohort.data.rows import BATCH, Keep, Rows, as_number, check_renames, explain_none_left, make_filter, rename
 from cohort.data.source import Opener, from_memory, is_stream, of_split, open_path, read_path
 from cohort.errors import DataError
 
@@ -94,6 +96,27 @@ class Data:
     def __len__(self) -> int:
         """Rows of all sources; of streams, those that were read to look at them."""
         return sum(len(part.rows) for part in self.parts)
+
+    def numbers(self, column: str) -> np.ndarray:
+        """A column of numbers, of all rows in order.
+
+        Raises:
+            DataError: there is no such column, or a row has no number in it.
+        """
+        values: list[float] = []
+        for part in self.parts:
+            if column not in part.rows.columns:
+                known = ", ".join(part.rows.columns)
+                raise DataError(f"{part.where}: data.curriculum names column {column!r}; there are: {known}")
+            for start, rows in part.rows.batches():
+                for index, row in enumerate(rows, start=start):
+                    if (number := as_number(row.get(column))) is None:
+                        raise DataError(
+                            f"{part.where}, row {part.rows.number(index)}: data.curriculum needs a number in column "
+                            f"{column!r}, got {row.get(column)!r:.60}"
+                        )
+                    values.append(number)
+        return np.array(values)
 
     @property
     def streams(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cohort.config import DataConfig
+from cohort.data.load import Data
 from cohort.data.mixture import Turns
 from cohort.data.prompts import PromptSet
 from cohort.errors import DataError
@@ -103,8 +104,7 @@ class PromptStream:
         if self._curriculum == MEASURED:
             self.place.rewards = np.full(len(prompts), np.nan)
         elif self._curriculum:
-            sign = -1.0 if self._curriculum.startswith("-") else 1.0
-            self._values = sign * prompts.numbers(self._curriculum.removeprefix("-"))
+            self._values = curriculum_values(prompts.data, self._curriculum)[prompts.places]
         self._order: Callable[[int, int], np.ndarray] = lru_cache(maxsize=2 * len(self._lanes))(self._fixed_order)
 
     def __len__(self) -> int:
@@ -200,6 +200,16 @@ def pass_order(num_rows: int, seed: int, epoch: int, lane: int = 0) -> np.ndarra
 def pass_generator(seed: int, epoch: int, lane: int) -> np.random.Generator:
     """The random numbers of one pass."""
     return np.random.Generator(np.random.Philox(key=[seed + (lane << 32), epoch]))
+
+
+def curriculum_values(data: Data, curriculum: str) -> np.ndarray:
+    """What a curriculum by a column sorts the rows by, smallest first.
+
+    Raises:
+        DataError: a row has no number there.
+    """
+    sign = -1.0 if curriculum.startswith("-") else 1.0
+    return sign * data.numbers(curriculum.removeprefix("-"))
 
 
 def describe_sources(prompts: PromptSet) -> list[str]:

@@ -14,7 +14,6 @@ from cohort.data.files import Row
 from cohort.data.lengths import LengthLimit, describe_lengths
 from cohort.data.load import Data, Part
 from cohort.data.render import PromptMaker, Renderer, check_columns
-from cohort.data.rows import BATCH, as_number
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -111,6 +110,13 @@ class PromptSet:
         """Tokens of the longest prompt."""
         return int(self.lengths.max())
 
+    @property
+    def places(self) -> np.ndarray:
+        """Where each prompt's row stands among all rows of ``data``."""
+        before = np.cumsum([0, *(len(part.rows) for part in self.data.parts)])
+        places: np.ndarray = before[self._part_of] + self._row_of
+        return places
+
     def ranges(self) -> list[range]:
         """Which of the prompts are of which source."""
         bounds = np.searchsorted(self._part_of, np.arange(len(self.data.parts) + 1)).tolist()
@@ -134,30 +140,6 @@ class PromptSet:
             source=part.name,
             columns=self.columns,
         )
-
-    def numbers(self, column: str) -> np.ndarray:
-        """A column of numbers.
-
-        Raises:
-            DataError: there is no such column, or a row has no number in it.
-        """
-        if column not in self.columns:
-            raise DataError(
-                f"{self.name}: data.curriculum names column {column!r}; there are: {', '.join(self.columns)}"
-            )
-        values = np.empty(len(self))
-        for part, places in zip(self.data.parts, self.ranges(), strict=True):
-            for start in range(0, len(places), BATCH):
-                some = places[start : start + BATCH]
-                rows = part.rows.take(self._row_of[some.start : some.stop])[:]
-                for index, row in zip(some, rows, strict=True):
-                    if (number := as_number(row.get(column))) is None:
-                        raise DataError(
-                            f"{self.where(index)}: data.curriculum needs a number in column {column!r}, got "
-                            f"{row.get(column)!r:.60}"
-                        )
-                    values[index] = number
-        return values
 
     @property
     def fingerprint(self) -> str:

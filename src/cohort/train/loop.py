@@ -94,10 +94,10 @@ def run(
         # that teach nothing, for a number of rounds; otherwise there is one round.
         rollout: Rollout | None = None
         place = parts.prompts.place.taken
+        state = trainer_state(schedule, step, place)
         while rollout is None or missing(rollout, schedule.prompts_of(step), objective):
             wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
-            state = trainer_state(schedule, step, parts.prompts.place.taken)
             place = prompts[-1].uid + 1
             scoring = parts.rewards.begin(prompts, schedule.num_generations, state)
             with clock("generate"):  # async rewards and those in workers begin as completions end
