@@ -249,3 +249,21 @@ def test_an_evaluation_of_a_stream_needs_a_number_of_rows():
         load_data(stream, DataConfig(), evaluation=True)
     data = load_data(stream, DataConfig(eval_rows=1), evaluation=True)
     assert list(data.parts[0].rows) == ROWS[:1]
+
+
+def test_a_name_with_a_configuration_and_a_split(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **settings):
+        asked.append((arguments, settings))
+        found = Dataset.from_list(ROWS)
+        return found.to_iterable_dataset() if settings["streaming"] else found
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert rows_of("some/name:main", train_split="train[:2]") == ROWS
+    stream = load_data([Source(path="name", split="dev")], DataConfig(streaming=True)).parts[0].stream
+    assert list(stream) == list(stream) == list(enumerate(ROWS))  # pass after pass
+    assert asked == [
+        (("some/name", "main"), {"split": "train[:2]", "streaming": False}),
+        (("name", None), {"split": "dev", "streaming": True}),
+    ]

@@ -110,11 +110,12 @@ def test_nothing_is_read_before_it_is_needed():
 def test_dropped_rows_leave_their_places_empty():
     rows = [{"prompt": "1" * (9 if n % 3 == 1 else 2)} for n in range(7)]
     limit = LengthLimit(4, "data.max_prompt_length", "drop")
-    prompts = streamed(rows, limit, order="sequential")
+    prompts = streamed(rows, limit, order="sequential", max_prompt_length=4)
     taken = prompts.take(0, 4)
     assert [(prompt.uid, prompt.row_index) for prompt in taken] == [(0, 0), (2, 2), (3, 3), (5, 5)]
     assert [prompt.uid for prompt in prompts.take(taken[-1].uid + 1, 2)] == [6, 7]
     assert prompts.longest == 4
+    assert streamed(rows, limit).longest == 2  # of those looked at; the context's end says nothing of the data
     cut = streamed([{"prompt": "123456"}], LengthLimit(4, "data.max_prompt_length", "truncate_left"))
     assert cut.take(0, 1)[0].text == "3456"
 

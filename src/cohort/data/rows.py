@@ -74,6 +74,10 @@ class Rows(Sequence[Row]):
         number = int(self.numbers[index])
         return number if self.places is None else self.places[number]
 
+    def __iter__(self) -> Iterator[Row]:
+        for _, rows in self.batches():
+            yield from rows
+
     def batches(self) -> Iterator[tuple[int, list[Row]]]:
         """All rows in lists, each with the place of its first one."""
         for start in range(0, len(self), BATCH):

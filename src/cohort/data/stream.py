@@ -59,8 +59,11 @@ class StreamedPrompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt there can be, where there is a limit; else of the longest that was looked at."""
-        return self._limit.tokens if self._limit else self.sample.longest
+        """Tokens of the longest prompt there can be, where the settings say; else of the longest that was looked at. A
+        pass of this length is tried for its memory, so the context's end is no guess to make."""
+        if self._limit is None or self._config.max_prompt_length is None:
+            return self.sample.longest
+        return self._limit.tokens
 
     @property
     def fingerprint(self) -> str:
