@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 objective(options)
             case "generate":
                 return generate(options)
+            case "rewards":
+                rewards(options)
             case "config":
                 from cohort.config import annotated_toml
 
@@ -95,6 +97,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="change parts of it, as in trust_region.high=1.4",
     )
     add_generate(commands)
+    rewards_parser = commands.add_parser(
+        "rewards",
+        help="list the built-in rewards, or explain one",
+        usage="cohort rewards [NAME]",
+        epilog='Example of the settings: reward.functions = ["math", "soft_overlong(max_length=1024, buffer=256)"]',
+        allow_abbrev=False,
+    )
+    rewards_parser.add_argument("name", nargs="?", metavar="NAME", help="a built-in reward")
     commands.add_parser("config", help="print every setting with its default and meaning, as a TOML file")
     return parser
 
@@ -216,6 +226,13 @@ def objective(options: argparse.Namespace) -> None:
 
     try_own_functions(resolved)
     print(explain(resolved))
+
+
+def rewards(options: argparse.Namespace) -> None:
+    """``cohort rewards``."""
+    from cohort.rewards.listing import explain_reward, list_rewards
+
+    print(list_rewards() if options.name is None else explain_reward(options.name))
 
 
 def generate(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is unknown, of the wrong type or out of range   (also ValueError)
     ├── DataError            a data set or one of its rows cannot be used              (also ValueError)
     ├── RewardError          a reward function broke its contract                      (also ValueError)
+    ├── SandboxError         a program's sandbox could not be made, or was killed      (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
@@ -29,6 +30,10 @@ class DataError(CohortError, ValueError):
 
 class RewardError(CohortError, ValueError):
     """A reward function cannot be found or broke its contract."""
+
+
+class SandboxError(CohortError, RuntimeError):
+    """The sandbox of a program could not be made, or something else killed it. Never the doing of the program."""
 
 
 class ModelError(CohortError, ValueError):

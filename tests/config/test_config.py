@@ -508,3 +508,11 @@ def test_what_is_sampled_with_follows_from_the_settings():
     assert Sampling.of(off) == Sampling(**settings, record_support=False)
     assert (GRPOConfig(**settings).rollout.replayed_penalty, off.replayed_penalty) == (1.2, 1.0)
     assert not Sampling.of(GRPOConfig().rollout).reweights
+
+
+def test_a_comma_in_brackets_parts_nothing(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    given = ["--reward.functions", "f.py:a(x=1, y=(2, 3)),math,g.py:b", "--rollout.stop", "a,b)"]
+    config = load_config(tmp_path / "run.toml", given)
+    assert config.reward.functions == ("f.py:a(x=1, y=(2, 3))", "math", "g.py:b")
+    assert config.rollout.stop == ("a", "b)")

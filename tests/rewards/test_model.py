@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohort.errors import ModelError, RewardError
-from cohort.rewards import RewardRunner
+from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.model import RewardModel
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -81,6 +81,12 @@ def test_a_folder_is_loaded_with_its_tokenizer(demo_tokenizer, tmp_path):
     demo_tokenizer.save_pretrained(tmp_path / "judge")
     judge = RewardModel(tmp_path / "judge", device="cpu")
     assert judge.__name__ == "judge"
+    by_name = resolve_reward(f"{tmp_path}/judge(batch_tokens=64, device='cpu')")
+    assert (by_name.__name__, by_name.batch_tokens) == ("judge", 64)
+    with pytest.raises(RewardError, match="has no parameter 'batch'; it has: .*batch_tokens"):
+        resolve_reward(f"{tmp_path}/judge(batch=64)")
+    with pytest.raises(ModelError, match="no folder of that name here"):
+        resolve_reward("models/judge")
     # The same weights elsewhere in memory: products may be cut in another way.
     assert judge(["1+2="], ["3"]) == pytest.approx(RewardModel(model, demo_tokenizer)(["1+2="], ["3"]), abs=1e-6)
 

@@ -9,8 +9,8 @@ import torch
 
 from cohort.errors import RewardError
 from cohort.rewards import RewardRunner, resolve_reward
-from cohort.rewards.builtin import exact_match, final_number, gsm8k
 from cohort.rewards.contract import TrainerState, arguments, named
+from cohort.rewards.mathematics import final_number, gsm8k
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 
@@ -161,7 +161,7 @@ def test_functions_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine_reward.py").write_text("import helper_mod\ndef f(completions, **_):\n    return helper_mod.x\n")
     (tmp_path / "helper_mod.py").write_text("x = [1]\n")
     assert resolve_reward("gsm8k") is gsm8k
-    assert resolve_reward("cohort.rewards.builtin:exact_match") is exact_match
+    assert resolve_reward("cohort.rewards.mathematics:gsm8k") is gsm8k
     assert resolve_reward(f"{tmp_path}/mine_reward.py:f")(completions=[]) == [1]
     (tmp_path / "mine_module.py").write_text("def g(**_): return [2]\n")
     monkeypatch.chdir(tmp_path)
@@ -171,10 +171,10 @@ def test_functions_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gsm9k", "unknown reward 'gsm9k': built in are gsm8k, exact_match"),
+        ("gsm9k", "unknown reward 'gsm9k': built in are math, reasoning_answer, gsm8k, "),
         ("nowhere.py:f", "no reward file nowhere.py"),
         ("no_such_module_x:f", "cannot import reward module"),
-        ("cohort.rewards.builtin:gsm9k", "has no function 'gsm9k'; it has: .*gsm8k"),
+        ("cohort.rewards.mathematics:gsm9k", "has no function 'gsm9k'; it has: .*gsm8k"),
         ("cohort.rewards.builtin:BUILTIN_REWARDS", "has no function"),
     ],
 )
@@ -217,9 +217,10 @@ def test_texts_without_a_final_number(text):
 
 
 def test_gsm8k_compares_values_and_takes_conversations():
-    assert gsm8k(["#### 1,200.0"], ["#### 1200"]) == [1.0]
-    assert gsm8k([[{"role": "assistant", "content": "#### 3"}]], ["#### 3"]) == [1.0]
-    assert gsm8k(["#### 3"] * 2, ["no number", None]) == [None, None]
+    assert gsm8k("#### 1,200.0", "#### 1200") == 1.0
+    assert gsm8k([{"role": "assistant", "content": "#### 3"}], "#### 3") == 1.0
+    assert gsm8k("3", "#### 3", prefill="#### ") == 1.0
+    assert [gsm8k("#### 3", gold) for gold in ("no number", None)] == [None, None]
 
 
 def test_an_exception_is_placed():

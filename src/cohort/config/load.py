@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -262,7 +263,7 @@ def _parse(text: str, annotation: Any) -> Any:
         return text
     if is_list and not text.startswith("["):
         if "tuple[float" not in str(annotation):
-            return text.split(",") if text else []  # as it stands: a stop string may be a line break
+            return _parted(text) if text else []  # as it stands: a stop string may be a line break
         with suppress(ValueError):
             return [float(number) for number in text.split(",")]
         text = f"[{text}]"
@@ -272,6 +273,12 @@ def _parse(text: str, annotation: Any) -> Any:
         return tomllib.loads(f"value = {text.lower() if bool in choices else text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _parted(text: str) -> list[str]:
+    """A list's parts: those between commas that stand in no brackets, as in "f(a=1, b=(2, 3)),g"."""
+    shielded = re.sub(r"\((?:[^()]|\([^()]*\))*\)", lambda found: found[0].replace(",", "\0"), text)
+    return [part.replace("\0", ",") for part in shielded.split(",")]
 
 
 _KNOWN_ELSEWHERE = {

@@ -153,7 +153,8 @@ class RewardConfig(Section):
     """What is good."""
 
     functions: Strings = ()
-    """Reward functions: built-in names (gsm8k, exact_match), "module:function", or "file.py:function"."""
+    """Reward functions: built-in names (`cohort rewards` lists them), "module:function", or "file.py:function". Values
+    for their parameters stand in brackets: "soft_overlong(max_length=1024, buffer=256)"."""
     weights: Numbers | None = None
     """One weight per function. Unset: 1 each."""
     workers: Count = 0

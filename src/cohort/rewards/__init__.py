@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cohort.rewards.builtin import BUILTIN_REWARDS
-from cohort.rewards.contract import RewardFunction, TrainerState, as_reward_function, resolve_reward
+from cohort.rewards.contract import RewardFunction, TrainerState, as_reward_function
 from cohort.rewards.kinds import reward
 from cohort.rewards.model import RewardModel
+from cohort.rewards.specs import resolve_reward
 
 if TYPE_CHECKING:
     from cohort.rewards.runner import RewardRunner

@@ -38,11 +38,10 @@ from functools import partial
 from typing import Any
 
 from cohort.errors import RewardError
-from cohort.plugins import load_function
-from cohort.rewards.builtin import BUILTIN_REWARDS
 from cohort.rewards.calls import LOGS, call_recorded
 from cohort.rewards.kinds import Kind, Per, function_name, kind_of
 from cohort.rewards.model import RewardModel, is_reward_model
+from cohort.rewards.specs import resolve_reward
 from cohort.types import Completion, Group, Prompt
 
 RewardFunction = Callable[..., Any]
@@ -71,23 +70,6 @@ def as_reward_function(given: Any) -> RewardFunction:
     if isinstance(given, str):
         return resolve_reward(given)
     return RewardModel(given) if is_reward_model(given) else given
-
-
-def resolve_reward(spec: str) -> RewardFunction:
-    """A reward function by built-in name, "module:function" or "file.py:function".
-
-    Raises:
-        RewardError: there is no such module, file or function, or it is not callable.
-    """
-    spec = spec.strip()
-    if ":" not in spec:
-        if spec in BUILTIN_REWARDS:
-            return BUILTIN_REWARDS[spec]
-        raise RewardError(
-            f"unknown reward {spec!r}: built in are {', '.join(BUILTIN_REWARDS)}; "
-            "your own is named module:function or file.py:function"
-        )
-    return load_function(spec, what="reward", error=RewardError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +107,9 @@ class Function:
         for parameter in parameters:
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise RewardError(f"reward function {name} takes {parameter.name!r} by position: it is called by name")
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self._bound = frozenset(call.keywords) if isinstance(call, partial) else frozenset()
+        """Parameters that have their values: no column of the data takes their place."""
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in self._bound]
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = frozenset(p.name for p in named)
         self._required = [p.name for p in named if p.default is p.empty]
@@ -147,7 +131,7 @@ class Function:
                     f"{', '.join([*arguments, *LOGS])}"
                 )
         if self._takes_all:
-            return dict(arguments)
+            return {key: value for key, value in arguments.items() if key not in self._bound}
         return {key: value for key, value in arguments.items() if key in self._names}
 
     def values(self, result: Any, completions: Sequence[Completion], *, per_token: bool) -> list[Value]:

@@ -1,0 +1,1 @@
+"""What runs inside the sandbox, under ``python -I -S``: these files import each other and the standard library only."""

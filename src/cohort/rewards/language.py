@@ -1,0 +1,76 @@
+"""A reward for the language that a completion is written in."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from cohort.rewards.builtin import import_extra, whole_text
+
+_NOT_LANGUAGE = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\\\[.*?\\\]|\\\(.*?\\\)|\$[^$\n]+\$|\\[A-Za-z]+|https?://\S+|<[^<>\s]+>",
+    re.DOTALL,
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+|(?<=[。!?;])|\n+")
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    module = import_extra("py3langid.langid", "language")
+    return module.LanguageIdentifier.from_model_file(module.MODEL_FILE)
+
+
+def _known(code: str) -> str:
+    labels = _identifier().labels
+    if code not in labels:
+        raise ValueError(f"not a language that is known; known are {', '.join(sorted(labels))}")
+    return code
+
+
+def language(
+    completion: Any,
+    *,
+    code: Annotated[str, AfterValidator(_known)] = "en",
+    min_letters: Annotated[int, Field(gt=0)] = 20,
+) -> float | None:
+    """The share of the completion that is in a language, from 0 to 1.
+
+    All that the assistant said is cut into sentences, short ones put together; the share counts the letters of those
+    whose likeliest language is the one asked for. Formulas, code, tags and addresses are left out. The language of a
+    text with fewer letters than ``min_letters`` cannot be told: None.
+
+    Args:
+        code: ISO 639 code of the language, as "en", "de" or "zh".
+        min_letters: letters, or signs of a script, that it takes to tell a language. Shorter sentences are put
+            together until they have so many.
+
+    >>> language("The train leaves at noon and arrives before the shops close."), language("Ja.")
+    (1.0, None)
+    """
+    pieces = _pieces(_NOT_LANGUAGE.sub(" ", whole_text(completion)), min_letters)
+    letters = [_letters(piece) for piece in pieces]
+    if sum(letters) < min_letters:
+        return None
+    found = [_identifier().classify(piece)[0] for piece in pieces]
+    return sum(n for n, label in zip(letters, found, strict=True) if label == code) / sum(letters)
+
+
+def _pieces(text: str, min_letters: int) -> list[str]:
+    """Sentences, put together until a piece has enough letters; what is left over goes with the last."""
+    pieces, piece = [], ""
+    for sentence in _SENTENCE_END.split(text):
+        piece += " " + sentence
+        if _letters(piece) >= min_letters:
+            pieces.append(piece)
+            piece = ""
+    if pieces:
+        pieces[-1] += piece
+        return pieces
+    return [piece]
+
+
+def _letters(text: str) -> int:
+    return sum(character.isalpha() for character in text)

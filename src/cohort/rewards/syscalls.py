@@ -1,0 +1,178 @@
+"""Which system calls a sandboxed program may make: a seccomp filter, as the kernel takes it.
+
+A list of what is denied, and everything newer than the list denied too. The denied calls fail with EPERM, which Python
+shows as PermissionError; nothing is killed. Three calls are looked into: ``clone`` may make threads but no processes,
+``socket`` may make unix sockets (asyncio needs a pair of them) but no others, and ``prctl`` may not undo that a process
+dies with its parent, which is how a sandbox is ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from cohort.errors import RewardError
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of the table below, and the kernel's own number of the architecture."""
+
+NEWEST = 456
+"""Calls above this number fail with ENOSYS, as on a kernel that has not heard of them. It also catches x86's x32 calls,
+whose numbers begin at 2**30."""
+
+DENIED = {
+    # new processes: one program is one process, so its memory limit is the limit of all it uses
+    "fork": (57, None),
+    "vfork": (58, None),
+    # namespaces and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    # other processes' memory and files
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    # memory that no limit of a process counts
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "shmdt": (67, 197),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    # parts of the kernel with a history of holes
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "modify_ldt": (154, None),
+    # what only an administrator does
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "acct": (163, 89),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "personality": (135, 92),
+    "lookup_dcookie": (212, 18),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    "nfsservctl": (180, 42),
+    "uselib": (134, None),
+    "sysfs": (139, None),
+    "vhangup": (153, 58),
+}
+"""Name to number on x86_64 and on aarch64; None: not there."""
+
+_CLONE, _CLONE3, _SOCKET, _PRCTL = (56, 220), (435, 435), (41, 198), (157, 167)
+_CLONE_THREAD, _AF_UNIX, _SET_PARENT_DEATH_SIGNAL = 0x00010000, 1, 1
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0 = 0, 4, 16
+"""Where in ``struct seccomp_data``. Of an argument, the lower half: all that the kernel looks at in the three, and the
+bytes are little-endian."""
+_LOAD, _EQUAL, _ABOVE, _HAS_BITS, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+
+
+def system_call_filter(machine: str | None = None) -> bytes:
+    """The filter as a BPF program, for ``bwrap --seccomp``.
+
+    Args:
+        machine: "x86_64" or "aarch64". None: this one.
+
+    Raises:
+        RewardError: there is no filter for this machine.
+
+    >>> len(system_call_filter("x86_64")) % 8, len(system_call_filter("aarch64")) // 8 < 256
+    (0, True)
+    """
+    machine = machine or platform.machine()
+    if machine not in ARCHITECTURES:
+        raise RewardError(f"the sandbox has no filter for {machine}: it runs on {' and '.join(ARCHITECTURES)}")
+    column, architecture = ARCHITECTURES[machine]
+    program = [
+        _step(_LOAD, _ARCHITECTURE),
+        _step(_EQUAL, architecture, if_so=1),
+        _step(_RETURN, _KILL),  # another architecture's numbers mean other calls
+        _step(_LOAD, _NUMBER),
+    ]
+    program += _fail(_ABOVE, NEWEST, errno.ENOSYS)
+    program += _fail(_EQUAL, _CLONE3[column], errno.ENOSYS)  # its flags are in memory; libraries then take clone
+    for numbers in DENIED.values():
+        if (number := numbers[column]) is not None:
+            program += _fail(_EQUAL, number, errno.EPERM)
+    program += [
+        _step(_EQUAL, _CLONE[column], if_not=4),
+        _step(_LOAD, _ARGUMENT_0),
+        _step(_HAS_BITS, _CLONE_THREAD, if_not=1),
+        _step(_RETURN, _ALLOW),
+        _step(_RETURN, _ERRNO | errno.EPERM),
+        _step(_EQUAL, _SOCKET[column], if_not=4),
+        _step(_LOAD, _ARGUMENT_0),
+        _step(_EQUAL, _AF_UNIX, if_not=1),
+        _step(_RETURN, _ALLOW),
+        _step(_RETURN, _ERRNO | errno.EAFNOSUPPORT),
+        _step(_EQUAL, _PRCTL[column], if_not=3),
+        _step(_LOAD, _ARGUMENT_0),
+        _step(_EQUAL, _SET_PARENT_DEATH_SIGNAL, if_not=1),
+        _step(_RETURN, _ERRNO | errno.EPERM),
+        _step(_RETURN, _ALLOW),
+    ]
+    return b"".join(program)
+
+
+def _fail(test: int, number: int, error: int) -> list[bytes]:
+    return [_step(test, number, if_not=1), _step(_RETURN, _ERRNO | error)]
+
+
+def _step(code: int, value: int, *, if_so: int = 0, if_not: int = 0) -> bytes:
+    """One instruction: what to do, and how many to skip when a test holds or does not."""
+    return struct.pack("HBBI", code, if_so, if_not, value)

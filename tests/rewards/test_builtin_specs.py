@@ -1,0 +1,172 @@
+"""Rewards by name: settings in brackets, what is wrong with them, and what ``cohort rewards`` says."""
+
+import inspect
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from cohort.cli import main
+from cohort.errors import RewardError
+from cohort.rewards import BUILTIN_REWARDS, RewardRunner, resolve_reward
+from cohort.rewards.builtin import columns_of, settings_of
+from cohort.rewards.kinds import kind_of
+from cohort.rewards.specs import split_spec
+from cohort.types import Completion, FinishReason, Group, Prompt
+
+REQUIRED = {
+    "regex": "(pattern='a')",
+    "json_schema": "(schema={})",
+    "soft_overlong": "(max_length=8, buffer=2)",
+    "cosine_length": "(max_length=8)",
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("math", ("math", {})),
+        (" math ( ) ", ("math", {})),
+        (
+            "f(a=1, b=-2.5, c='x(y)', d=[1, {'k': None}], e=True)",
+            ("f", {"a": 1, "b": -2.5, "c": "x(y)", "d": [1, {"k": None}], "e": True}),
+        ),
+        ("dir (1)/mine.py:f(a=1)", ("dir (1)/mine.py:f", {"a": 1})),  # a path with brackets
+        ("dir (1)/mine.py:f", ("dir (1)/mine.py:f", {})),
+        ("mine.py:f(a='b:c(d')", ("mine.py:f", {"a": "b:c(d"})),
+    ],
+)
+def test_a_spec_is_a_name_and_values(spec, parts):
+    assert split_spec(spec) == parts
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "soft_overlong",
+            r"reward soft_overlong needs max_length, buffer: write soft_overlong\(max_length=..., buffer=...\)",
+        ),
+        ("soft_overlong(max_length=8)", "needs buffer"),
+        ("soft_overlong(max_len=8)", "no setting 'max_len'; it has: max_length, buffer"),
+        ("gsm8k(strict=True)", "no setting 'strict'; it has: none"),
+        ("exact_match(answer='x')", "no setting 'answer'"),  # a column, not a setting
+        ("soft_overlong(8, 2)", "values are given by name"),
+        ("soft_overlong(**{'max_length': 8})", "values are given by name"),
+        ("soft_overlong(max_length=n, buffer=2)", "max_length must be a plain value .*, got n"),
+        ("soft_overlong(max_length=8", "the bracket is not closed"),
+        ("soft_overlong(max_length 8)", "expected NAME"),
+        ("soft_overlong(max_length=8, max_length=9)", "max_length is given twice"),
+        ("soft_overlong(max_length=0, buffer=2)", "max_length=0: input should be greater than 0"),
+        ("soft_overlong(max_length='8', buffer=2)", "max_length='8': input should be a valid integer"),
+        ("soft_overlong(max_length=True, buffer=2)", "max_length=True: input should be a valid integer"),
+        ("repetition_penalty(max_penalty=1.0)", "less than or equal to 0"),
+        ("repetition_penalty(of='letters')", "input should be 'words' or 'tokens'"),
+        ("regex(pattern='(')", "not a regular expression: missing \\)"),
+        ("json_schema(schema={'type': 'text'})", "not a JSON schema.*: 'text' is not valid"),
+        ("json_schema(schema='nowhere.json')", "not a JSON schema.*No such file"),
+        ("json_schema(schema='{')", "not a JSON schema"),
+        ("language(code='klingon')", "not a language that is known; known are ace, af"),
+        ("cosine_length(max_length=8, correct='maths')", "correct='maths': unknown reward 'maths'"),
+        ("maths", "unknown reward 'maths': built in are math, "),
+        ("maths(a=1)", "unknown reward 'maths'"),
+    ],
+)
+def test_what_is_wrong_with_a_spec(spec, message):
+    with pytest.raises(RewardError, match=message):
+        resolve_reward(spec)
+
+
+def test_values_for_a_function_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Odd: pass\n"
+        "def f(completion, strict: bool = False, odd: Odd | None = None, *, low: int, **_):\n    return (strict, low)\n"
+        "def unknown_type(completion, size: 'Nowhere'):\n    return size\n"
+        "def g(completion):\n    return 0\n"
+    )
+    path = f"{tmp_path}/mine.py"
+    bound = resolve_reward(f"{path}:f(strict=True, low=3, else_='x')")
+    assert isinstance(bound, partial)
+    assert bound(completion="") == (True, 3)
+    assert kind_of(bound).per == "sample"
+    assert not isinstance(resolve_reward(f"{path}:g()"), partial)
+    assert resolve_reward(f"{path}:unknown_type(size=4)")(completion="") == 4  # an annotation that says nothing
+    assert resolve_reward(f"{path}:f(low=1, odd=None)")(completion="") == (False, 1)
+    with pytest.raises(RewardError, match=r"f: low='3': input should be a valid integer"):
+        resolve_reward(f"{path}:f(low='3')")
+    with pytest.raises(RewardError, match="has no parameter 'strict'; it has: completion"):
+        resolve_reward(f"{path}:g(strict=True)")
+
+
+def test_a_setting_is_never_taken_from_a_column_of_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(completion, level, extra=0, **rest):\n    return level + extra + len(rest)\n"
+    )
+    columns = {"ignore_case": True, "answer": "A", "level": 5, "extra": 7}
+    made = Completion((3,), (0.0,), FinishReason.EOS, "a", 0)
+    group = Group(Prompt(0, 0, (5,), "?", "?", columns), (made,))
+    specs = ["exact_match", "exact_match(ignore_case=True)", f"{tmp_path}/mine.py:f(level=1)"]
+    values = RewardRunner([resolve_reward(spec) for spec in specs]).score([group]).by_function_SK.tolist()
+    # f: level is its own 1, extra the column's 7; the rest: prompt, prefill, state, 2 columns, 3 of the completion, 2 logs
+    assert values == [[0.0, 1.0, 1 + 7 + 9]]
+
+
+def test_a_whole_number_will_do_for_a_fraction():
+    assert resolve_reward("cosine_length(max_length=8, r0c=2)").keywords["r0c"] == 2
+
+
+@pytest.mark.parametrize("name", BUILTIN_REWARDS)
+def test_every_built_in_sees_samples_and_is_explained(name, capsys):
+    row = BUILTIN_REWARDS[name]
+    function = row.load()
+    assert kind_of(function).per == "sample"
+    bound = resolve_reward(name + REQUIRED.get(name, ""))
+    assert set(getattr(bound, "keywords", {})) == set(settings_of(function))
+    assert main(["rewards", name]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 104  # 100, but for examples
+    for setting in settings_of(function):
+        assert f"{setting}:" in printed or f"{setting}," in printed or f", {setting}" in printed
+    for column in columns_of(function):
+        assert f"the column {column}" in printed
+    assert (f"{row.package}: pip install 'cohort-rl[rewards]'" in printed) is (row.package is not None)
+    assert "``" not in printed
+
+
+def test_the_list_of_rewards(capsys):
+    assert main(["rewards"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    for name, row in BUILTIN_REWARDS.items():
+        assert f"\n{name}(" in "\n" + printed
+        summary = inspect.getdoc(row.load()).partition("\n")[0].replace("``", "")
+        assert summary in " ".join(printed.split())
+    assert main(["rewards", "maths"]) == 2
+    assert "unknown reward 'maths': built in are math" in capsys.readouterr().err
+
+
+def test_listing_imports_nothing_heavy():
+    heavy = ["torch", "transformers", "sympy", "math_verify", "jsonschema", "rapidfuzz", "py3langid"]
+    script = (
+        f"import sys\nfrom cohort.cli import main\nmain(['rewards'])\nprint([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("cohort.rewards.builtin.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        RewardError, match=r"math needs math_verify, which is not installed: pip install 'cohort-rl\[rewards\]'"
+    ):
+        resolve_reward("math")
+    assert resolve_reward("gsm8k")
+
+
+def test_a_package_that_is_missing_when_a_function_is_called_is_named(monkeypatch):
+    from cohort.rewards.text import fuzzy_match
+
+    monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
+    with pytest.raises(RewardError, match=r"fuzzy_match needs rapidfuzz.fuzz.*pip install 'cohort-rl\[rewards\]'"):
+        fuzzy_match("a", "a")
