@@ -107,7 +107,7 @@ def cohort_side(turns: Turns, job: Job) -> None:
     config = cohort.GRPOConfig(
         format="chat",
         prompt_column="question",
-        shuffle=False,
+        order="sequential",
         prompts_per_step=PROMPTS,
         num_generations=GROUP,
         max_completion_length=LIMIT,

@@ -108,7 +108,7 @@ def cohort_trainer(job: Job, model: Any, precision: str, microbatch_tokens: int 
         learning_rate=LEARNING_RATE,
         precision=precision,
         device="cpu",
-        shuffle=False,
+        order="sequential",
         max_steps=1_000_000,
         save_steps=0,
         progress=False,

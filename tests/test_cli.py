@@ -68,7 +68,7 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
     said = capsys.readouterr().out
     assert "2 prompts x 3 = 6 completions per rollout, 1 update each" in said
     assert "<|system|>Solve the problem step by step." in said
-    assert "of 7,473 prompts" in said
+    assert "3,736.5 rollouts per epoch on 7,473 prompts; 2 rollouts" in said
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert "eval/rewards/gsm8k/mean" in steps[-1]
@@ -143,7 +143,11 @@ MISTAKES = {
     "reward type": (["--reward.functions", "reward.py:text"], "must return numbers or None; result 0 is 'good'"),
     "model folder missing": (["--model.path", "./nope"], "no model folder ./nope"),
     "no model": (["--model.path", ""], "set model.path"),
-    "too long for the model": (["--rollout.max_completion_length", "5000"], "more than the model's context of 2048"),
+    "too long for the model": (
+        ["--rollout.max_completion_length", "5000"],
+        "no room for a prompt in the model's context of 2,048",
+    ),
+    "a prompt too long": (["--rollout.max_completion_length", "2047"], "9 of 9 prompts have more than 1 tokens"),
     "nothing to resume": (["--resume"], "there is no run folder"),
 }
 
@@ -167,6 +171,7 @@ def test_other_mistakes(good, capsys, model_folder):
     (good / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     assert main(["train", "config.toml"]) == 2
     assert "row 1: the prompt is empty" in capsys.readouterr().err
+    (good / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     bare = good / "bare"
     tiny_llama().save_pretrained(bare)
     assert main(["train", "config.toml", "--model.path", str(bare)]) == 2

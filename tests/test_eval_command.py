@@ -209,13 +209,13 @@ def test_which_model_of_a_run(run_folder):
         (("--data", "rows.jsonl", "--reward", REWARD, "--config", "nope.toml"), "no config file nope.toml"),
         (
             ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--max-tokens", "5000"),
-            "eval.max_completion_length_eval is 5000",
+            "eval.max_completion_length_eval (5,000) leaves no room for a prompt",
         ),
         (
             ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--max-tokens", "9", "--against", "./nowhere"),
             "no model folder ./nowhere",
         ),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--device", "abacus"), "'abacus' cannot be used here"),
+        (("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--device", "abacus"), "'abacus' cannot be used here"),
         (
             ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl"),
             "rows.jsonl exists: give another file",
@@ -260,3 +260,37 @@ def test_flags_are_settings():
     assert config.reward.functions == ("math", "soft(a=1, b=2)")
     assert (config.data.eval, config.eval.pass_at_k, config.eval.temperature_eval) == ("rows.jsonl", (1, 8), 0.0)
     assert (config.eval.top_k_eval, config.eval.top_p_eval) == (0, None)
+
+
+def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, capsys, spoilt, monkeypatch):
+    import cohort.evaluation.run as command
+
+    (tmp_path / "mixed.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows[:3], {"question": "1" * 90}])
+    )
+    arguments = (
+        "--data",
+        "mixed.jsonl",
+        "--reward",
+        "mine.py:none",
+        "--max-tokens",
+        "4",
+        *SETTINGS,
+        "--output",
+        "out.jsonl",
+    )
+    (tmp_path / "mine.py").write_text("def none(completions):\n    return [1.0] * len(completions)\n")
+    drops = ("--data.overlong_prompts", "drop", "--data.max_prompt_length", "40", "--overwrite")
+    assert evaluate(*arguments, *drops, "--against", spoilt) == 0
+    assert [row["question"] for row in lines(tmp_path / "out.jsonl")] == [row["question"] for row in rows[:3]]
+    real = command.load_tokenizer
+
+    def coarser(path, **settings):
+        tokenizer = real(path, **settings)
+        if path == spoilt:
+            tokenizer.chat_template = "{{ messages[0]['content'][:20] }}"
+        return tokenizer
+
+    monkeypatch.setattr(command, "load_tokenizer", coarser)
+    assert evaluate(*arguments, *drops, "--against", spoilt) == 2
+    assert "drops 1 prompts of one model and 0 of the other" in capsys.readouterr().err

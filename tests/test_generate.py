@@ -242,7 +242,7 @@ MISTAKES = {
     "both": (["a", "--prompts", "good.txt"], "not both"),
     "no file": (["--prompts", "nope.txt"], "no file of prompts nope.txt"),
     "no rows file": (["--prompts", "nope.jsonl"], "no data file nope.jsonl"),
-    "no name of a data set": (["--prompts", "gsm8k"], "expected a .txt, .jsonl or .parquet file"),
+    "no name of a data set": (["--prompts", "gsm8k"], "expected a .txt, .jsonl, .json, .csv or .parquet file"),
     "blank": (["--prompts", "blank.txt"], "blank.txt has no prompts"),
     "bytes": (["--prompts", "latin.txt"], "latin.txt, line 2: not UTF-8"),
     "malformed": (["--prompts", "torn.jsonl"], "torn.jsonl, line 3: not valid JSON"),

@@ -26,7 +26,7 @@ def test_minimal_example_equals_the_loop(tmp_path):
     config = GRPOConfig(
         format="chat",
         prompt_column="question",
-        shuffle=False,
+        order="sequential",
         prompts_per_step=example.PROMPTS_PER_STEP,
         num_generations=example.NUM_GENERATIONS,
         max_completion_length=96,

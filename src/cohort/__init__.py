@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cohort.config import GRPOConfig
+    from cohort.config import GRPOConfig, Source
     from cohort.rewards.kinds import reward
     from cohort.trainer import GRPOTrainer
 
@@ -22,7 +22,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "__version__", "reward"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "Source", "__version__", "reward"]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from cohort.config import GRPOConfig
 
         return GRPOConfig
+    if name == "Source":
+        from cohort.config import Source
+
+        return Source
     if name == "GRPOTrainer":
         from cohort.trainer import GRPOTrainer
 

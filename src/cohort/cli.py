@@ -128,7 +128,7 @@ def add_generate(commands: Any) -> None:
     switch = {"action": "store_true"}
     groups: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "prompts": {
-            "--prompts FILE": ({}, "a prompt per line (.txt), or rows (.jsonl, .parquet)"),
+            "--prompts FILE": ({}, "a prompt per line (.txt), or rows (.jsonl, .json, .csv, .parquet)"),
             "--prompt-column NAME": ({}, "the rows' prompt: a string or a list of chat messages (prompt)"),
             "--chat": (switch, "put strings through the chat template too; lists of messages always go through it"),
             "--system TEXT": ({}, "a system message before the prompt; implies --chat"),

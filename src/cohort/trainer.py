@@ -10,15 +10,15 @@ from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import (
-    Place,
+    MEASURED,
+    Data,
+    LengthLimit,
     PromptSet,
-    PromptStream,
-    Row,
-    check_rows,
-    evaluation_rows,
-    first_rows,
-    load_rows,
-    set_name,
+    check_data,
+    curriculum_values,
+    load_data,
+    load_sets,
+    prompt_stream,
 )
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import Objective, try_own_functions
@@ -101,20 +101,22 @@ class GRPOTrainer:
             per_token=objective.credit in ("process", "given"),
             not_negative=_part_without_negative_rewards(objective),
         )
-        rows = _rows(train_dataset, config.data.train, config.data.train_split, config.data.train_rows)
-        if rows is None:
-            raise DataError("no training data: pass train_dataset, or set data.train")
-        self.schedule = Schedule.of(config, len(rows))
-        eval_rows = evaluation_rows(eval_dataset, config.data)
-        check_settings(config.eval, tuple(eval_rows), self.rewards.names)
+        data, eval_data = _load(train_dataset, eval_dataset, config)
+        check_settings(config.eval, tuple(eval_data), self.rewards.names)
 
         self.tokenizer = processing_class or load_tokenizer(
             _name(model), trust_remote_code=config.model.trust_remote_code
         )
         self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
-        prompts = self._prompt_set(rows, "the training data")
-        self.evaluator = self._evaluator(eval_rows) if eval_rows else None
-        self.prompts = PromptStream(prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        if config.data.chat_template is not None:
+            self.tokenizer.chat_template = config.data.chat_template  # checkpoints are saved with it
+        self._limit = LengthLimit.of(
+            config.data, context_length(self._model_config), config.rollout.max_completion_length
+        )
+        prompts = self._prompt_set(data)
+        self.evaluator = self._evaluator(eval_data) if eval_data else None
+        self.prompts = prompt_stream(prompts, self.tokenizer, config.data, self._limit, seed=config.run.seed)
+        self.schedule = Schedule.of(config, self.prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
@@ -123,10 +125,9 @@ class GRPOTrainer:
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
         self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
+            self.policy, config.optim.microbatch_tokens, self.prompts.longest, config.rollout.max_completion_length
         )
-        self._place = Place()
-        self._identity = {"prompts": prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
+        self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train, showing progress; return the summary that also lies in the run folder as ``summary.json``.
@@ -165,7 +166,6 @@ class GRPOTrainer:
             budget=self.budget,
             adaptive=Adaptive.of(self.objective),
             best=Best(self.args.eval),
-            place=self._place,
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
@@ -208,7 +208,7 @@ class GRPOTrainer:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = self._place.taken * self.schedule.num_generations
+        self.summary["completions"] = self.prompts.place.prompts * self.schedule.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -236,7 +236,7 @@ class GRPOTrainer:
         called ""."""
         evaluator = self.evaluator
         if eval_dataset is not None:
-            evaluator = self._evaluator(evaluation_rows(eval_dataset, self.args.data))
+            evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         return evaluator.evaluate(self.engine)
@@ -265,7 +265,7 @@ class GRPOTrainer:
         return f"{described}\n{self.evaluator.describe()}" if self.evaluator else described
 
     def _start(self, folder: RunFolder) -> int:
-        folder.start(self.args)
+        folder.start(self.args, self.prompts.take(0, 1)[0].text)
         set_seed(self.args.run.seed)
         if self.args.report.progress:
             announce(self.describe(), f"run folder: {folder.path}")
@@ -279,6 +279,7 @@ class GRPOTrainer:
                 "raise run.max_steps to go on"
             )
         folder.load_checkpoint(parts.state(step))
+        self.schedule = self.schedule.resumed(step, self.prompts.place.taken)
         folder.resume(self.args, step)
         if parts.best.exhausted:
             raise ConfigError(
@@ -289,17 +290,15 @@ class GRPOTrainer:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
 
-    def _prompt_set(self, rows: Sequence[Row], name: str) -> PromptSet:
+    def _prompt_set(self, data: Data) -> PromptSet:
         """Rows as prompts that fit the model, with the reward functions tried on the first two."""
-        prompts = PromptSet(rows, self.tokenizer, self.args.data, name=name)
-        prompts.check_context(context_length(self._model_config), self.args.rollout.max_completion_length)
+        prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
         self.rewards.dry_run(tried_prompts(prompts))
         return prompts
 
-    def _evaluator(self, rows: Mapping[str, Sequence[Row]]) -> Evaluator:
-        """The rows of the sets as prompts that fit the model, with the reward functions tried on two of each."""
-        sets = {name: PromptSet(own, self.tokenizer, self.args.data, name=set_name(name)) for name, own in rows.items()}
-        return Evaluator.of(self.args, sets, self.rewards, context_length(self._model_config))
+    def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
+        """Who evaluates on some sets, with the reward functions tried on two rows of each."""
+        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, context_length(self._model_config))
 
 
 def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer:
@@ -338,10 +337,16 @@ def _name(model: Any) -> str:
     raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
 
 
-def _rows(given: Any, source: str, split: str, limit: int | None) -> Sequence[Row] | None:
-    if given is None:
-        return load_rows(source, split=split, limit=limit) if source else None
-    return first_rows(check_rows(given, "the training data"), limit)
+def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Data, dict[str, Data]]:
+    """Training data, and evaluation data by name, with everything checked that needs no tokenizer."""
+    data = load_data(train_dataset, config.data)
+    if data is None:
+        raise DataError("no training data: pass train_dataset, or set data.train")
+    Schedule.of(config, None if data.streams else len(data))  # too few rows are known now
+    check_data(data)
+    if config.data.curriculum not in (None, MEASURED):
+        curriculum_values(data, config.data.curriculum)
+    return data, load_sets(eval_dataset, config.data)
 
 
 def _part_without_negative_rewards(objective: Objective) -> str | None:

@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """One chat message: ``{"role": ..., "content": ...}``."""
 
+RESERVED_COLUMNS = frozenset(
+    {
+        *("prompts", "completions", "completion", "completion_ids", "finish_reasons", "finish_reason"),
+        *("prefills", "prefill", "trainer_state", "log_extra", "log_metric"),
+    }
+)
+"""What reward functions receive from Cohort itself: no column of the data may be called so."""
+
 
 class FinishReason(StrEnum):
     """Why a completion ended, as the sampler saw it. Never guessed from token ids afterwards."""
@@ -70,6 +78,8 @@ class Prompt:
     prefill: str = ""
     """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or a last
     message that is to be continued. Completions do not hold it."""
+    source: str = ""
+    """Which source of a mixture the row is of. Empty: the data is no mixture."""
 
     @property
     def is_conversation(self) -> bool:

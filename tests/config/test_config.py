@@ -126,6 +126,32 @@ def test_lists_and_unset_on_the_command_line(tmp_path):
         ("", ["--rollout.json_schema", "nowhere.json"], "rollout.json_schema: cannot read nowhere.json: No such file"),
         ("[rollout]\nmin_tokens = 3", [], "unknown setting rollout.min_tokens: set rollout.min_completion_length"),
         ("", ["--optim.per_device_train_batch_size", "4"], "batches follow from rollout.prompts_per_step"),
+        (
+            "[data]\nshuffle = true",
+            [],
+            "unknown setting data.shuffle: set data.order: 'shuffled' for true, 'sequential'",
+        ),
+        ("[data]\norder = 'random'", [], "data.order: input should be 'shuffled', 'sequential' or 'curriculum'"),
+        ("[data]\norder = 'curriculum'", [], "order 'curriculum' and the setting curriculum go together"),
+        ("[data]\ncurriculum = 'level'", [], "order 'curriculum' and the setting curriculum go together"),
+        ("[data]\nstreaming = true", [], "data.streaming reads data whose length is not known: set run.max_steps"),
+        ("[data]\nselect = '5'", [], "data.select: expected a slice like '100:200' or '::10', got '5'"),
+        ("[data]\nselect = '::-1'", [], "a slice's step must be 1 or more"),
+        ("[data]\nfilter = { n = { mn = 1 } }", [], r"column 'n': expected a value, a list of values, or a range"),
+        ("[data]\nfilter = { n = [] }", [], "column 'n': no value is in an empty list"),
+        ("[data]\ntrain = []", [], "data.train: expected a path or a list of sources, got an empty list"),
+        ("[data]\ntrain = 5", [], "data.train: expected a path or a list of sources, got 5"),
+        ("[[data.train]]\npath = 'a'\nweight = 0", [], "source 0: weight: input should be greater than 0, got 0"),
+        (
+            "[[data.train]]\nprompt_colum = 'a'",
+            [],
+            "source 0: unknown setting prompt_colum; did you mean data.prompt_col",
+        ),
+        ("[[data.train]]\npath = 5", [], "source 0: expected a path, got 5"),
+        ("[data]\nchat_template = 'no.jinja'", [], "data.chat_template: cannot read no.jinja: No such file"),
+        ("[data]\nmax_prompt_length = 0", [], "data.max_prompt_length: input should be greater than or equal to 1"),
+        ("[data]\noverlong_prompts = 'cut'", [], "data.overlong_prompts: input should be 'error', 'drop' or 'trunc"),
+        ("", ["--data.train.path", "a"], "unknown setting --data.train.path"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, overrides, message):
@@ -187,12 +213,45 @@ def test_schedule_in_words():
     schedule = Schedule.of(config, 7473)
     assert (schedule.steps, schedule.updates, schedule.needs_old_logps, schedule.needs_ref_logps) == (
         935,
-        7480,
+        934 * 8 + 2,  # the last step has one prompt, so one minibatch
         True,
         True,
     )
     assert "8 prompts x 8 = 64 completions per rollout, 8 updates each" in schedule.describe()
-    assert "1 epochs of 7,473 prompts" in schedule.describe()
+    assert "934.1 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates" in schedule.describe()
+    assert "the last of 1 prompt\n" in schedule.describe()
+    two = Schedule.of(GRPOConfig(num_epochs=2), 7473).describe()
+    assert "8 prompts x 8 = 64 completions per rollout, 1 update each" in two
+    assert "2 epochs = 1,869 rollouts = 1,869 updates, the last of 2 prompts\n" in two
+    assert "10 rollouts = 10 updates, 0.8 epochs\n" in Schedule.of(GRPOConfig(max_steps=10), 100).describe()
+
+
+def test_a_stream_has_no_epochs():
+    with pytest.raises(DataError, match="is a stream, whose length is not known: set run.max_steps"):
+        Schedule.of(GRPOConfig(), None)
+    schedule = Schedule.of(GRPOConfig(max_steps=3), None)
+    assert [schedule.prompts_of(step) for step in range(3)] == [8, 8, 8]
+    assert "3 rollouts = 3 updates, on a stream of prompts" in schedule.describe()
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4))
+def test_the_steps_of_the_epochs_use_every_prompt_as_often(num_prompts, per_step, epochs):
+    num_prompts = max(num_prompts, per_step)
+    schedule = Schedule.of(GRPOConfig(prompts_per_step=per_step, num_epochs=epochs), num_prompts)
+    counts = [schedule.prompts_of(step) for step in range(schedule.steps)]
+    assert sum(counts) == num_prompts * epochs
+    assert all(count == per_step for count in counts[:-1])
+    assert 1 <= counts[-1] <= per_step
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
+def test_more_epochs_go_on_after_a_short_last_step(num_prompts, per_step, epochs, more):
+    num_prompts = max(num_prompts, per_step)
+    before = Schedule.of(GRPOConfig(prompts_per_step=per_step, num_epochs=epochs), num_prompts)
+    taken = num_prompts * epochs
+    after = Schedule.of(GRPOConfig(prompts_per_step=per_step, num_epochs=epochs + more), num_prompts)
+    after = after.resumed(before.steps, taken)
+    assert taken + sum(map(after.prompts_of, range(before.steps, after.steps))) == num_prompts * (epochs + more)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +302,42 @@ def test_what_is_written_is_what_ran(tmp_path, settings):
     again = load_config(tmp_path / "config.toml")
     assert again.resolved_objective == config.resolved_objective
     assert again == config
+
+
+def test_sources_on_the_command_line_and_in_the_file(tmp_path):
+    file = """
+[data]
+columns = { prompt = "the question" }
+chat_template_kwargs = { enable_thinking = false }
+[data.filter]
+level = ["hard", "medium"]
+"pass rate" = { min = 0.1, max = 0.9 }
+[[data.train]]
+path = "a.jsonl"
+weight = 2
+[[data.train]]
+path = "b.csv"
+weight = 1.5
+prompt_template = "{q}"
+"""
+    config = load(tmp_path, file)
+    assert [(source.path, source.weight) for source in config.data.train] == [("a.jsonl", 2.0), ("b.csv", 1.5)]
+    assert config.data.filter == {"level": ["hard", "medium"], "pass rate": {"min": 0.1, "max": 0.9}}
+    assert GRPOConfig(**tomllib.loads(to_toml(config))) == config
+    assert load(tmp_path, file, "--data.train", "c, d.jsonl").data.train == "c, d.jsonl"
+    listed = load(tmp_path, file, "--data.train", '["a.jsonl", {path = "b", split = "x"}]').data.train
+    assert [(source.path, source.split) for source in listed] == [("a.jsonl", None), ("b", "x")]
+    data = load(tmp_path, file, "--data.chat_template_kwargs.level", "3", "--data.columns.answer", "solution").data
+    assert data.chat_template_kwargs == {"enable_thinking": False, "level": 3}
+    assert data.columns == {"prompt": "the question", "answer": "solution"}
+    assert load(tmp_path, file, "--data.filter", "mine.py:keep").data.filter == "mine.py:keep"
+    assert load(tmp_path, file, "--data.filter", "{ n = 1 }").data.filter == {"n": 1}
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), object(), {"a": {1: 2}}, [None]])
+def test_tables_hold_what_toml_can(value):
+    with pytest.raises(ConfigError, match="data.chat_template_kwargs: expected"):
+        GRPOConfig(chat_template_kwargs={"x": value} if not isinstance(value, dict) else value)
 
 
 def test_none_said_by_name_is_a_parts_absence():
@@ -317,6 +412,13 @@ def test_the_guides_settings_are_settings(tmp_path, block):
 
 def test_there_are_settings_in_the_guide():
     assert len(toml_blocks("objective.md")) >= 7
+    assert len(toml_blocks("data.md")) >= 4
+
+
+@pytest.mark.parametrize("block", toml_blocks("data.md"))
+def test_the_settings_of_the_guide_to_data_are_settings(tmp_path, block):
+    (tmp_path / "a.toml").write_text(block)
+    assert load_config(tmp_path / "a.toml").data.train
 
 
 @pytest.mark.parametrize(
@@ -464,6 +566,13 @@ def test_evaluation_sets(tmp_path):
     flags = ["--data.eval", '{ gsm8k = "test.jsonl" }', "--eval.pass_at_k", "1,8", "--eval.num_generations_eval", "8"]
     flagged = apply_overrides({}, flags)
     assert (flagged.data.eval, flagged.eval.pass_at_k) == ({"gsm8k": "test.jsonl"}, (1, 8))
+    assert apply_overrides({}, ["--data.eval.gsm8k", "x", "--data.eval.b", "y"]).data.eval == {"gsm8k": "x", "b": "y"}
+    one = GRPOConfig(data={"eval": {"path": "a.jsonl", "rows": 3}})
+    assert [(source.path, source.rows) for source in one.data.eval] == [("a.jsonl", 3)]
+    mixed = GRPOConfig(data={"eval": {"both": ["a.jsonl", {"path": "b.jsonl", "rows": 2}]}})
+    assert [source.path for source in mixed.data.eval["both"]] == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "mixed.toml").write_text(to_toml(mixed))
+    assert load_config(tmp_path / "mixed.toml") == mixed
     assert apply_overrides({}, ["--eval.pass_at_k", "", "--data.eval", "a.jsonl"]).eval.pass_at_k == ()
 
 
@@ -473,8 +582,8 @@ def test_evaluation_sets(tmp_path):
         ({"a/b": "x"}, "data.eval: an evaluation set's name .* got 'a/b'"),
         ({"length": "x"}, "none of reward, rewards, length"),
         ({}, "it is empty"),
-        ({"a": ""}, "a: expected a file or a data set's name, got ''"),
-        (3, "expected a file, a data set's name, or a table of them under names, got 3"),
+        ({"a": ""}, "a: expected a path or a list of sources, got an empty string"),
+        (3, "data.eval: expected a path or a list of sources, got 3"),
     ],
 )
 def test_evaluation_sets_that_cannot_be(sets, message):

@@ -263,7 +263,7 @@ def test_evaluating_without_data(demo_tokenizer, tmp_path):
 
 
 def test_completions_of_an_evaluation_must_fit_the_context(demo_tokenizer, tmp_path):
-    with pytest.raises(DataError, match="eval.max_completion_length_eval is 500"):
+    with pytest.raises(DataError, match="eval.max_completion_length_eval \\(500\\) leaves no room"):
         make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:3], max_completion_length_eval=500)
 
 

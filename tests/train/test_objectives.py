@@ -47,7 +47,11 @@ def test_every_preset_trains(demo_tokenizer, tmp_path, name):
 
 
 def test_dynamic_sampling_fills_the_step_with_live_groups(demo_tokenizer, tmp_path):
-    settings = {"group_filter": {"rule": "dynamic_sampling", "max_rounds": 6}, "rewards": mostly_dead, "shuffle": False}
+    settings = {
+        "group_filter": {"rule": "dynamic_sampling", "max_rounds": 6},
+        "rewards": mostly_dead,
+        "order": "sequential",
+    }
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings)
     first, second = trainer.steps()
     # Rows 1, 10 .. 19 begin with a 1. Rounds take rows 0-3, 4-6, 7-9, 10-11, ...: the 4th live one is row 12 at last.
@@ -115,7 +119,7 @@ def test_left_out_completions_are_kept_on_disk(demo_tokenizer, tmp_path):
     import pyarrow.parquet
 
     trainer = make_trainer(
-        demo_tokenizer, tmp_path / "run", max_steps=1, rewards=mostly_dead, group_filter="drop_dead", shuffle=False
+        demo_tokenizer, tmp_path / "run", max_steps=1, rewards=mostly_dead, group_filter="drop_dead", order="sequential"
     )
     trainer.train()
     rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()

@@ -1,11 +1,11 @@
 """Typed settings: one TOML file, dotted overrides, errors that name the nearest key. Imports no torch."""
 
+from cohort.config.data import DataConfig, Source
 from cohort.config.evaluation import EvalConfig
 from cohort.config.load import annotated_toml, apply_overrides, load_config, parse_settings, to_toml
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.schedule import Schedule
 from cohort.config.schema import (
-    DataConfig,
     GRPOConfig,
     LoraConfig,
     ModelConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Schedule",
+    "Source",
     "annotated_toml",
     "apply_overrides",
     "load_config",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from cohort.config.section import Count, PositiveInt, PositiveInts, Section
 
@@ -26,27 +24,6 @@ def check_set_name(name: Any) -> None:
             f"an evaluation set's name becomes part of metrics and of file names: expected letters, digits, '-' and "
             f"'_', and none of {', '.join(MEASURES)}; got {name!r}"
         )
-
-
-def _read_sets(value: Any) -> Any:
-    """One source of rows, or several under names."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if not isinstance(value, Mapping):
-        if not isinstance(value, str):
-            raise ValueError(f"expected a file, a data set's name, or a table of them under names, got {value!r:.80}")
-        return value
-    for name, source in value.items():
-        check_set_name(name)
-        if not isinstance(source, str | os.PathLike) or not os.fspath(source):
-            raise ValueError(f"{name}: expected a file or a data set's name, got {source!r:.80}")
-    if not value:
-        raise ValueError("expected a table of files under names, and it is empty: leave it out for no evaluation")
-    return {name: os.fspath(source) for name, source in value.items()}
-
-
-EvalSets = Annotated[str | dict[str, str], BeforeValidator(_read_sets)]
-"""Where evaluation rows come from: one source, or several under names."""
 
 
 class EvalConfig(Section):

@@ -81,6 +81,10 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
             table_of_key = merged.setdefault(section, {}).setdefault(key, {})
             table_of_key[inner] = _parse(text, inner_fields[inner].annotation)
             continue
+        if inner and key in fields and _takes_table(fields[key].annotation):
+            of_key = merged.setdefault(section, {}).get(key)
+            merged[section][key] = {**(of_key if isinstance(of_key, Mapping) else {}), inner: _parse(text, Any)}
+            continue
         if key not in fields or inner_fields or (inner and fields[key].annotation is not Any):
             raise ConfigError(f"unknown setting --{name}{_nearest(name, prefix='--')}")
         value = _parse(text, fields[key].annotation)
@@ -210,6 +214,11 @@ def _inner_fields(annotation: Any) -> Mapping[str, Any]:
     return annotation.model_fields if is_table else {}
 
 
+def _takes_table(annotation: Any) -> bool:
+    """Whether a setting's value may be a table with keys of the user's own."""
+    return "dict[" in str(annotation)
+
+
 def _section_type(annotation: Any) -> type[BaseModel]:
     return typing.cast("type[BaseModel]", annotation)
 
@@ -245,6 +254,13 @@ def _parse(text: str, annotation: Any) -> Any:
         with suppress(ValueError):
             return float(text)  # as people write them, which TOML does not take: .04, 1.
     is_list = "tuple" in str(annotation)
+    path_or_list = is_list and str in choices and typing.get_origin(annotation) is not tuple
+    if path_or_list or _takes_table(annotation):
+        if not text.startswith(("[", "{")):
+            return text
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"value = {text}")["value"]
+        return text
     if is_list and not text.startswith("["):
         if "tuple[float" not in str(annotation) and "[int," not in str(annotation):
             return _parted(text) if text else []  # as it stands: a stop string may be a line break
@@ -252,8 +268,6 @@ def _parse(text: str, annotation: Any) -> Any:
             with suppress(ValueError):
                 return [float(number) for number in text.split(",")]
         text = f"[{text}]"
-    elif "dict[" in str(annotation) and text.lstrip().startswith("{"):  # a table, where a string would do too
-        pass
     elif not is_list and (str in choices or all(isinstance(choice, str) for choice in choices)):
         return text
     try:
@@ -323,7 +337,8 @@ _KNOWN_ELSEWHERE = {
     "warmup_ratio": "set optim.warmup_steps",
     **dict.fromkeys(("report_to", "run_name"), "metrics are written to the run folder's metrics.jsonl"),
     **dict.fromkeys(("use_liger_kernel", "use_liger_loss"), "the head is computed in chunks already"),
-    **dict.fromkeys(("max_prompt_length",), "prompts are never cut; one that leaves no room is an error"),
+    "shuffle": "set data.order: 'shuffled' for true, 'sequential' for false",
+    "shuffle_dataset": "set data.order: 'shuffled' for true, 'sequential' for false",
     **dict.fromkeys(("use_vllm", "vllm_mode", "deepspeed", "fsdp"), "Cohort runs in one process with its own sampler"),
     **dict.fromkeys(("peft_config", "use_peft"), "set model.lora.rank, model.lora.alpha, model.lora.target_modules"),
     "lora_r": "set model.lora.rank",
@@ -375,6 +390,11 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        items = [f"{key} = {_toml_value(item)}" for key, item in value.items() if item is not None]
+        items = [f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items() if item is not None]
         return "{ " + ", ".join(items) + " }" if items else "{}"
     return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    """Bare where TOML takes it so."""
+    return key if key and key.isascii() and key.replace("_", "").replace("-", "").isalnum() else _toml_value(key)

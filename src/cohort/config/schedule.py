@@ -1,13 +1,14 @@
-"""The arithmetic of a run: how many steps, what each computes. Decided once, said in words at the start."""
+"""The arithmetic of a run: how many steps, what each computes. Decided before it begins, said in words at the start."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cohort.config.schema import GRPOConfig
 from cohort.errors import DataError
 from cohort.presets import Objective
+from cohort.presets.parts import DynamicSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,12 @@ class Schedule:
     minibatches: int
     updates_per_rollout: int
     """Optimizer steps per rollout."""
-    num_prompts: int
+    num_prompts: int | None
+    """Of an epoch. None: the data is a stream."""
+    last_prompts: int
+    """Prompts of the last step: what the others leave of the epochs, or as many as theirs."""
+    total: int | None
+    """Prompts of the whole run. None: it ends with ``run.max_steps``."""
     needs_old_logps: bool
     """More than one update uses a rollout, or the KL is in reward or advantage: the policy that sampled must be
     remembered."""
@@ -32,19 +38,26 @@ class Schedule:
     """With the numbers that the settings leave open."""
 
     @classmethod
-    def of(cls, config: GRPOConfig, num_prompts: int) -> Schedule:
+    def of(cls, config: GRPOConfig, num_prompts: int | None) -> Schedule:
         """Work out the schedule.
 
+        Args:
+            config: the settings.
+            num_prompts: of an epoch; None for a stream.
+
         Raises:
-            DataError: the data set is smaller than one step.
+            DataError: the data set is smaller than one step, or a stream has no ``run.max_steps``.
         """
         prompts, objective = config.rollout.prompts_per_step, config.resolved_objective
-        if num_prompts < prompts:
+        if num_prompts is None and config.run.max_steps is None:
+            raise DataError("the training data is a stream, whose length is not known: set run.max_steps")
+        if num_prompts is not None and num_prompts < prompts:
             raise DataError(
                 f"the training data has {num_prompts} prompts, fewer than one step uses: "
                 f"set rollout.prompts_per_step (now {prompts}) to {num_prompts} or less"
             )
-        steps = config.run.max_steps or math.ceil(num_prompts * config.run.num_epochs / prompts)
+        total = None if num_prompts is None or config.run.max_steps else num_prompts * config.run.num_epochs
+        steps = config.run.max_steps or math.ceil((total or 0) / prompts)
         return cls(
             steps=steps,
             prompts_per_step=prompts,
@@ -53,20 +66,36 @@ class Schedule:
             minibatches=config.objective.minibatches,
             updates_per_rollout=config.objective.updates_per_rollout,
             num_prompts=num_prompts,
+            last_prompts=prompts if total is None else total - (steps - 1) * prompts,
+            total=total,
             needs_old_logps=config.objective.updates_per_rollout > 1 or objective.needs_old_logps,
             needs_ref_logps=objective.beta != 0 and objective.kl.estimator == "sampled",
             objective=objective,
         )
 
+    def prompts_of(self, step: int) -> int:
+        """Prompts of a step, counted from 0."""
+        return self.last_prompts if step == self.steps - 1 else self.prompts_per_step
+
+    def resumed(self, step: int, taken: int) -> Schedule:
+        """The schedule of a run that goes on after ``step`` steps with ``taken`` prompts. It is another one where
+        ``run.num_epochs`` was raised after a last step of fewer prompts."""
+        of_steps = step * self.prompts_per_step
+        if self.total is None or taken == of_steps or isinstance(self.objective.group_filter, DynamicSampling):
+            return self
+        left = self.total - taken
+        steps = step + math.ceil(left / self.prompts_per_step)
+        return replace(self, steps=steps, last_prompts=left - (steps - step - 1) * self.prompts_per_step)
+
     @property
     def updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.steps * self.updates_per_rollout
+        """Optimizer steps of the whole run, at most: a rollout with fewer groups than minibatches has fewer."""
+        of_last = self.num_iterations * min(self.minibatches, self.last_prompts)
+        return (self.steps - 1) * self.updates_per_rollout + of_last
 
     def describe(self) -> str:
         """The schedule in words."""
         per_rollout = self.prompts_per_step * self.num_generations
-        epochs = self.steps * self.prompts_per_step / self.num_prompts
         unmoved = ": every ratio is 1" if self.objective.ratio_anchor == "old" else ""
         uses = "the KL needs it" if self.objective.needs_old_logps else f"{self.updates_per_rollout} updates use it"
         old = (
@@ -81,14 +110,26 @@ class Schedule:
         return "\n".join(
             [
                 f"schedule: {self.prompts_per_step} prompts x {self.num_generations} = {per_rollout} completions per "
-                f"rollout, {_count(self.updates_per_rollout, 'update')} each",
-                f"  ({_count(self.num_iterations, 'iteration')} x {_count(self.minibatches, 'minibatch', 'es')}); "
-                f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}, "
-                f"{epochs:.3g} epochs of {self.num_prompts:,} prompts",
+                f"rollout, {_count(self.updates_per_rollout, 'update')} each "
+                f"({_count(self.num_iterations, 'iteration')} x {_count(self.minibatches, 'minibatch', 'es')})",
+                f"  {self._length()}",
                 f"  old log-probs: {old}",
                 f"  ref log-probs: {ref}",
             ]
         )
+
+    def _length(self) -> str:
+        """How long the run is, in words."""
+        run = f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}"
+        if self.num_prompts is None:
+            return f"{run}, on a stream of prompts"
+        rollouts = f"{self.num_prompts / self.prompts_per_step:,.1f}".removesuffix(".0")
+        per_epoch = f"{rollouts} rollouts per epoch on {self.num_prompts:,} prompts"
+        if self.total is None:
+            return f"{per_epoch}; {run}, {self.steps * self.prompts_per_step / self.num_prompts:.3g} epochs"
+        short = self.last_prompts < self.prompts_per_step
+        last = f", the last of {_count(self.last_prompts, 'prompt')}" if short else ""
+        return f"{per_epoch}; {_count(self.total // self.num_prompts, 'epoch')} = {run}{last}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cohort.config.evaluation import EvalConfig, EvalSets
+from cohort.config.data import DataConfig
+from cohort.config.evaluation import EvalConfig
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
 from cohort.presets import Objective
@@ -78,35 +79,6 @@ class ModelConfig(Section):
     and so do samples and gradients up to rounding."""
     trust_remote_code: bool = False
     """Run model code that comes with the model's folder."""
-
-
-class DataConfig(Section):
-    """Prompts, and what the rewards need to know of them."""
-
-    train: PathName = ""
-    """A .jsonl or .parquet file, or the name of a data set for `datasets.load_dataset`."""
-    eval: EvalSets = ""
-    """The same for evaluation, or several under names, as in { gsm8k = "test.jsonl", aime = "aime.jsonl" }, whose
-    metrics are then eval/gsm8k/... and eval/aime/...; empty: no evaluation."""
-    train_split: str = "train"
-    """Split, when `train` is a data set's name."""
-    eval_split: str = "test"
-    """Split, when `eval` is a data set's name."""
-    prompt_column: str = "prompt"
-    """The column that holds the prompt: a string, or a list of chat messages."""
-    prompt_template: str | None = None
-    """Makes the prompt from columns, as in "Question: {question}"; then `prompt_column` is not read."""
-    system_prompt: str | None = None
-    """A system message before the prompt. Needs chat format."""
-    format: Literal["auto", "text", "chat"] = "auto"
-    """"chat" puts the prompt through the tokenizer's chat template (a string becomes the user's message), "text" takes
-    a string as it is, "auto" is chat for lists of messages and text for strings."""
-    shuffle: bool = True
-    """A new order for each epoch, drawn from `run.seed`. Off: the file's order."""
-    train_rows: PositiveInt | None = None
-    """Use the first so many rows only. Unset: all."""
-    eval_rows: PositiveInt | None = None
-    """Use the first so many evaluation rows only. Unset: all."""
 
 
 class RolloutConfig(Section):
@@ -244,7 +216,8 @@ class RunConfig(Section):
     max_steps: PositiveInt | None = None
     """Rollouts to train on. Unset: as many as `num_epochs` takes."""
     num_epochs: PositiveInt = 1
-    """Times each prompt is used, unless `max_steps` says otherwise."""
+    """Times each prompt is used, unless `max_steps` says otherwise. The last step takes what is left, so that no prompt
+    is used more often than another."""
     save_steps: Count = 50
     """Write a checkpoint every so many steps, and at the end. 0: at the end only."""
     save_total_limit: PositiveInt | None = None
@@ -333,6 +306,8 @@ class GRPOConfig(Section):
                 f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
                 f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
             )
+        if self.data.streaming and self.run.max_steps is None:
+            raise ValueError("data.streaming reads data whose length is not known: set run.max_steps")
         weights, functions = self.reward.weights, self.reward.functions
         if weights is not None and functions and len(weights) != len(functions):
             raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")

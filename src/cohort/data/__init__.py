@@ -1,18 +1,41 @@
 """Data sets, rendered prompts, and their order."""
 
-from cohort.data.named import evaluation_rows, set_name
-from cohort.data.order import Place, PromptStream
-from cohort.data.prompts import PromptSet
-from cohort.data.source import Row, check_rows, first_rows, load_rows
+from typing import Any
+
+from cohort.config import DataConfig
+from cohort.data.files import Row, readable
+from cohort.data.lengths import LengthLimit
+from cohort.data.load import Data, load_data
+from cohort.data.named import load_sets
+from cohort.data.order import MEASURED, Place, PromptStream, Stream, curriculum_values
+from cohort.data.prompts import PromptSet, check_data
+from cohort.data.source import load_rows
+from cohort.data.stream import StreamedPrompts
 
 __all__ = [
+    "MEASURED",
+    "Data",
+    "LengthLimit",
     "Place",
     "PromptSet",
     "PromptStream",
     "Row",
-    "check_rows",
-    "evaluation_rows",
-    "first_rows",
+    "Stream",
+    "StreamedPrompts",
+    "check_data",
+    "curriculum_values",
+    "load_data",
     "load_rows",
-    "set_name",
+    "load_sets",
+    "prompt_stream",
+    "readable",
 ]
+
+
+def prompt_stream(
+    prompts: PromptSet, tokenizer: Any, config: DataConfig, limit: LengthLimit | None, *, seed: int
+) -> Stream:
+    """The stream over a data set, or over the streamed data whose first rows it holds."""
+    if prompts.data.streams:
+        return StreamedPrompts(prompts, tokenizer, config, limit, seed=seed)
+    return PromptStream(prompts, seed=seed, config=config)

@@ -1,41 +1,43 @@
-"""Evaluation rows: one set, or several under names."""
+"""Evaluation data: one set, or several under names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from cohort.config import DataConfig
 from cohort.config.evaluation import check_set_name
-from cohort.data.source import Row, check_rows, first_rows, load_rows
+from cohort.data.load import Data, load_data
+from cohort.data.prompts import check_data
 from cohort.errors import DataError
 
 
-def evaluation_rows(given: Any, config: DataConfig) -> dict[str, Sequence[Row]]:
-    """The rows of each evaluation set by its name; a set without one is called "". Empty: no evaluation.
+def load_sets(given: Any, config: DataConfig) -> dict[str, Data]:
+    """The data of each evaluation set by its name; a set without one is called "". Empty: no evaluation.
 
     Args:
-        given: in Python: rows, or a dict of them under names. None: what the settings name.
+        given: in Python: what ``load_data`` takes, or a dict of such under names. None: what the settings name.
         config: the settings.
 
     Raises:
-        DataError: rows cannot be read, or a name cannot be one.
+        DataError: a name cannot be one, or as ``load_data`` and ``check_data``.
     """
-    if given is None:
-        sources = config.eval if isinstance(config.eval, dict) else {"": config.eval} if config.eval else {}
-        return {name: load_rows(at, split=config.eval_split, limit=config.eval_rows) for name, at in sources.items()}
     # A plain dict only: a data set's splits are a kind of dict too.
-    named = given if type(given) is dict else {"": given}
-    if not named:
+    named = given if type(given) is dict else config.eval if given is None and isinstance(config.eval, dict) else None
+    if named is None:
+        found = {"": load_data(given, config, evaluation=True)}
+    elif not named:
         raise DataError("eval_dataset has no sets: give rows, rows under names, or None")
-    for name in named if named is given else ():
-        try:
-            check_set_name(name)
-        except ValueError as error:
-            raise DataError(f"eval_dataset: {error}") from None
-    return {name: first_rows(check_rows(rows, set_name(name)), config.eval_rows) for name, rows in named.items()}
-
-
-def set_name(name: str) -> str:
-    """What errors call a set."""
-    return f"the evaluation data {name!r}" if name else "the evaluation data"
+    else:
+        for name in named:
+            try:
+                check_set_name(name)
+            except ValueError as error:
+                raise DataError(f"eval_dataset: {error}") from None
+        found = {
+            name: load_data(rows, config, evaluation=True, name=f"the evaluation data {name!r}")
+            for name, rows in named.items()
+        }
+    sets = {name: data for name, data in found.items() if data is not None}
+    for data in sets.values():
+        check_data(data)
+    return sets

@@ -1,183 +1,189 @@
-"""Rows rendered to prompts: text or conversation, through the tokenizer, all checked before the first sample."""
+"""A data set as prompts: every row rendered and tokenized once, and checked before the first sample."""
 
 from __future__ import annotations
 
 import hashlib
-import re
-import string
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cohort.config import DataConfig
-from cohort.data.source import Row
-from cohort.errors import DataError
-from cohort.types import Message, Prompt
+import numpy as np
 
-RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids"})
-"""Names that reward functions receive from Cohort itself."""
+from cohort.config import DataConfig
+from cohort.data.files import Row
+from cohort.data.lengths import LengthLimit, describe_lengths
+from cohort.data.load import Data, Part
+from cohort.data.render import PromptMaker, Renderer, check_columns
+from cohort.errors import DataError
+from cohort.types import Prompt
+
+
+def check_data(data: Data, *, mixed: bool = False) -> None:
+    """Whether every row can be a prompt, as far as that can be known without a tokenizer.
+
+    Args:
+        data: the rows.
+        mixed: text and conversations may stand side by side.
+
+    Raises:
+        DataError: a column is missing, a prompt is empty, or the format does not fit; the row is named.
+    """
+    first: dict[bool, str] = {}
+    for part in data.parts:
+        check_columns(part.rows.columns, part.where)
+        maker = PromptMaker(part.config)
+        for rows, wheres, _ in batches(part):
+            for row, where in zip(rows, wheres, strict=True):
+                is_text = isinstance(maker.make(row, where), str)
+                first.setdefault(is_text, where)
+        if len(first) > 1 and not mixed:
+            raise DataError(
+                f"text and conversations are mixed: the prompt of {first[True]} is a string, that of {first[False]} a "
+                "list of messages. Set data.format to 'chat' to make user's messages of the strings"
+            )
+
+
+def batches(part: Part) -> Iterator[tuple[list[Row], list[str], int]]:
+    """The rows of a source in lists, with what errors call each, and the place of the first."""
+    for start, rows in part.rows.batches():
+        numbers = (part.rows.number(start + index) for index in range(len(rows)))
+        yield rows, [f"{part.where}, row {number}" for number in numbers], start
 
 
 class PromptSet:
     """All rows of a data set as prompts, tokenized once.
 
     Args:
-        rows: the data.
+        rows: the data: rows, or what ``load_data`` gave.
         tokenizer: the policy's.
-        config: which column or template makes the prompt, and its format.
-        name: what errors call the data.
+        config: which column or template makes the prompt, and its format. Of ``Data`` each source has its own.
+        name: what errors call rows.
+        limit: how long prompts may be; None: there is no limit.
+        mixed: text and conversations may stand side by side.
 
     Raises:
-        DataError: a column is missing, a prompt is empty, or the format does not fit; the row is named.
+        DataError: a row cannot be a prompt (it is named), or prompts are too long.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[Row] | Data,
         tokenizer: Any,
         config: DataConfig,
         *,
         name: str = "the training data",
+        limit: LengthLimit | None = None,
+        mixed: bool = False,
     ) -> None:
-        self.name = name
-        self._rows = rows
-        self._tokenizer = tokenizer
-        self._columns = tuple(dict.fromkeys(column for index in range(len(rows)) for column in rows[index]))
-        if clash := sorted(RESERVED_COLUMNS & set(self._columns)):
-            raise DataError(f"{name} has a column {clash[0]!r}, which is an argument of reward functions: rename it")
-        self._prompts = list(_build_prompts(rows, config, name))
-        self._token_ids = [_tokenize(prompt, tokenizer, f"{name}, row {i}") for i, prompt in enumerate(self._prompts)]
-        for index, token_ids in enumerate(self._token_ids):
-            if not token_ids:
-                raise DataError(f"{name}, row {index}: the prompt has no tokens")
+        self.data = data = rows if isinstance(rows, Data) else Data.of_rows(rows, config, name)
+        check_data(data, mixed=mixed)
+        self.name = data.name
+        self.columns = tuple(dict.fromkeys(itertools.chain.from_iterable(part.rows.columns for part in data.parts)))
+        self._renderers = [Renderer(part.config, tokenizer) for part in data.parts]
+        sizes = [len(part.rows) for part in data.parts]
+        self._part_of = np.repeat(np.arange(len(sizes)), sizes)
+        self._row_of = np.concatenate([np.arange(size) for size in sizes])
+        pieces: list[np.ndarray] = []
+        lengths: list[int] = []
+        for part, renderer in zip(data.parts, self._renderers, strict=True):
+            for batch, wheres, _ in batches(part):
+                ids = renderer.token_ids(batch, wheres)
+                lengths += map(len, ids)
+                pieces.append(np.fromiter(itertools.chain.from_iterable(ids), np.int32))
+        self._flat = np.concatenate(pieces)
+        self._ends = np.cumsum(lengths)
+        self._starts = self._ends - lengths
+        self.dropped = self.truncated = 0
+        if limit is not None:
+            self._fit(limit)
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._ends)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt."""
+        return self._ends - self._starts
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(map(len, self._token_ids))
+        return int(self.lengths.max())
 
-    def check_context(
-        self, context: int | None, max_completion_length: int, setting: str = "rollout.max_completion_length"
-    ) -> None:
-        """Every prompt must leave room in the model's context for a whole completion.
+    @property
+    def places(self) -> np.ndarray:
+        """Where each prompt's row stands among all rows of ``data``."""
+        before = np.cumsum([0, *(len(part.rows) for part in self.data.parts)])
+        places: np.ndarray = before[self._part_of] + self._row_of
+        return places
 
-        Args:
-            context: the model's; None: it is not known, and nothing is checked.
-            max_completion_length: of a completion.
-            setting: which setting says so.
+    def ranges(self) -> list[range]:
+        """Which of the prompts are of which source."""
+        bounds = np.searchsorted(self._part_of, np.arange(len(self.data.parts) + 1)).tolist()
+        return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
-        Raises:
-            DataError: the longest prompt does not; its row is named.
-        """
-        if context is None:
-            return
-        row = max(range(len(self)), key=lambda index: len(self._token_ids[index]))
-        length = len(self._token_ids[row])
-        if length + max_completion_length > context:
-            raise DataError(
-                f"{self.name}, row {row}: the prompt has {length} tokens and {setting} is "
-                f"{max_completion_length}, together more than the model's context of {context}"
-            )
+    def where(self, index: int) -> str:
+        """What errors call a prompt's row."""
+        part = self.data.parts[self._part_of[index]]
+        return f"{part.where}, row {part.rows.number(self._row_of[index])}"
 
-    def prompt(self, row_index: int, uid: int) -> Prompt:
-        """One row as a prompt."""
-        token_ids = tuple(self._token_ids[row_index])
-        text = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        row = self._rows[row_index]
-        columns = {column: row.get(column) for column in self._columns}  # a column that only other rows have is None
-        return Prompt(uid, row_index, token_ids, text, self._prompts[row_index], columns)
+    def prompt(self, index: int, uid: int) -> Prompt:
+        """One of the prompts. Its ``row_index`` is its row's place in the source, before any filter."""
+        number = int(self._part_of[index])
+        part, row_index = self.data.parts[number], int(self._row_of[index])
+        return self._renderers[number].prompt(
+            part.rows[row_index],
+            self.where(index),
+            self._flat[self._starts[index] : self._ends[index]].tolist(),
+            uid=uid,
+            number=part.rows.number(row_index),
+            source=part.name,
+            columns=self.columns,
+        )
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all prompts' tokens: equal for two runs on the same prompts."""
-        return hashlib.sha256(repr(self._token_ids).encode()).hexdigest()
+        """A hash of all prompts' tokens and of the sources' weights: equal for two runs on the same prompts."""
+        sizes = map(len, self.ranges())
+        shares = [(part.name, str(part.weight), size) for part, size in zip(self.data.parts, sizes, strict=True)]
+        found = hashlib.sha256(repr(shares).encode())
+        found.update(self.lengths.astype(np.int64).tobytes())
+        for index in range(len(self)):
+            found.update(self._flat[self._starts[index] : self._ends[index]].tobytes())
+        return found.hexdigest()
 
     def all(self) -> list[Prompt]:
-        """Every row once, in order; its uid is its row."""
+        """Every row once, in order; its uid is its place."""
         return [self.prompt(index, uid=index) for index in range(len(self))]
 
+    def describe_lengths(self) -> str:
+        """The prompts' lengths in words, and how many were dropped or cut."""
+        words = describe_lengths(self.lengths)
+        if self.dropped:
+            words += f"; {self.dropped:,} longer prompts dropped (data.overlong_prompts)"
+        if self.truncated:
+            words += f"; {self.truncated:,} longer prompts cut to their last tokens (data.overlong_prompts)"
+        return words
 
-def _build_prompts(rows: Sequence[Row], config: DataConfig, name: str) -> Iterator[str | list[Message]]:
-    for index in range(len(rows)):
-        row, where = rows[index], f"{name}, row {index}"
-        content = _content(row, config, where)
-        if isinstance(content, str):
-            if not content.strip():
-                raise DataError(f"{where}: the prompt is empty")
-        elif not content or not all(isinstance(m, dict) and "role" in m and "content" in m for m in content):
-            raise DataError(f"{where}: expected a list of messages with 'role' and 'content', got {content!r:.100}")
-        elif config.format == "text":
-            raise DataError(f"{where}: the prompt is a list of messages; set data.format to 'chat' or 'auto'")
-        is_chat = config.format == "chat" or not isinstance(content, str)
-        if config.system_prompt is not None and not is_chat:
-            raise DataError("data.system_prompt needs chat format: set data.format to 'chat'")
-        if not is_chat:
-            yield content
-            continue
-        messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
-        if config.system_prompt is not None:
-            if messages[0]["role"] == "system":
-                raise DataError(f"{where}: has a system message of its own; unset data.system_prompt")
-            messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        yield messages
+    def _fit(self, limit: LengthLimit) -> None:
+        """Refuse, drop or cut what is too long."""
+        lengths = self.lengths
+        over = lengths > limit.tokens
+        count, longest = int(over.sum()), int(lengths.argmax())
+        row = self.where(longest).removeprefix(f"{self.name}, ")
+        limit.check(count, len(self), row, int(lengths[longest]), self.name)
+        if limit.rule == "drop":
+            self._keep(~over)
+            self.dropped = count
+            if not len(self):
+                raise DataError(
+                    f"{self.name}: every prompt has more than {limit.tokens:,} tokens ({limit.why}), and "
+                    "data.overlong_prompts is 'drop': nothing is left"
+                )
+        else:
+            self._starts = np.maximum(self._starts, self._ends - limit.tokens)
+            self.truncated = count
 
-
-def _content(row: Row, config: DataConfig, where: str) -> Any:
-    if config.prompt_template is not None:
-        return _fill_template(config.prompt_template, row, where)
-    if config.prompt_column not in row:
-        raise DataError(
-            f"{where}: no column {config.prompt_column!r}; the row has: {', '.join(row)}. "
-            "Set data.prompt_column or data.prompt_template"
-        )
-    content = row[config.prompt_column]
-    if not isinstance(content, str | list):
-        raise DataError(f"{where}: the prompt must be a string or a list of messages, got {type(content).__name__}")
-    return content
-
-
-def _fill_template(template: str, row: Row, where: str) -> str:
-    try:
-        columns = [
-            re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None
-        ]
-        for column in columns:
-            if column not in row:
-                known = ", ".join(row)
-                raise DataError(f"{where}: data.prompt_template names column {column!r}; the row has: {known}")
-            if row[column] is None:
-                raise DataError(f"{where}: column {column!r}, which data.prompt_template names, is empty")
-        return template.format_map(row)
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"data.prompt_template {template!r} is not valid: {error}") from None
-
-
-def _tokenize(prompt: str | list[Message], tokenizer: Any, where: str) -> list[int]:
-    if isinstance(prompt, str):
-        try:
-            ids: list[int] = tokenizer(prompt)["input_ids"]
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
-            raise DataError(f"{where}: the tokenizer refused the prompt {prompt[:60]!r}: {error}") from error
-        return ids
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            "the data is in chat format, but the tokenizer has no chat template: set data.format to 'text' for string "
-            "prompts, or use a model that has one"
-        )
-    continues = prompt[-1]["role"] == "assistant"
-    try:
-        encoded = tokenizer.apply_chat_template(
-            prompt,
-            tokenize=True,
-            return_dict=True,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-        )
-    except Exception as error:  # templates raise jinja errors of many kinds
-        raise DataError(f"{where}: the chat template refused the messages: {error}") from error
-    chat_ids: list[int] = encoded["input_ids"]
-    return chat_ids
+    def _keep(self, kept: np.ndarray) -> None:
+        self._part_of, self._row_of = self._part_of[kept], self._row_of[kept]
+        self._starts, self._ends = self._starts[kept], self._ends[kept]

@@ -1,53 +1,98 @@
-"""Rows from where the user has them: files, data sets by name, or objects in memory."""
+"""Rows from where the user has them: files, folders, data sets by name, or objects in memory."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cohort.data.files import Row, folder_files, iterate_file, read_file, readable
 from cohort.errors import DataError
 
-Row = Mapping[str, Any]
+Opener = Callable[[], Iterator[Row]]
+"""Begins a new pass over rows that are not all read."""
 
 
 def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> Sequence[Row]:
-    """Rows of a .jsonl or .parquet file, or of a data set by name.
+    """Rows of a file, a folder or a data set by name, as a sequence.
 
     Args:
-        source: a path that ends in .jsonl or .parquet, or a name for ``datasets.load_dataset`` ("name" or
-            "name:configuration").
-        split: which split, for a name.
+        source: see ``read_path``.
+        split: which split, for a folder or a name.
         limit: the first so many rows only.
 
     Raises:
         DataError: no such file or data set, or a line that cannot be read (named by its number).
     """
-    path = Path(source).expanduser()
-    match path.suffix:
-        case ".jsonl":
-            rows: Sequence[Row] = _read_jsonl(_existing(path))
-        case ".parquet":
-            rows = _read_parquet(_existing(path))
-        case suffix:
-            if path.is_file() or suffix in (".json", ".csv", ".txt"):
-                raise DataError(f"cannot read {source}: expected a .jsonl or .parquet file, or a data set's name")
-            rows = _load_named(source, split)
-    return first_rows(rows, limit)
+    from cohort.data.rows import Rows
+
+    rows = Rows.of(read_path(source, split), {}, source)
+    return rows if limit is None else rows.take(slice(limit))
 
 
-def first_rows(rows: Sequence[Row], limit: int | None) -> Sequence[Row]:
-    """The first ``limit`` rows; all of them for None."""
-    return rows if limit is None or limit >= len(rows) else [rows[index] for index in range(limit)]
+def read_path(source: str, split: str) -> Any:
+    """All rows of a source: a list of mappings, a ``pyarrow.Table`` or a ``datasets.Dataset``.
 
-
-def check_rows(rows: Any, what: str) -> Sequence[Row]:
-    """Rows given in Python: a list of dicts, a ``datasets.Dataset``, or anything else with a length and an index.
+    Args:
+        source: a .jsonl, .json, .csv or .parquet file (packed or not), a folder of such files or one that ``datasets``
+            wrote, or a name for ``datasets.load_dataset`` ("name" or "name:configuration").
+        split: which split, for a folder or a name.
 
     Raises:
-        DataError: no length, no rows, or rows that are not mappings.
+        DataError: it is not there or cannot be read, or has no rows.
     """
+    path = Path(source).expanduser()
+    if _is_file(path, source):
+        return read_file(path)
+    if not path.is_dir():
+        return from_memory(_load_named(source, split), f"the data set {source!r}, split {split!r},", split)
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        import datasets
+
+        return from_memory(_or_explained(source, datasets.load_from_disk, str(path)), str(path), split)
+    return _united([read_file(file) for file in folder_files(path, split)], path)
+
+
+def open_path(source: str, split: str) -> Opener:
+    """The rows of a source one after another, without reading all of it.
+
+    Raises:
+        DataError: as ``read_path``; what a line holds is seen when it is reached.
+    """
+    path = Path(source).expanduser()
+    if _is_file(path, source):
+        iterate_file(path)  # refuses what cannot be streamed
+        return lambda: iterate_file(path)
+    if path.is_dir():
+        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            rows = read_path(source, split)  # mapped into memory, not read
+            return lambda: iter(rows)
+        files = folder_files(path, split)
+        for file in files:
+            iterate_file(file)
+        return lambda: itertools.chain.from_iterable(map(iterate_file, files))
+    stream = _load_named(source, split, streaming=True)
+    return lambda: iter(stream)
+
+
+def from_memory(rows: Any, what: str, split: str) -> Any:
+    """Rows given in Python as a list of mappings, a ``pyarrow.Table`` or a ``datasets.Dataset``.
+
+    Args:
+        rows: one of these, a table of pandas or polars, anything else with a length and rows by index, or a
+            ``datasets.DatasetDict``.
+        what: what errors call it.
+        split: which split of a ``DatasetDict``.
+
+    Raises:
+        DataError: it is none of them, has no rows, or rows that are not mappings.
+    """
+    rows = of_split(rows, what, split)
+    if hasattr(rows, "iloc") and hasattr(rows, "to_dict"):  # of pandas; its missing values are NaN or NaT
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    elif hasattr(rows, "to_dicts"):  # of polars
+        rows = rows.to_dicts()
     if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
         raise DataError(
             f"{what} must have a length and rows by index, like a list of dicts or a datasets.Dataset; "
@@ -55,66 +100,85 @@ def check_rows(rows: Any, what: str) -> Sequence[Row]:
         )
     if len(rows) == 0:
         raise DataError(f"{what} has no rows")
+    if hasattr(rows, "to_pylist") and hasattr(rows, "column_names"):
+        return rows
+    if hasattr(rows, "column_names") and hasattr(rows, "with_format"):
+        return rows.with_format(None) if rows.format["type"] not in (None, "custom") else rows
     try:
-        first = rows[0]
-    except LookupError:  # a pandas table, say, whose brackets take column names
+        listed = list(rows) if isinstance(rows, list | tuple) else [rows[index] for index in range(len(rows))]
+    except LookupError:
         raise DataError(f"{what} must give its rows by index; a {type(rows).__name__} does not") from None
-    if not isinstance(first, Mapping):
-        raise DataError(f"{what} must hold one mapping of columns per row; row 0 is {type(first).__name__}")
-    checked: Sequence[Row] = rows
-    return checked
+    for index, row in enumerate(listed):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{what} must hold one mapping of columns per row; row {index} is {type(row).__name__}")
+    return listed
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
+def is_stream(rows: Any) -> bool:
+    """Whether it is a ``datasets.IterableDataset`` or the like: passes over it can be begun, but it has no length."""
+    return hasattr(rows, "__iter__") and not hasattr(rows, "__next__") and not hasattr(rows, "__len__")
+
+
+def of_split(rows: Any, what: str, split: str) -> Any:
+    """The split of a ``DatasetDict``; anything else as it is.
+
+    Raises:
+        DataError: it has no such split.
+    """
+    if not any(  # known by its name: ``datasets`` need not have been imported
+        base.__name__ in ("DatasetDict", "IterableDatasetDict") for base in type(rows).__mro__
+    ):
+        return rows
+    if split not in rows:
+        raise DataError(
+            f"{what} has no split {split!r}; it has: {', '.join(map(str, rows))}. Set data.train_split or "
+            "data.eval_split, or give one of them"
+        )
+    return rows[split]
+
+
+def _is_file(path: Path, source: str) -> bool:
+    if path.is_file():
+        if not readable(path):
+            iterate_file(path)  # says what can be read
+        return True
+    if path.is_dir():
+        return False
+    if readable(path) or path.is_absolute() or source.startswith((".", "~")):
         raise DataError(f"no data file {path}" + ("" if path.is_absolute() else f" (looked in {Path.cwd()})"))
-    return path
+    return False
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # -sig: some editors begin a file with a byte order mark
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+def _united(read: Sequence[Any], folder: Path) -> Any:
+    """The rows of several files as one source. A column that a file lacks is missing in its rows."""
+    if len(read) == 1:
+        return read[0]
+    if all(hasattr(rows, "to_pylist") for rows in read):
+        import pyarrow
+
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: expected an object with columns, got {type(row).__name__}")
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{path} has no rows")
-    return rows
+            return pyarrow.concat_tables(read, promote_options="default")
+        except pyarrow.ArrowException as error:
+            raise DataError(f"the files of {folder} do not go together: {error}") from None
+    return [row for rows in read for row in (rows.to_pylist() if hasattr(rows, "to_pylist") else rows)]
 
 
-def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
-    if not rows:
-        raise DataError(f"{path} has no rows")
-    return rows
-
-
-def _load_named(name: str, split: str) -> Sequence[Row]:
+def _load_named(name: str, split: str, *, streaming: bool = False) -> Any:
     import datasets
 
     repository, _, configuration = name.partition(":")
     try:
-        rows = datasets.load_dataset(repository, configuration or None, split=split)
+        return datasets.load_dataset(repository, configuration or None, split=split, streaming=streaming)
     except Exception as error:  # the library raises many kinds: missing, offline, several configurations, bad split
         detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"cannot load the data set {name!r}, split {split!r}: {detail}") from error
-    if len(rows) == 0:
-        raise DataError(f"the data set {name!r}, split {split!r}, has no rows")
-    checked: Sequence[Row] = rows
-    return checked
+        raise DataError(
+            f"cannot load the data set {name!r}, split {split!r} (there is no file or folder of that name in "
+            f"{Path.cwd()}, so it is taken for a hub's; without a network only what is cached can be loaded): {detail}"
+        ) from error
+
+
+def _or_explained(name: str, load: Callable[[str], Any], path: str) -> Any:
+    try:
+        return load(path)
+    except Exception as error:  # as above
+        raise DataError(f"cannot load the data set in {name}: {error}") from error

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.config import GRPOConfig, LoraConfig
-from cohort.data import PromptSet, Row, evaluation_rows, set_name
-from cohort.errors import NonFiniteError
+from cohort.data import Data, load_sets
+from cohort.errors import DataError, NonFiniteError
 from cohort.evaluation.request import Request, model_of
 from cohort.evaluation.show import compared, show, write_rows, write_summary
 from cohort.policy import context_length, load_tokenizer, read_config, resolve_device
@@ -63,8 +64,6 @@ class Job:
     request: Request
     settings: GRPOConfig
     rewards: RewardRunner
-    rows: Mapping[str, Sequence[Row]]
-    """Of each set."""
     subjects: Sequence[Subject]
     """The model, and the one that it is compared with."""
 
@@ -83,12 +82,14 @@ class Job:
             settings.reward,
             per_token=settings.resolved_objective.credit in ("process", "given"),
         )
-        rows = evaluation_rows(None, settings.data)
+        data = load_sets(None, settings.data)
         # What [eval] says of a run's best model is no matter here.
-        check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(rows), rewards.names)
+        check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
         resolve_device(settings.model.device)
         names = [request.model, *([request.against] if request.against is not None else [])]
-        return cls(request, settings, rewards, rows, [_subject(name, settings, rewards, rows) for name in names])
+        subjects = [_subject(name, settings, rewards, data) for name in names]
+        _check_same_prompts(subjects)
+        return cls(request, settings, rewards, subjects)
 
     def run(self) -> None:
         """Evaluate, show, write."""
@@ -98,7 +99,7 @@ class Job:
             for subject in self.subjects:
                 found.append(self._evaluate(subject))
                 if self.request.output and len(found) == 1:
-                    write_rows(self.request.output, self.rows, found[0], self.settings.eval, self.rewards.names)
+                    write_rows(self.request.output, subject.evaluator, found[0])
                     written = f"{self.request.output} is written"
         except KeyboardInterrupt:
             raise KeyboardInterrupt(written) from None
@@ -135,14 +136,28 @@ class Job:
             print(text, file=sys.stderr, flush=True)
 
 
-def _subject(name: str, settings: GRPOConfig, rewards: RewardRunner, rows: Mapping[str, Sequence[Row]]) -> Subject:
+def _subject(name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data]) -> Subject:
     path, note = model_of(name)
     trust = settings.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    if settings.data.chat_template is not None:
+        tokenizer.chat_template = settings.data.chat_template
     config = read_config(path, trust_remote_code=trust)
-    sets = {key: PromptSet(own, tokenizer, settings.data, name=set_name(key)) for key, own in rows.items()}
-    evaluator = Evaluator.of(settings, sets, rewards, context_length(config))
+    evaluator = Evaluator.of(settings, data, rewards, tokenizer, context_length(config))
     return Subject(name, path, note, tokenizer, config, evaluator)
+
+
+def _check_same_prompts(subjects: Sequence[Subject]) -> None:
+    """Models are compared prompt by prompt, so both must take all that either takes."""
+    first, *others = (subject.evaluator.sets for subject in subjects)
+    for other in others:
+        for name, prompts in first.items():
+            if not np.array_equal(prompts.places, other[name].places):
+                raise DataError(
+                    f"{prompts.name}: data.overlong_prompts drops {prompts.dropped} prompts of one model and "
+                    f"{other[name].dropped} of the other, which are then not compared on the same: set "
+                    "data.overlong_prompts to 'error' or 'truncate_left', or choose shorter prompts"
+                )
 
 
 @contextmanager

@@ -13,9 +13,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from cohort.config import EvalConfig, GRPOConfig
-from cohort.data import Row
-from cohort.train import Comparison, Estimate, Evaluation, compare
+from cohort.config import GRPOConfig
+from cohort.train import Comparison, Estimate, Evaluation, Evaluator, compare
 from cohort.train.evaluate import eval_sampling
 from cohort.train.folder import json_value, write_whole
 from cohort.train.statistics import Floats
@@ -125,30 +124,23 @@ def _cell(estimate: Estimate | None, metric: str, *, signed: bool = False) -> st
     return f"{estimate.mean:{form}} [{estimate.low:{plain}},{estimate.high:{plain}}]"
 
 
-def write_rows(
-    file: str,
-    rows: Mapping[str, Sequence[Row]],
-    found: Evaluations,
-    settings: EvalConfig,
-    functions: Sequence[str],
-) -> None:
-    """A line of JSON per row: its columns, its completions under ``samples``, and ``pass_rate``, the share of its
-    scored completions that are correct. A column of the row that has one of these names becomes ``row.NAME``.
+def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
+    """A line of JSON per prompt: its row's columns, its completions under ``samples``, and ``pass_rate``, the share of
+    its scored completions that are correct. A column of the row that has one of these names becomes ``row.NAME``.
 
     Args:
         file: where to.
-        rows: of each set.
+        evaluator: of which sets, and what is correct.
         found: of each set.
-        settings: what is correct.
-        functions: the reward functions' names.
     """
-    judge, lines = f"rewards/{settings.pass_function or functions[0]}", []
+    settings, lines = evaluator.settings, []
+    judge = f"rewards/{settings.pass_function or evaluator.rewards.names[0]}"
     for name, evaluation in found.items():
-        samples: list[list[dict[str, Any]]] = [[] for _ in rows[name]]
-        unused = [name for name in ("prompt", "sampler_logps", "full_logps") if name in evaluation.table.column_names]
-        for one in evaluation.table.drop_columns(unused).to_pylist():
-            samples[one["row"]].append(one)
-        for row, own in zip(rows[name], samples, strict=True):
+        unused = [key for key in ("prompt", "sampler_logps", "full_logps") if key in evaluation.table.column_names]
+        table = evaluation.table.drop_columns(unused).to_pylist()
+        count = settings.num_generations_eval
+        for index, first in enumerate(range(0, len(table), count)):
+            row, own = evaluator.sets[name].prompt(index, uid=index).columns, table[first : first + count]
             scored = [one[judge] >= settings.pass_threshold for one in own if one[judge] is not None]
             line = {
                 **{(f"row.{key}" if key in OWN_COLUMNS else key): value for key, value in row.items()},
@@ -178,7 +170,7 @@ def write_summary(
     """All numbers as one JSON object."""
     summary = {
         "models": list(models),
-        "data": settings.data.eval,
+        "data": settings.data.model_dump(mode="json")["eval"],
         "rewards": list(settings.reward.functions),
         "sampling": eval_sampling(settings).describe(),
         "settings": {name: getattr(settings.eval, name) for name in SAID} | {"seed": settings.run.seed},

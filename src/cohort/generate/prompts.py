@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cohort.config import DataConfig
-from cohort.data import PromptSet, Row, load_rows
+from cohort.data import PromptSet, Row, load_rows, readable
 from cohort.errors import ConfigError, DataError
 from cohort.generate.request import Request, is_text
 from cohort.policy import context_length, end_token_ids
@@ -30,13 +30,11 @@ def read_rows(request: Request) -> list[Row]:
     if request.prompts is None:
         return [{"prompt": text} for text in _arguments(request.prompt)]
     path = Path(request.prompts).expanduser()
-    match path.suffix:
-        case ".txt":
-            return [{"prompt": line} for line in _lines(path)]
-        case ".jsonl" | ".parquet":
-            given = load_rows(request.prompts)
-        case _:
-            raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl or .parquet file")
+    if path.suffix == ".txt":
+        return [{"prompt": line} for line in _lines(path)]
+    if not readable(path):
+        raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl, .json, .csv or .parquet file")
+    given = load_rows(request.prompts)
     rows: list[Row] = []
     for index, row in enumerate(given):
         if request.prompt_column not in row:
@@ -117,7 +115,7 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any) -> list[Prompt
                 "template: give strings, or a model that has one"
             )
     config = DataConfig(format="chat" if request.as_chat else "auto", system_prompt=request.system)
-    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=name).all()
+    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=name, mixed=True).all()
 
 
 def within_context(request: Request, prompts: Sequence[Prompt], sampling: Sampling, config: Any) -> list[Sampling]:

@@ -14,9 +14,10 @@ from cohort.config import GRPOConfig, Schedule
 from cohort.objective import explain
 from cohort.rewards import RewardRunner
 from cohort.rollout import Sampling
+from cohort.types import Prompt
 
 if TYPE_CHECKING:
-    from cohort.data import PromptStream
+    from cohort.data import Stream
     from cohort.objective import Objective
     from cohort.policy import Policy
     from cohort.rollout import LocalEngine
@@ -36,7 +37,7 @@ def describe_run(
     policy: Policy,
     engine: LocalEngine,
     budget: str,
-    prompts: PromptStream,
+    prompts: Stream,
     rewards: RewardRunner,
     objective: Objective,
     schedule: Schedule,
@@ -57,7 +58,8 @@ def describe_run(
             engine.describe_model(),
             f"sampling: {sampling.describe()}{replayed}",
             engine.describe_ends(),
-            f"first prompt: {prompts.take(0, 1)[0].text!r}",
+            *prompts.describe(),
+            describe_prompt(prompts.take(0, 1)[0]),
             rewards.describe(),
             explain(objective),
             f"update: {share}{policy.passes.description}; {budget}",
@@ -67,6 +69,16 @@ def describe_run(
             f"seed: {config.run.seed}",
         ]
     )
+
+
+def describe_prompt(prompt: Prompt) -> str:
+    """A prompt as the model reads it, line by line, and what of the answer it begins."""
+    row = f"row {prompt.row_index}{f' of {prompt.source}' if prompt.source else ''}"
+    lines = [f"first prompt ({row}, {len(prompt.token_ids):,} tokens), as the model reads it:"]
+    lines += [f"  | {line}" for line in prompt.text.split("\n")]
+    if prompt.prefill:
+        lines.append(f"  it ends with what the answer begins with: {prompt.prefill!r}")
+    return "\n".join(lines)
 
 
 class _Bar(Progress):

@@ -56,7 +56,7 @@ class TrainerState:
     max_steps: int = 0
     """Steps of the whole run."""
     epoch: float = 0.0
-    """Passes over the data that are done."""
+    """Passes over the data that are done; NaN where it is a stream, whose length is not known."""
     evaluating: bool = False
     """Whether what is scored is an evaluation's."""
 

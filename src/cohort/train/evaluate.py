@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import EvalConfig, GRPOConfig
-from cohort.data import PromptSet
+from cohort.data import Data, LengthLimit, PromptSet
 from cohort.errors import ConfigError
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Draws, Engine, Purpose, Sampling, Watch
@@ -87,27 +87,29 @@ class Evaluator:
 
     @classmethod
     def of(
-        cls, config: GRPOConfig, sets: Mapping[str, PromptSet], rewards: RewardRunner, context: int | None
+        cls, config: GRPOConfig, sets: Mapping[str, Data], rewards: RewardRunner, tokenizer: Any, context: int | None
     ) -> Evaluator:
         """As the settings say, with the reward functions tried on two rows of each set.
 
         Args:
             config: the settings.
-            sets: the prompts.
+            sets: the rows.
             rewards: the functions.
+            tokenizer: the model's.
             context: the most tokens that the model takes; None: not known.
 
         Raises:
-            DataError: a prompt and its completion do not fit the model's context.
+            DataError: a row cannot be a prompt, or leaves no room for a completion in the model's context.
             RewardError: a function failed on a made completion.
         """
         sampling = eval_sampling(config)
         own = config.eval.max_completion_length_eval is not None
         setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
-        for prompts in sets.values():
-            prompts.check_context(context, sampling.max_completion_length, setting)
+        limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
+        made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
+        for prompts in made.values():
             rewards.dry_run(tried_prompts(prompts))
-        return cls(sets, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
+        return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
         self,
@@ -131,7 +133,10 @@ class Evaluator:
 
     def describe(self) -> str:
         """What is evaluated, and how it is sampled."""
-        sets = ", ".join(f"{name} {len(prompts):,}".strip() for name, prompts in self.sets.items())
+        sets = ", ".join(
+            f"{name} {len(own):,}".strip() + (f" ({own.dropped:,} longer ones dropped)" if own.dropped else "")
+            for name, own in self.sets.items()
+        )
         count = self.settings.num_generations_eval
         return f"evaluation: {sets} prompts x {count}; {self.sampling.describe()}"
 

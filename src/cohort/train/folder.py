@@ -3,6 +3,7 @@
 config.toml              the settings as resolved
 objective.txt            the objective's formula with its numbers, and its coefficients as a table
 metrics.jsonl            one line per step
+first_prompt.txt         the first prompt as the model reads it, special tokens shown
 rollouts/step-N.parquet  every completion of step N
 evaluations/step-N.parquet  of the evaluation after step N (0: before the first); step-N-NAME.parquet of a named set
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
@@ -116,12 +117,13 @@ class RunFolder:
                 + (", or continue it (--resume, train(resume=True))" if what.endswith("run") else "")
             )
 
-    def start(self, config: GRPOConfig) -> None:
+    def start(self, config: GRPOConfig, first_prompt: str) -> None:
         """Take the folder for a new run."""
         self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / "config.toml", to_toml(config))
+            write_whole(self.path / "first_prompt.txt", first_prompt)
             write_whole(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
@@ -235,7 +237,7 @@ class RunFolder:
         loop = {
             "step": state.step,
             "version": state.policy.version,
-            "place": state.place.taken,
+            "place": state.place.state_dict(),
             "adaptive": state.adaptive.state_dict(),
             "best": state.best.state_dict(),
             "identity": state.identity,
@@ -286,7 +288,7 @@ class RunFolder:
             state.reference.model.load_state_dict(weights)
         state.optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
         state.policy.version = loop["version"]
-        state.place.taken = loop["place"]
+        state.place.load_state_dict(loop["place"])
         state.adaptive.load_state_dict(loop["adaptive"])
         state.best.load_state_dict(loop["best"])
         set_random_state(loop["random"])

@@ -11,6 +11,7 @@ and updates the policy with a clipped importance ratio and a KL term against a r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import Place, PromptStream
+from cohort.data import Stream
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
@@ -51,7 +52,7 @@ class Parts:
     reference: Policy | None
     engine: Engine
     rewards: RewardRunner
-    prompts: PromptStream
+    prompts: Stream
     objective: Objective
     optimizer: Optimizer
     evaluator: Evaluator | None
@@ -62,8 +63,6 @@ class Parts:
     """Weights of the objective that follow a target."""
     best: Best
     """The best evaluation so far."""
-    place: Place
-    """How much of the stream of prompts has been taken."""
     identity: dict[str, str]
     """What else makes this run what it is: a hash of its prompts, its rewards' names. A resumed run has the same."""
 
@@ -76,7 +75,7 @@ class Parts:
             self.optimizer,
             self.adaptive,
             self.best,
-            self.place,
+            self.prompts.place,
             self.tokenizer,
             self.identity,
         )
@@ -87,9 +86,12 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
     policy, reference, optimizer, adaptive = parts.policy, parts.reference, parts.optimizer, parts.adaptive
-    temperature, budget = config.rollout.temperature, parts.budget
-    guard = Guard(folder.path, config.optim.max_nonfinite_updates)
-    sampling, penalty = Sampling.of(config.rollout), config.rollout.replayed_penalty
+    budget, guard = parts.budget, Guard(folder.path, config.optim.max_nonfinite_updates)
+    sampling, penalty, temperature = (
+        Sampling.of(config.rollout),
+        config.rollout.replayed_penalty,
+        config.rollout.temperature,
+    )
 
     for step in range(first_step, schedule.steps):
         clock = PhaseClock()
@@ -99,14 +101,13 @@ def run(
         # can be compared with the others of its group. With dynamic sampling, new prompts take the places of groups
         # that teach nothing, for a number of rounds; otherwise there is one round.
         rollout: Rollout | None = None
-        place = parts.place.taken
-        while rollout is None or missing(rollout, schedule, objective):
-            wanted = schedule.prompts_per_step - (sum(rollout.used_R) if rollout else 0)
+        place = parts.prompts.place.taken
+        state = trainer_state(schedule, step, place)
+        while rollout is None or missing(rollout, schedule.prompts_of(step), objective):
+            wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
-            place += wanted
-            scoring = parts.rewards.begin(
-                prompts, schedule.num_generations, trainer_state(schedule, step, parts.place.taken)
-            )
+            place = prompts[-1].uid + 1
+            scoring = parts.rewards.begin(prompts, schedule.num_generations, state)
             with clock("generate"):  # async rewards and those in workers begin as completions end
                 groups = parts.engine.generate(
                     prompts,
@@ -203,19 +204,15 @@ def with_advantages_and_logps(
     return assign_advantages(batch, rollout.scores, objective, limit) if logps_first else batch
 
 
-def missing(rollout: Rollout, schedule: Schedule, objective: Objective) -> bool:
+def missing(rollout: Rollout, wanted: int, objective: Objective) -> bool:
     """Whether another round of dynamic sampling is due."""
     rule = objective.group_filter
-    return (
-        isinstance(rule, DynamicSampling)
-        and sum(rollout.used_R) < schedule.prompts_per_step
-        and rollout.rounds < rule.max_rounds
-    )
+    return isinstance(rule, DynamicSampling) and sum(rollout.used_R) < wanted and rollout.rounds < rule.max_rounds
 
 
 def trainer_state(schedule: Schedule, step: int, place: int) -> TrainerState:
     """What reward functions are told of the run."""
-    return TrainerState(step, schedule.steps, place / schedule.num_prompts)
+    return TrainerState(step, schedule.steps, place / schedule.num_prompts if schedule.num_prompts else math.nan)
 
 
 def finish_step(
@@ -234,7 +231,7 @@ def finish_step(
     if last or due(step, config.eval.eval_steps):
         metrics |= evaluate_step(parts, trainer_state(schedule, step, place), config, folder)
         last |= parts.best.exhausted
-    parts.place.taken = place  # the step is whole
+    parts.prompts.advance(place, rollout.mean_rewards)  # the step is whole
     folder.append_metrics(metrics)
     if config.report.log_completions:
         folder.write_rollout(step, rollout, batch)

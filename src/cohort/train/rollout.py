@@ -59,6 +59,12 @@ class Rollout:
         return [completion for group in self.sampled for completion in group.completions]
 
     @property
+    def mean_rewards(self) -> dict[int, float]:
+        """The mean reward of every group's scored completions, by its prompt's uid; NaN where none was scored."""
+        pieces = self.sampled_scores.rewards_S.split([len(group.completions) for group in self.sampled])
+        return {group.prompt.uid: float(rewards.nanmean()) for group, rewards in zip(self.sampled, pieces, strict=True)}
+
+    @property
     def num_errors(self) -> int:
         """How many of them could not be drawn."""
         return sum(completion.finish_reason is FinishReason.ERROR for completion in self.completions)

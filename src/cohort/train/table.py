@@ -28,6 +28,8 @@ def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
         "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
         "num_forced": [completion.num_forced for _, completion in pairs],
     }
+    if any(prompt.source for prompt, _ in pairs):
+        columns["source"] = [prompt.source for prompt, _ in pairs]
     types = {"token_ids": pyarrow.list_(pyarrow.int64()), "sampler_logps": pyarrow.list_(pyarrow.float64())}
     columns |= {name: pyarrow.array(columns[name], kind) for name, kind in types.items()}
     full_logps = [completion.full_logps for _, completion in pairs]

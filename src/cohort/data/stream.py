@@ -1,0 +1,166 @@
+"""Prompts of data that is read while the run goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cohort.config import DataConfig
+from cohort.data.files import Row
+from cohort.data.lengths import LengthLimit
+from cohort.data.load import Part
+from cohort.data.mixture import Turns
+from cohort.data.order import Place, describe_sources, pass_generator
+from cohort.data.prompts import PromptSet
+from cohort.data.render import Renderer
+from cohort.errors import DataError
+from cohort.types import Prompt
+
+Numbered = tuple[int, Row]
+"""A row with its number in its source."""
+DRAWS = 1024
+"""Random numbers drawn at a time."""
+
+
+class StreamedPrompts:
+    """Pass after pass over streamed sources; see ``order.Stream``.
+
+    Sources with weights are lanes of their own; without weights all are one lane, one after another. What stands at a
+    place follows from the place, the seed and the size of the shuffle buffer alone. To go on at a place, the rows
+    before it are read again, without being tokenized.
+
+    Args:
+        sample: the prompts of the data's first rows, which have been looked at.
+        tokenizer: the policy's.
+        config: the order, and the buffer's size.
+        limit: how long prompts may be. A longer one is refused when it comes, dropped or cut.
+        seed: decides the orders.
+    """
+
+    def __init__(
+        self, sample: PromptSet, tokenizer: Any, config: DataConfig, limit: LengthLimit | None, *, seed: int
+    ) -> None:
+        self.place = Place()
+        self.sample = sample
+        self._data = data = sample.data
+        self._limit = limit
+        self._config = config
+        self._seed = seed
+        self._renderers = [Renderer(part.config, tokenizer) for part in data.parts]
+        self._turns = Turns(data.weights) if data.weights else None
+        self._is_text = isinstance(sample.prompt(0, uid=0).prompt, str)
+        self._rows = iter(self._all_rows())
+        self._next = 0
+
+    epoch_length = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt there can be, where the settings say; else of the longest that was looked at. A
+        pass of this length is tried for its memory, so the context's end is no guess to make."""
+        if self._limit is None or self._config.max_prompt_length is None:
+            return self.sample.longest
+        return self._limit.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the prompts that were looked at."""
+        return self.sample.fingerprint
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """``count`` prompts from the place ``start`` on; places of dropped rows are passed over.
+
+        Raises:
+            DataError: a row that is reached cannot be a prompt, or a whole pass has none.
+        """
+        if start < self._next:
+            self._rows, self._next = iter(self._all_rows()), 0
+        prompts: list[Prompt] = []
+        first_epochs: dict[int, int] = {}
+        for number, epoch, (row_number, row) in self._rows:
+            place = self._next
+            self._next += 1
+            if place < start:
+                continue
+            if epoch > first_epochs.setdefault(number, epoch) + 1 and not prompts:
+                raise DataError(f"{self._data.name}: data.overlong_prompts drops every prompt of an epoch")
+            prompt = self._prompt(number, row_number, row, place)
+            if prompt is not None:
+                prompts.append(prompt)
+            if len(prompts) == count:
+                break
+        return prompts
+
+    def advance(self, taken: int, rewards: Mapping[int, float]) -> None:
+        """A step is whole."""
+        self.place.taken = taken
+        self.place.prompts += len(rewards)
+
+    def describe(self) -> list[str]:
+        """The data in words: sources, lengths, order."""
+        buffered = f"shuffled within {self._config.shuffle_buffer:,} rows, anew for each epoch"
+        return [
+            *describe_sources(self.sample),
+            f"prompts: streamed; of the first {len(self.sample):,}: {self.sample.describe_lengths()}",
+            f"order: {'as the data is' if self._config.order == 'sequential' else buffered}",
+        ]
+
+    def _prompt(self, number: int, row_number: int, row: Row, place: int) -> Prompt | None:
+        part, renderer = self._data.parts[number], self._renderers[number]
+        where = f"{part.where}, row {row_number}"
+        (ids,) = renderer.token_ids([row], [where])
+        if self._limit is not None and len(ids) > self._limit.tokens:
+            self._limit.check(1, 1, f"row {row_number}", len(ids), part.where)
+            if self._limit.rule == "drop":
+                return None
+            ids = ids[-self._limit.tokens :]
+        if isinstance(renderer.maker.make(row, where), str) is not self._is_text:
+            first = self._data.parts[0]
+            raise DataError(
+                f"text and conversations are mixed: the prompts of {where} and of {first.where}, row "
+                f"{first.rows.number(0)}, are of two kinds. Set data.format to 'chat'"
+            )
+        columns = self.sample.columns
+        return renderer.prompt(row, where, ids, uid=place, number=row_number, source=part.name, columns=columns)
+
+    def _all_rows(self) -> Iterator[tuple[int, int, Numbered]]:
+        """The endless stream: source, epoch and row at each place."""
+        if self._turns is None:
+            yield from self._lane(list(enumerate(self._data.parts)), 0)
+            return
+        lanes = [self._lane([(number, part)], number) for number, part in enumerate(self._data.parts)]
+        for place in itertools.count():
+            source, _ = self._turns.at(place)
+            yield next(lanes[source])
+
+    def _lane(self, parts: list[tuple[int, Part]], lane: int) -> Iterator[tuple[int, int, Numbered]]:
+        """Pass after pass over sources that follow one another."""
+        for epoch in itertools.count():
+            rows: Iterator[tuple[int, Numbered]]
+            rows = ((number, row) for number, part in parts for row in part.stream or ())
+            if self._config.order != "sequential":
+                rows = buffer_shuffled(rows, self._config.shuffle_buffer, pass_generator(self._seed, epoch, lane))
+            count = 0
+            for number, row in rows:
+                count += 1
+                yield number, epoch, row
+            if not count:
+                raise DataError(f"{self._data.name}: a pass over the data has no rows; can it be read only once?")
+
+
+def buffer_shuffled(items: Iterator[Any], size: int, generator: np.random.Generator) -> Iterator[Any]:
+    """The items in an order that is random over about ``size`` of them: each is drawn from a buffer, whose place the
+    next item takes. With no more items than ``size`` every order is equally likely.
+
+    >>> list(buffer_shuffled(iter(range(5)), 1, np.random.default_rng(0)))
+    [0, 1, 2, 3, 4]
+    """
+    buffer = list(itertools.islice(items, size))
+    while drawn := list(itertools.islice(items, DRAWS)):
+        for item, at in zip(drawn, generator.integers(size, size=len(drawn)).tolist(), strict=True):
+            yield buffer[at]
+            buffer[at] = item
+    yield from (buffer[at] for at in generator.permutation(len(buffer)))
