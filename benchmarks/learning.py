@@ -69,7 +69,7 @@ class Held:
     left as it is."""
 
     def __init__(self) -> None:
-        from cohort.config import DataConfig
+        from cohort.config import DataConfig, EvalConfig
         from cohort.data import PromptSet
         from cohort.demo.run import EVAL_PROBLEMS, MODEL
         from cohort.demo.task import accuracy, problems
@@ -85,12 +85,12 @@ class Held:
         self._engine = LocalEngine(self._policy, tokenizer, end_token_ids(self._model, tokenizer))
         rows = problems(EVAL_PROBLEMS, held_out=True, seed=0)
         prompts = PromptSet(rows, tokenizer, DataConfig(format="chat", prompt_column="question"))
-        self._evaluator = Evaluator(prompts, RewardRunner([accuracy]), Sampling(LIMIT), 1, 0)
+        self._evaluator = Evaluator({"": prompts}, RewardRunner([accuracy]), Sampling(LIMIT), EvalConfig(), 0, 256)
 
     def accuracy(self, model: Any) -> float:
         self._model.load_state_dict(model.state_dict())
         self._policy.version += 1  # what the sampler prepared from the weights before is out of date
-        return self._evaluator.evaluate(self._engine).reward.mean
+        return self._evaluator.evaluate(self._engine)[""].reward.mean
 
 
 def serve(turns: Turns, held: Held, model: Any, seconds: float) -> None:
