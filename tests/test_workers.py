@@ -173,14 +173,71 @@ def test_closing_kills_and_ends_what_waits():
         futures[0].result()
 
 
-def test_workers_die_with_their_parent(tmp_path):
+def test_after_closing_workers_start_afresh():
+    workers = Workers(1)
+    workers.close()
+    before = workers.submit(os.getpid, {}).result()
+    workers.close()
+    assert not alive(before)
+    assert workers.submit(double, {"x": 2}).result() == 4
+    workers.close()
+
+
+def test_a_file_that_has_changed_or_gone_is_what_it_was(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(): return 1\n")
+    function = load_function(f"{file}:f", what="reward")
+    file.write_text("def f(): return 100\n")
+    with Workers(1) as workers:
+        assert workers.submit(function, {}).result() == 1
+        file.unlink()
+        workers.close()
+        assert workers.submit(function, {}).result() == 1
+        assert workers.submit(double, {"x": 1}).result() == 2
+
+
+def test_modules_in_the_working_folder_shadow_nothing(tmp_path, monkeypatch):
+    for name in ("queue", "random", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(name)\n")
+    monkeypatch.chdir(tmp_path)
+    with Workers(1) as workers:
+        assert workers.submit(double, {"x": 1}).result() == 2
+
+
+def test_a_worker_that_died_idle_is_replaced(workers):
+    for pid in {workers.submit(os.getpid, {}).result() for _ in range(8)}:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert [workers.submit(double, {"x": 1}).result() for _ in range(4)] == [2] * 4
+
+
+def test_what_a_crashed_call_has_started_dies_too(workers, tmp_path):
+    def crash(path):
+        import os
+        import pathlib
+        import subprocess
+
+        pathlib.Path(path).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+        os._exit(4)
+
+    with pytest.raises(CallFailed, match=r"died \(exit code 4\)"):
+        workers.submit(crash, {"path": str(tmp_path / "pid")}).result()
+    pid = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("endless", ["    while True: pass\n", "    import re; re.match('(a+)+b', 'a' * 60)\n"])
+def test_workers_die_with_their_parent(tmp_path, endless):
     import subprocess
 
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\nfrom cohort.workers import Workers\n"
         "w = Workers(1)\nprint(w.submit(os.getpid, {}).result(), flush=True)\n"
-        "def endless():\n    while True: pass\n"
+        f"def endless():\n{endless}"
         "w.submit(endless, {})\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)

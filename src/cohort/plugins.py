@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from cohort.errors import CohortError, ConfigError
@@ -36,34 +40,50 @@ def load_function(spec: str, *, what: str, error: type[CohortError] = ConfigErro
     return found
 
 
-def file_modules() -> list[tuple[str, str]]:
-    """Name and path of every module that was loaded from a file of the settings, for ``load_file_module``."""
-    return list(_FILE_MODULES.items())
+@dataclass(frozen=True, slots=True)
+class FileModule:
+    """A file of the settings as it was when it was loaded."""
+
+    name: str
+    """The module's."""
+    path: str
+    source: str
 
 
-def load_file_module(named: tuple[str, str]) -> ModuleType:
-    """Load a file under a module's name, once: what another process has loaded is found here under the same name."""
-    name, place = named
-    if name in sys.modules:
-        return sys.modules[name]
-    path = Path(place)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that the file can import its neighbours
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    _FILE_MODULES[name] = place
-    return module
+def file_modules() -> list[FileModule]:
+    """Every module that was loaded from a file of the settings, for ``know_file_modules`` of another process."""
+    return list(_FILE_MODULES.values())
 
 
-_FILE_MODULES: dict[str, str] = {}
+def know_file_modules(modules: Iterable[FileModule]) -> None:
+    """Let these modules be imported by their names, as another process loaded them: the file may have changed since."""
+    _FILE_MODULES.update({module.name: module for module in modules})
+    if _Finder not in sys.meta_path:
+        sys.meta_path.append(_Finder)
+
+
+_FILE_MODULES: dict[str, FileModule] = {}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what ``know_file_modules`` was told of."""
+
+    @classmethod
+    def find_spec(cls, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        module = _FILE_MODULES.get(name)
+        if module is None:
+            return None
+        folder = str(Path(module.path).parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # so that the file can import its neighbours
+        return importlib.util.spec_from_file_location(name, module.path, loader=_Loader(name, module.path))
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles what was read, not what stands in the file now."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(_FILE_MODULES[fullname].source.encode(), self.path)
 
 
 def _load_file(place: str, what: str, error: type[CohortError]) -> ModuleType:
@@ -74,8 +94,10 @@ def _load_file(place: str, what: str, error: type[CohortError]) -> ModuleType:
     name = f"cohort_{what.replace(' ', '_')}_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     sys.modules.pop(name, None)  # the file may have changed since, in a notebook
     try:
-        return load_file_module((name, str(path)))
+        know_file_modules([FileModule(name, str(path), importlib.util.decode_source(path.read_bytes()))])
+        return importlib.import_module(name)
     except Exception as failure:
+        _FILE_MODULES.pop(name, None)
         raise error(f"{what} file {place} failed to load: {type(failure).__name__}: {failure}") from failure
 
 

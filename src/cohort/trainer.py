@@ -186,6 +186,8 @@ class GRPOTrainer:
             kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
             hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
             raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
+        finally:
+            self.rewards.close()
         if self.args.model.lora.save_merged:
             self.save_model(folder.path / "merged", merge=True)
         if best := parts.best.note():

@@ -11,6 +11,7 @@ a notebook); those of files named in the settings are loaded from the same file.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import queue
@@ -27,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cohort.plugins import file_modules, load_file_module
+from cohort.plugins import file_modules, know_file_modules
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Set to 1 in a worker: several processes with several threads each would wait for one another."""
@@ -35,6 +36,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 LOAD_SECONDS = 600
 """What importing a function's module may take."""
+EXIT_SECONDS = 2.0
+"""What a worker that hung up may take to end."""
 
 
 class CallFailed(Exception):  # noqa: N818 - said of the call, not of the pool
@@ -76,12 +79,10 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._processes = [_Process() for _ in range(count)]
         self._encoded: dict[int, tuple[Any, tuple[int, bytes]]] = {}
         self._lock = threading.Lock()
-        self._started = False
-        self._finalizer = weakref.finalize(self, _stop, self._calls, self._processes)
+        self._pools: list[_Pool] = []  # one, or none while nothing is needed
+        weakref.finalize(self, _stop_all, self._pools)
 
     def submit(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None = None
@@ -94,22 +95,24 @@ class Workers:
 
         Returns:
             A future of the result, whose exception is a ``CallFailed`` where there is none.
+
+        Raises:
+            CallFailed: the function cannot be sent to another process.
         """
         with self._lock:
-            if not self._started:
-                for process in self._processes:
-                    threading.Thread(target=_serve, args=(self._calls, process), daemon=True).start()
-                self._started = True
             kept = self._encoded.get(id(function))
             if kept is None:  # the function is kept beside its code, so that no other one can get its id
                 kept = self._encoded[id(function)] = (function, (len(self._encoded), _encode(function)))
-        call = _Call(kept[1], arguments, timeout, Future())
-        self._calls.put(call)
+            if not self._pools:
+                self._pools.append(_Pool(self.count))
+            call = _Call(kept[1], arguments, timeout, Future())
+            self._pools[0].calls.put(call)
         return call.future
 
     def close(self) -> None:
-        """Kill all workers. Calls that have not ended fail."""
-        self._finalizer()
+        """Kill all workers. Calls that have not ended fail; the next one starts workers afresh."""
+        with self._lock:
+            _stop_all(self._pools)
 
     def __enter__(self) -> Workers:
         return self
@@ -118,14 +121,28 @@ class Workers:
         self.close()
 
 
-def _stop(calls: queue.SimpleQueue[_Call | None], processes: list[_Process]) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            if (call := calls.get_nowait()) is not None and call.future.set_running_or_notify_cancel():
-                call.future.set_exception(CallFailed("the workers were stopped"))
-    for process in processes:
-        calls.put(None)
-        process.stop(for_good=True)
+def _stop_all(pools: list[_Pool]) -> None:
+    while pools:
+        pools.pop().stop()
+
+
+class _Pool:
+    """Processes, and the threads that wait for them."""
+
+    def __init__(self, count: int) -> None:
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._processes = [_Process() for _ in range(count)]
+        for process in self._processes:
+            threading.Thread(target=_serve, args=(self.calls, process), daemon=True).start()
+
+    def stop(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (call := self.calls.get_nowait()) is not None and call.future.set_running_or_notify_cancel():
+                    call.future.set_exception(CallFailed("the workers were stopped"))
+        for process in self._processes:
+            self.calls.put(None)
+            process.stop(for_good=True)
 
 
 def _serve(calls: queue.SimpleQueue[_Call | None], process: _Process) -> None:
@@ -156,6 +173,8 @@ class _Process:
             sent = dill.dumps(dict(arguments), recurse=True)
         except Exception as error:
             raise CallFailed(f"its arguments cannot be sent to another process: {error}") from error
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()  # it died since its last call, which is not this one's fault
         number, encoded = function
         if number not in self._known:  # what its module imports is not the call's time
             self._ask((number, encoded, None), LOAD_SECONDS)
@@ -172,7 +191,7 @@ class _Process:
                 raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
             succeeded, *rest = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            code = self.stop()
+            code = self.stop(wait=EXIT_SECONDS)
             raise CallFailed(f"its worker process died ({_how(code)})") from None
         if not succeeded:
             raise CallFailed(*rest)
@@ -186,7 +205,7 @@ class _Process:
             if self._connection is None:
                 ours, theirs = _pipe()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "cohort.workers", str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "cohort.workers", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1") | _python_path(),
@@ -196,8 +215,13 @@ class _Process:
                 self._connection = ours
             return self._connection
 
-    def stop(self, *, for_good: bool = False) -> int | None:
-        """Kill the process and all that it has started; its exit code."""
+    def stop(self, *, for_good: bool = False, wait: float = 0.0) -> int | None:
+        """Kill the process and all that it has started; its exit code.
+
+        Args:
+            for_good: start none any more.
+            wait: seconds that it gets to end by itself.
+        """
         with self._lock:
             process, connection = self._process, self._connection
             self._process = self._connection = None
@@ -205,9 +229,10 @@ class _Process:
             self._closed = self._closed or for_good
             if process is None:
                 return None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             if connection is not None:
                 connection.close()
@@ -248,8 +273,7 @@ def _decode(encoded: bytes) -> Callable[..., Any]:
     import dill
 
     files, body = pickle.loads(encoded)
-    for place in files:
-        load_file_module(place)
+    know_file_modules(files)
     function: Callable[..., Any] = dill.loads(body)
     return function
 
@@ -258,16 +282,28 @@ def said_of(error: BaseException) -> str:
     """An exception in one line, with the place it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"raised {type(error).__name__}: {error}{place}"
+    try:
+        text = str(error)
+    except Exception:  # a user's class may fail at that too
+        text = "(it has no text)"
+    return f"raised {type(error).__name__}: {text}{place}"
+
+
+def _die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends: a function that never lets go of the
+    interpreter would outlive it otherwise. On Linux; elsewhere such a function does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def _work(connection: Connection) -> None:
     """The worker's whole life: a message, a function loaded or called, an answer."""
     import dill
 
+    _die_with_parent()
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def listen() -> None:  # apart, so that a worker ends with its parent whatever it is doing
+    def listen() -> None:  # apart, so that a worker ends with its parent while it is busy
         with contextlib.suppress(EOFError, OSError):
             while True:
                 messages.put(connection.recv_bytes())

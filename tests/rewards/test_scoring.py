@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import math
+import os
 import re
+import sys
 import threading
 import time
 from functools import partial
@@ -16,6 +18,7 @@ from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.types import Completion, FinishReason, Group, Prompt
+from tests.test_workers import alive
 
 
 def ended(text, reason=FinishReason.EOS):
@@ -189,7 +192,7 @@ def test_plain_functions_are_called_in_workers_when_asked_or_when_they_must_be_s
     @reward(isolated=True)
     def always(completion): ...
 
-    @reward(isolated=False, timeout=3.0)
+    @reward(isolated=False)
     def never(completion): ...
 
     def plain(completion): ...
@@ -318,7 +321,7 @@ def test_the_settings_can_stop_the_run(runner_of):
 
 def test_a_function_that_fails_on_everything_stops_the_run(runner_of):
     with pytest.raises(RewardError, match=r"picky failed on 2 of 2 completions; the first: raised KeyError: 'gold'"):
-        runner_of(picky, length).score(rollout(["raise", "raise"]))
+        runner_of(picky, length).score(rollout(["raise"], ["raise"]))
 
 
 def test_a_broken_contract_is_no_failure_of_a_sample(runner_of):
@@ -360,6 +363,196 @@ def test_an_async_function_that_blocks_is_found_out(runner_of):
             runner_of(blocking, timeout=0.3).score(rollout(["a", "bb"]))
     finally:
         release.set()
+
+
+def test_an_async_function_that_swallows_its_cancellation_is_left_behind(runner_of):
+    released = threading.Event()
+
+    async def stubborn(completion, **_):
+        if completion == "bb":
+            while not released.is_set():
+                try:
+                    await asyncio.sleep(0.05)
+                except BaseException:
+                    continue
+        return 1.0
+
+    try:
+        scores = runner_of(stubborn, timeout=0.3).score(rollout(["a", "bb"]))
+        assert scores.rewards_S.isnan().tolist() == [False, True]
+        assert scores.counts["rewards/stubborn/timeouts"] == 1
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize("settings", [{}, {"workers": 1}])
+def test_a_function_that_would_end_the_program_fails(runner_of, settings):
+    def leaves(completion, **_):
+        return sys.exit(3) if completion == "bb" else 1.0
+
+    async def leaves_async(completion, **_):
+        return leaves(completion)
+
+    for function in (leaves, leaves_async, lambda completion: leaves_async(completion)):
+        for _ in range(2):  # and the loop is there still
+            scores = runner_of(function, **settings).score(rollout(["a", "bb"]))
+            assert scores.rewards_S.isnan().tolist() == [False, True]
+            assert "SystemExit" in scores.errors[1] or "exit code 3" in scores.errors[1]
+
+
+def test_a_function_without_weight_scores_nothing(runner_of):
+    def sometimes(completion):
+        return None if completion == "bb" else 1.0
+
+    scores = runner_of(sometimes, length, weights=[1, 0]).score(rollout(["a", "bb"]))
+    assert scores.rewards_S[0] == 1
+    assert scores.rewards_S[1].isnan()  # not the 0 that the other's 2.0 times 0 would be
+    assert scores.by_function_SK[:, 1].tolist() == [1, 2]
+    assert runner_of(length, weights=[0]).score(rollout(["a", "bb"])).rewards_S.tolist() == [0, 0]
+
+
+def test_numbers_that_are_none_are_asked_for_again(runner_of):
+    tries = []
+
+    def twice(completion):
+        tries.append(completion)
+        return {1: math.nan, 2: ValueError("not yet")}.get(len(tries), 1.0)
+
+    assert runner_of(twice, retries=2).score(rollout(["a"])).rewards_S.tolist() == [1]
+    assert tries == ["a"] * 3
+
+
+def test_what_is_under_way_is_called_off_when_something_else_fails(runner_of, tmp_path):
+    def slow(completion, answer):
+        (tmp_path / f"{completion}-{os.getpid()}").touch()
+        time.sleep(60)
+
+    cancelled = threading.Event()
+
+    async def slow_async(completion, **_):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    runner = runner_of(slow, slow_async, workers=1)
+    groups = rollout(["a", "bb"])
+
+    def interrupted():
+        with runner.begin([group.prompt for group in groups], 2) as scoring:
+            scoring.take(0, 0, groups[0].completions[0])
+            while not list(tmp_path.iterdir()):
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    (begun,) = tmp_path.iterdir()
+    assert cancelled.wait(10)
+    assert not alive(int(begun.name.partition("-")[2]))
+    assert runner.submit(runner.functions[0], {"completion": "c", "answer": ""}) is not None  # a worker starts afresh
+    end = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_function_may_fail_on_a_single_prompt(runner_of):
+    runner = runner_of(picky)
+    for _ in range(2):
+        assert runner.score(rollout(["raise", "raise"])).rewards_S.isnan().all()
+    runner.score(rollout(["a", "raise"]))
+    for _ in range(2):
+        runner.score(rollout(["raise", "raise"]))
+    with pytest.raises(RewardError, match="failed on 2 of 2"):  # the third time in a row
+        runner.score(rollout(["raise", "raise"]))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.tensor(1.0), "must return a list of numbers, got Tensor"),
+        ({1.0}, "must return a list of numbers, got set"),
+        (b"ab", "must return a list of numbers, got bytes"),
+        ((n for n in "ab"), "must return a list of numbers, got generator"),
+        ([10**400, 1], "must return numbers or None; result 0"),
+    ],
+)
+def test_results_that_are_no_list_of_numbers(runner_of, result, message):
+    with pytest.raises(RewardError, match=message):
+        runner_of(lambda completions: result).score(rollout(["a", "bb"]))
+
+
+def test_an_exception_without_text_is_named(runner_of):
+    class MuteError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def mute(completion):
+        if completion == "bb":
+            raise MuteError
+        return 1.0
+
+    assert "MuteError" in runner_of(mute).score(rollout(["a", "bb"])).errors[1]
+
+
+def test_messages_are_each_calls_own(runner_of):
+    seen = []
+
+    def appends(prompt, completion):
+        seen.append(len(prompt))
+        prompt.append({"role": "assistant", "content": completion})
+        return 1.0
+
+    chat = Prompt(0, 0, (0,), "?", [{"role": "user", "content": "?"}], {})
+    runner_of(appends).score([Group(chat, (ended("a"), ended("bb")))])
+    assert seen == [1, 1]
+
+
+def test_a_mark_on_a_partial_holds(runner_of):
+    def ranks(completions, k):
+        return [k] * len(completions)
+
+    marked = reward(per="group", timeout=9.0)(partial(ranks, k=2))
+    runner = runner_of(marked, partial(marked))
+    assert [(f.kind.per, f.kind.timeout) for f in runner.functions] == [("group", 9.0)] * 2
+    assert runner.score(rollout(["a"], ["b"])).by_function_SK.tolist() == [[2, 2], [2, 2]]
+
+
+def test_marks_that_cannot_be(runner_of):
+    class Judge:
+        def score(self, completion):
+            return 1.0
+
+    async def judge(completion): ...
+
+    with pytest.raises(RewardError, match="isolated=True is for plain functions"):
+        reward(isolated=True)(judge)
+    with pytest.raises(RewardError, match="cannot be stopped: give it no timeout"):
+        reward(isolated=False, timeout=1.0)(length)
+    with pytest.raises(RewardError, match="cannot mark <bound method"):
+        reward(per="sample")(Judge().score)
+    with pytest.raises(RewardError, match="per must be 'sample', 'group' or 'batch', got 'token'"):
+        reward(per="token")
+    with pytest.raises(RewardError, match="timeout must be above 0"):
+        reward(timeout=0)
+
+
+def test_the_cache_knows_the_whole_row_and_not_the_run(runner_of):
+    import numpy as np
+
+    def first(completion, grid, **rest):
+        assert "trainer_state" not in rest
+        return float(grid[2500])
+
+    grids = [np.zeros(5000), np.ones(5000)]  # whose printed forms are equal
+    groups = [Group(Prompt(0, 0, (0,), "?", "?", {"grid": grid}), (ended("a"),)) for grid in grids]
+    runner = runner_of(first, cache=True)
+    for _ in range(2):
+        scores = runner.score(groups)
+        assert scores.rewards_S.tolist() == [0, 1]
+    assert scores.counts["seconds/reward/first"] == 0
 
 
 def test_what_was_scored_before_is_not_scored_again(runner_of):

@@ -6,13 +6,14 @@ import asyncio
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from cohort.workers import CallFailed
+from cohort.workers import CallFailed, said_of
 
 LOGS = ("log_extra", "log_metric")
 """Arguments that are made where the function is called."""
@@ -46,7 +47,7 @@ def call_recorded(function: Callable[..., Any], arguments: Mapping[str, Any], lo
     recorded, start = Recorded(), time.perf_counter()
     recorded.result = function(**arguments, **recorded.logs(logs))
     if inspect.isawaitable(recorded.result):
-        recorded.result = run_on_loop(_waited(recorded.result)).result()
+        recorded.result = run_on_loop(_guarded(recorded.result)).result()
     recorded.seconds = time.perf_counter() - start
     return recorded
 
@@ -61,17 +62,20 @@ async def await_recorded(
     """Call an async function when there is a place for it; its time counts from then.
 
     Raises:
-        CallFailed: it took too long, and was cancelled.
+        CallFailed: it took too long. It is cancelled, and not waited for: it may not take that for an answer.
     """
     async with places:
         recorded, start = Recorded(), time.perf_counter()
-        call = function(**arguments, **recorded.logs(logs))
+        task = asyncio.ensure_future(_guarded(function(**arguments, **recorded.logs(logs))))
         try:
-            recorded.result = await asyncio.wait_for(call, timeout)
-        except TimeoutError:
-            if timeout is not None and time.perf_counter() - start >= timeout:
-                raise CallFailed(f"took more than {timeout:g} s", timed_out=True) from None
-            raise  # the function's own
+            await asyncio.wait({task}, timeout=timeout)
+        finally:
+            if not task.done():
+                task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else will ask
+                task.cancel()
+        if not task.done():
+            raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
+        recorded.result = task.result()
         recorded.seconds = time.perf_counter() - start
     return recorded
 
@@ -96,5 +100,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _waited(result: Awaitable[Any]) -> Any:
-    return await result
+async def _guarded(result: Awaitable[Any]) -> Any:
+    """Wait for a call; one that would end the interpreter would end the loop, and all calls with it."""
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise CallFailed(said_of(error), traceback.format_exc().rstrip()) from None

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,8 @@ from cohort.rewards.calls import LOGS, call_recorded
 from cohort.rewards.kinds import Kind, Per, function_name, kind_of
 from cohort.rewards.model import RewardModel, is_reward_model
 from cohort.rewards.specs import resolve_reward
-from cohort.types import Completion, Group, Prompt
+from cohort.types import Completion, Group, Message, Prompt
+from cohort.workers import said_of
 
 RewardFunction = Callable[..., Any]
 
@@ -140,12 +141,9 @@ class Function:
         Raises:
             RewardError: that is not one number or ``None`` per completion (or, ``per_token``, per token).
         """
-        if self.kind.per == "sample":
-            results: Sequence[Any] = [result]
-        elif isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+        results = [result] if self.kind.per == "sample" else _sequence(result)
+        if results is None:
             raise RewardError(f"reward function {self.name} must return a list of numbers, got {_type(result)}")
-        else:
-            results = result
         if len(results) != len(completions):
             raise RewardError(
                 f"reward function {self.name} must return one reward per completion: {len(completions)}, "
@@ -158,25 +156,26 @@ class Function:
 
     def _value(self, value: Any, index: int, tokens: int | None) -> Value:
         if isinstance(value, BaseException):
-            text = f"gave {type(value).__name__}: {value}"
+            text = said_of(value).replace("raised", "gave", 1)
             return Failed(text, text)
         if tokens is None:
             number = self._number(value, index)
             return number if isinstance(number, Failed) else [number]
         if value is None:
             return [math.nan] * tokens
-        if isinstance(value, str | Mapping) or not hasattr(value, "__len__"):
+        items = _sequence(value)
+        if items is None:
             raise RewardError(
                 f"objective.credit takes rewards per token: reward function {self.name} must return a list of {tokens} "
                 f"numbers or None as result {index} (one per token of completion_ids), got {value!r:.60}"
             )
-        if len(value) != tokens:
+        if len(items) != tokens:
             raise RewardError(
                 f"reward function {self.name} must return one number or None per token as result {index}: {tokens}, "
-                f"got {len(value)}"
+                f"got {len(items)}"
             )
         numbers: list[float] = []
-        for item in value:
+        for item in items:
             number = self._number(item, index)
             if isinstance(number, Failed):
                 return number
@@ -193,7 +192,7 @@ class Function:
             )
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = None
         if number is None or isinstance(value, str):
             raise RewardError(
@@ -234,7 +233,7 @@ def arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> dict[st
     prompt, completions = groups[0].prompt, groups[0].completions
     given: dict[str, Any] = {
         **prompt.columns,
-        "prompt": prompt.prompt,
+        "prompt": _asked(prompt),
         "prefill": prompt.prefill,
         "trainer_state": state,
     }
@@ -252,7 +251,7 @@ def _batch_arguments(groups: Sequence[Group]) -> dict[str, list[Any]]:
     columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
     return {
         **{column: [prompt.columns.get(column) for prompt, _ in pairs] for column in columns},
-        "prompts": [prompt.prompt for prompt, _ in pairs],
+        "prompts": [_asked(prompt) for prompt, _ in pairs],
         "completions": [_shown(prompt, completion) for prompt, completion in pairs],
         "completion_ids": [list(completion.token_ids) for _, completion in pairs],
         "finish_reasons": [str(completion.finish_reason) for _, completion in pairs],
@@ -260,9 +259,26 @@ def _batch_arguments(groups: Sequence[Group]) -> dict[str, list[Any]]:
     }
 
 
+def _asked(prompt: Prompt) -> str | list[Message]:
+    """A prompt as functions receive it: a list of their own, which they may change."""
+    return prompt.prompt if isinstance(prompt.prompt, str) else [dict(message) for message in prompt.prompt]
+
+
 def _shown(prompt: Prompt, completion: Completion) -> Any:
     """A completion as functions receive it."""
     return [{"role": "assistant", "content": completion.text}] if prompt.is_conversation else completion.text
+
+
+def _sequence(value: Any) -> Sequence[Any] | None:
+    """A list, or what is as good as one: a tuple, an array, a range. None for anything else."""
+    if isinstance(value, str | bytes | bytearray | Mapping | Set) or not hasattr(value, "__getitem__"):
+        return None
+    try:
+        len(value)
+    except TypeError:  # an array without axes
+        return None
+    sequence: Sequence[Any] = value
+    return sequence
 
 
 def _type(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
@@ -55,7 +55,8 @@ def reward(
         timeout: seconds a call may take. None: ``reward.timeout`` of the settings.
 
     Raises:
-        RewardError: ``per`` is something else, or the timeout is not above 0.
+        RewardError: ``per`` is something else, the timeout is not above 0 or of a function that could not be stopped,
+            or an async function is to run in a worker process.
 
     >>> @reward(per="group")
     ... def longest(completions, **_):
@@ -69,7 +70,15 @@ def reward(
         raise RewardError(f"timeout must be above 0 seconds, got {timeout!r}")
 
     def mark(target: F) -> F:
-        setattr(target, _MARK, _Mark(per, isolated, timeout))
+        is_async = _is_async(target)
+        if is_async and isolated:
+            raise RewardError("isolated=True is for plain functions: async ones run together on an event loop")
+        if timeout is not None and isolated is False and not is_async:
+            raise RewardError("a plain function with isolated=False cannot be stopped: give it no timeout")
+        try:
+            setattr(target, _MARK, _Mark(per, isolated, timeout))
+        except AttributeError:
+            raise RewardError(f"cannot mark {target!r:.60}: mark the function itself, or wrap it in another") from None
         return target
 
     return mark if function is None else mark(function)
@@ -82,8 +91,11 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     >>> kind_of(lambda completion, **_: 1.0).per, kind_of(lambda completions, **_: [1.0]).per
     ('sample', 'batch')
     """
-    inner = unwrapped(function)
-    mark: _Mark = getattr(inner, _MARK, None) or _Mark(None, None, None)
+    mark = _Mark(None, None, None)
+    for layer in _layers(function):
+        if (found := getattr(layer, _MARK, None)) is not None:
+            mark = found
+            break
     per = mark.per
     if per is None:
         try:
@@ -91,8 +103,22 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         except (TypeError, ValueError):  # built into C: cannot be asked
             names = set()
         per = "sample" if "completion" in names and "completions" not in names else "batch"
+    return Kind(per, _is_async(function), mark.isolated, mark.timeout)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an object's or class's ``__call__``, is written ``async def``."""
+    inner = unwrapped(function)
     call = inner if inspect.isroutine(inner) else getattr(inner, "__call__", inner)  # noqa: B004
-    return Kind(per, inspect.iscoroutinefunction(call), mark.isolated, mark.timeout)
+    return inspect.iscoroutinefunction(call)
+
+
+def _layers(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """A function, and what is inside of it where it is a ``functools.partial``."""
+    yield function
+    while isinstance(function, functools.partial):
+        function = function.func
+        yield function
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,9 +127,7 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     >>> unwrapped(functools.partial(max, 1)) is max
     True
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+    return list(_layers(function))[-1]
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
-from collections import OrderedDict
+import pickle
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from cohort.config import RewardConfig
@@ -61,6 +64,7 @@ class RewardRunner:
         self._workers = Workers(self.settings.workers or max(1, (os.cpu_count() or 2) // 2))
         self._places = asyncio.Semaphore(self.settings.max_concurrent)
         self._cache: OrderedDict[Any, Recorded] = OrderedDict()
+        self._barren: Counter[str] = Counter()
 
     def begin(self, prompts: Sequence[Prompt], num_generations: int, state: TrainerState | None = None) -> Scoring:
         """The scoring of a rollout that is about to be sampled."""
@@ -77,7 +81,8 @@ class RewardRunner:
         Raises:
             RewardError: see ``Scoring.finish``.
         """
-        return self.begin([group.prompt for group in groups], 0, state).finish(groups)
+        with self.begin([group.prompt for group in groups], 0, state) as scoring:
+            return scoring.finish(groups)
 
     def dry_run(self, prompts: Sequence[Prompt], num_generations: int = 2) -> None:
         """Call every function on a made completion of real rows, so that a broken one is found before sampling.
@@ -88,7 +93,8 @@ class RewardRunner:
         made = Completion((0,), (0.0,), FinishReason.LENGTH, "A made completion, to try the reward functions.", 0)
         groups = [Group(prompt, (made,) * num_generations) for prompt in prompts]
         try:
-            Scoring(self, prompts, num_generations, TrainerState(), on_error="stop").finish(groups)
+            with Scoring(self, prompts, num_generations, TrainerState(), on_error="stop") as scoring:
+                scoring.finish(groups)
         except RewardError as error:
             raise RewardError(f"{error} (tried on {len(groups)} rows with a made completion)") from error.__cause__
 
@@ -109,7 +115,7 @@ class RewardRunner:
         return where + (f", at most {limit:g} s" if limit else "")
 
     def close(self) -> None:
-        """Stop the worker processes."""
+        """Stop the worker processes. They are started afresh when they are needed again."""
         self._workers.close()
 
     def limit(self, function: Function) -> float | None:
@@ -140,13 +146,17 @@ class RewardRunner:
                 "module, or set reward.workers to 0 and no reward.timeout"
             ) from error
 
+    def caches(self, function: Function) -> bool:
+        """Whether results of a function are kept: where it sees one completion, and not how far the run is."""
+        return self.settings.cache and function.kind.per == "sample" and not function.watches_run
+
     def cached(self, function: Function, groups: Sequence[Group]) -> Recorded | None:
         """What a function gave for the same row and tokens before, if that is kept."""
         key = self._cache_key(function, groups)
         if key is None or key not in self._cache:
             return None
         self._cache.move_to_end(key)
-        return self._cache[key]
+        return replace(self._cache[key], seconds=0.0)
 
     def keep(self, function: Function, groups: Sequence[Group], recorded: Recorded) -> None:
         """Remember what a function gave."""
@@ -157,12 +167,20 @@ class RewardRunner:
             self._cache.popitem(last=False)
 
     def _cache_key(self, function: Function, groups: Sequence[Group]) -> Any:
-        """None for what is not kept: calls that see several completions, or how far the run is."""
-        if not self.settings.cache or function.kind.per != "sample" or function.watches_run:
+        if not self.caches(function):
             return None
         prompt, (completion,) = groups[0].prompt, groups[0].completions
+        try:
+            columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
+        except Exception:  # columns may hold anything
+            return None
         reason = completion.finish_reason
-        return function.name, prompt.token_ids, repr(prompt.columns), completion.token_ids, completion.text, reason
+        return function.name, prompt.token_ids, columns, completion.token_ids, completion.text, reason
+
+    def count_barren(self, function: Function, *, barren: bool) -> int:
+        """How many rollouts in a row, this one included, a function failed on altogether."""
+        self._barren[function.name] = self._barren[function.name] + 1 if barren else 0
+        return self._barren[function.name]
 
     def check_sign(self, function: Function, values: Sequence[Value]) -> None:
         """Refuse a negative reward where the objective takes none.

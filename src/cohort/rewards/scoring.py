@@ -25,6 +25,8 @@ Key = tuple[int, int, int]
 """Places of a function, of a prompt (ALL: the whole batch) and of a completion in its group (ALL: the whole group)."""
 log = logging.getLogger("cohort.rewards")
 ALL = -1
+MOST_BARREN = 3
+"""A function may fail on all completions of a single prompt; that often in a row it is the function's fault."""
 
 
 @dataclass(slots=True)
@@ -37,9 +39,15 @@ class Unit:
     future: Future[Recorded] | None = None
     """Set when the call is made elsewhere."""
     recorded: Recorded | None = None
-    failed: Failed | None = None
+    """What came of it, unless it raised."""
     timed_out: bool = False
     values: list[Value] = field(default_factory=list)
+    """One per completion it sees, once the call was made."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the call was made and nothing of it failed."""
+        return bool(self.values) and not any(isinstance(value, Failed) for value in self.values)
 
     @property
     def completions(self) -> list[Completion]:
@@ -48,7 +56,8 @@ class Unit:
 
 
 class Scoring:
-    """The scoring of one rollout. ``take`` completions as they end, then ``finish``.
+    """The scoring of one rollout. ``take`` completions as they end, then ``finish``; in a ``with`` block, so that what
+    is under way is called off when something else fails.
 
     Functions that are async or run in worker processes are called for a sample as soon as it has ended, for a group as
     soon as it is whole, while others are still sampled. The rest is called in ``finish``, in this process.
@@ -104,28 +113,41 @@ class Scoring:
                 self._begin(key, seen)
         for attempt in range(self._runner.settings.retries + 1):
             self._make_calls(again=attempt > 0)
-        for unit in self._units.values():
-            self._read(unit)
         self._report_failures()
         return self._scores(groups)
+
+    def __enter__(self) -> Scoring:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            return
+        under_way = [unit.future for unit in self._units.values() if unit.future is not None]
+        for future in under_way:
+            future.cancel()
+        if not all(future.done() for future in under_way):  # a worker is in a call, which only its end stops
+            self._runner.close()
 
     def _begin(self, key: Key, groups: Sequence[Group]) -> None:
         """Note a call, and make it now if it is made elsewhere."""
         if key in self._units or not any(group.completions for group in groups):
             return
         unit = self._units[key] = Unit(self._runner.functions[key[0]], [g for g in groups if g.completions])
-        unit.recorded = self._runner.cached(unit.function, unit.groups)
-        if unit.recorded is None:
+        if (kept := self._runner.cached(unit.function, unit.groups)) is not None:
+            self._take_result(unit, kept)
+        else:
             unit.future = self._runner.submit(unit.function, self._arguments(unit))
 
     def _arguments(self, unit: Unit) -> dict[str, Any]:
-        return unit.function.accepted(arguments(unit.function.kind.per, unit.groups, self._state))
+        given = unit.function.accepted(arguments(unit.function.kind.per, unit.groups, self._state))
+        if self._runner.caches(unit.function):  # what is kept must not depend on it
+            given.pop("trainer_state", None)
+        return given
 
     def _make_calls(self, *, again: bool) -> None:
         """Make what is to be made here, and gather the rest; ``again``: once more what failed."""
-        units = [unit for unit in self._units.values() if unit.recorded is None]
+        units = [unit for unit in self._units.values() if not unit.settled]
         for unit in units:
-            unit.failed, unit.timed_out = None, False
             if again:
                 unit.future = self._runner.submit(unit.function, self._arguments(unit))
         for unit in units:
@@ -137,16 +159,28 @@ class Scoring:
                 self._attempt(unit, unit.future.result)
 
     def _attempt(self, unit: Unit, call: Callable[[], Recorded]) -> None:
+        unit.recorded, unit.timed_out = None, False
         try:
-            unit.recorded = call()
+            recorded = call()
         except RewardError:
             raise
         except CallFailed as error:
-            unit.failed, unit.timed_out = Failed(str(error), error.details), error.timed_out
-        except Exception as error:
-            unit.timed_out = isinstance(error, TimeoutError)
+            failed, unit.timed_out = Failed(str(error), error.details), error.timed_out
+        except (Exception, SystemExit) as error:
             details = "".join(traceback.format_exception(error)).rstrip()
-            unit.failed = Failed(said_of(error), details)
+            failed, unit.timed_out = Failed(said_of(error), details), isinstance(error, TimeoutError)
+        else:
+            self._take_result(unit, recorded)
+            return
+        unit.values = [failed] * len(unit.completions)
+
+    def _take_result(self, unit: Unit, recorded: Recorded) -> None:
+        """Check what a call gave, and keep it."""
+        unit.recorded = recorded
+        unit.values = unit.function.values(recorded.result, unit.completions, per_token=self._runner.per_token)
+        self._runner.check_sign(unit.function, unit.values)
+        if unit.settled:
+            self._runner.keep(unit.function, unit.groups, recorded)
 
     def _wait(self, units: Sequence[Unit]) -> None:
         """Until all calls have ended. An event loop that a function blocks is found out when there is a timeout."""
@@ -162,28 +196,20 @@ class Scoring:
                     "time.sleep or a plain HTTP call does. Await instead, or make it a plain function"
                 )
 
-    def _read(self, unit: Unit) -> None:
-        """The values of a call, checked."""
-        completions = unit.completions
-        if unit.recorded is None:
-            assert unit.failed is not None
-            unit.values = [unit.failed] * len(completions)
-            return
-        unit.values = unit.function.values(unit.recorded.result, completions, per_token=self._runner.per_token)
-        self._runner.check_sign(unit.function, unit.values)
-        if not any(isinstance(value, Failed) for value in unit.values):
-            self._runner.keep(unit.function, unit.groups, unit.recorded)
-
     def _report_failures(self) -> None:
-        """Say what failed; stop where the settings say so, or where a function gave nothing at all."""
+        """Say what failed. Stop where the settings say so; and where a function failed on everything, be it of several
+        prompts or, with rollouts of one, for the third time."""
         for function in self._runner.functions:
-            values = [v for unit in self._units.values() if unit.function is function for v in unit.values]
+            units = [unit for unit in self._units.values() if unit.function is function]
+            values = [value for unit in units for value in unit.values]
             failures = [value for value in values if isinstance(value, Failed)]
+            times = self._runner.count_barren(function, barren=0 < len(failures) == len(values))
             if not failures:
                 continue
             first = failures[0]
             what = f"reward function {function.name} failed on {len(failures)} of {len(values)} completions"
-            if self._stops or len(failures) == len(values):
+            several = len({group.prompt.uid for unit in units for group in unit.groups}) > 1
+            if self._stops or times >= (1 if several else MOST_BARREN):
                 raise RewardError(f"{what}; the first: {first.message}") from _Details.of(first)
             log.warning("%s: they are unscored. The first:\n%s", what, first.details)
 
@@ -291,7 +317,8 @@ def weighted_sum(values_MK: Any, weights_K: Any) -> Any:
     """Over functions, those that gave nothing left out; NaN where none gave anything."""
     import torch
 
-    none_M = values_MK.isnan().all(dim=1)
+    counted_K = weights_K != 0 if bool(weights_K.any()) else torch.ones_like(weights_K, dtype=torch.bool)
+    none_M = values_MK[:, counted_K].isnan().all(dim=1)  # what has no weight scores nothing
     return torch.where(none_M, torch.nan, (values_MK * weights_K).nansum(dim=1))
 
 

@@ -150,16 +150,16 @@ class Evaluator:
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
             some = [prompts.prompt(index, uid=index) for index in range(first, min(first + size, len(prompts)))]
-            scoring = self.rewards.begin(some, count, state)
+            with self.rewards.begin(some, count, state) as scoring:
 
-            def ended(index: int, sample: int, completion: Completion, take: Any = scoring.take) -> None:
-                take(index, sample, completion)
-                if on_completion:
-                    on_completion()
+                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.take) -> None:
+                    take(index, sample, completion)
+                    if on_completion:
+                        on_completion()
 
-            groups = engine.generate(some, count, self.sampling, draws, Watch(on_completion=ended))
-            assert all(len(group.completions) == count for group in groups)  # those that failed too
-            scored.append(scoring.finish(groups))
+                groups = engine.generate(some, count, self.sampling, draws, Watch(on_completion=ended))
+                assert all(len(group.completions) == count for group in groups)  # those that failed too
+                scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
             completions += [(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions]
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)

@@ -107,17 +107,17 @@ def run(
             wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
             prompts = parts.prompts.take(place, wanted)
             place = prompts[-1].uid + 1
-            scoring = parts.rewards.begin(prompts, schedule.num_generations, state)
-            with clock("generate"):  # async rewards and those in workers begin as completions end
-                groups = parts.engine.generate(
-                    prompts,
-                    schedule.num_generations,
-                    sampling,
-                    Draws(config.run.seed, step),
-                    Watch(on_completion=scoring.take),
-                )
-            with clock("reward"):
-                scored = Rollout.of(groups, scoring.finish(groups), objective)
+            with parts.rewards.begin(prompts, schedule.num_generations, state) as scoring:
+                with clock("generate"):  # async rewards and those in workers begin as completions end
+                    groups = parts.engine.generate(
+                        prompts,
+                        schedule.num_generations,
+                        sampling,
+                        Draws(config.run.seed, step),
+                        Watch(on_completion=scoring.take),
+                    )
+                with clock("reward"):
+                    scored = Rollout.of(groups, scoring.finish(groups), objective)
             rollout = scored if rollout is None else rollout + scored
         rollout.check_drawn()
         if step == first_step:
