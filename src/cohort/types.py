@@ -198,7 +198,7 @@ class Scores:
             },
             errors={**self.errors, **{mine + place: text for place, text in other.errors.items()}},
             counts={
-                name: self.counts.get(name, 0.0) + other.counts.get(name, 0.0)
+                name: self.counts.get(name, 0) + other.counts.get(name, 0)
                 for name in dict.fromkeys([*self.counts, *other.counts])
             },
             logged={

@@ -52,11 +52,14 @@ def test_arguments_are_one_entry_per_completion_in_group_order():
 def test_arguments_of_a_sample_and_of_a_group_are_the_rows_own():
     state, second = TrainerState(), groups()[1]
     rest = {"prompt": [{"role": "user", "content": "2?"}], "prefill": "", "answer": "b", "n": 2, "trainer_state": state}
-    z, w = ([{"role": "assistant", "content": text}] for text in "zw")
     one = Group(second.prompt, second.completions[:1])
-    assert arguments("sample", [one], state) == rest | {"completion": z, "completion_ids": [7], "finish_reason": "eos"}
+    assert arguments("sample", [one], state) == rest | {
+        "completion": "z",
+        "completion_ids": [7],
+        "finish_reason": "eos",
+    }
     assert arguments("group", [second], state) == rest | {
-        "completions": [z, w],
+        "completions": ["z", "w"],
         "completion_ids": [[7], [3, 1]],
         "finish_reasons": ["eos", "eos"],
     }

@@ -122,6 +122,14 @@ def test_objects_partials_and_async_ones():
     assert scores.names == ("Judge", "Judge_2", "batch", "<lambda>")
 
 
+def test_rewards_are_kept_in_double_precision(runner_of):
+    scores = runner_of(lambda completion: 0.1, lambda completion: 1e-12, weights=[0.3, 1]).score(rollout(["a", "b"]))
+    assert scores.by_function_SK.tolist() == [[0.1, 1e-12]] * 2
+    assert scores.rewards_S.tolist() == [0.3 * 0.1 + 1e-12] * 2
+    tokens = runner_of(lambda completion, completion_ids: [0.1] * len(completion_ids), per_token=True)
+    assert tokens.score(rollout(["aaa"])).token_rewards_N.tolist() == [0.1] * 3
+
+
 def test_completions_that_failed_are_shown_to_nobody(runner_of):
     groups = [Group(prompt(), (ended("a"), ended("bb", FinishReason.ERROR), ended("ccc")))]
 
@@ -495,6 +503,21 @@ def test_an_exception_without_text_is_named(runner_of):
         return 1.0
 
     assert "MuteError" in runner_of(mute).score(rollout(["a", "bb"])).errors[1]
+
+
+def test_a_function_that_takes_messages_for_text_is_told(runner_of):
+    def strips(completions):
+        return [float(bool(text.strip())) for text in completions]
+
+    def strip(completion):
+        return float(bool(completion.strip()))
+
+    chat = Prompt(0, 0, (0,), "?", [{"role": "user", "content": "?"}], {})
+    with pytest.raises(
+        RewardError, match=r"no attribute 'strip'.*; completions of conversations are lists of messages"
+    ):
+        runner_of(strips).dry_run([chat])
+    runner_of(strip).dry_run([chat])  # to functions per sample a completion is its text
 
 
 def test_messages_are_each_calls_own(runner_of):

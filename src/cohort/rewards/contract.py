@@ -18,7 +18,8 @@ It may leave out arguments it does not use. All completions of a rollout come in
 rollout has ended. A function with a parameter ``completion`` is called for each completion alone, as soon as it has
 ended, and returns one number; it gets ``prompt, completion, completion_ids, finish_reason, prefill`` and the row's
 columns as they are. One that is marked ``@reward(per="group")`` is called for each prompt with lists of its completions
-(``completions, completion_ids, finish_reasons``) and the rest as above. Any of them may be async.
+(``completions, completion_ids, finish_reasons``) and the rest as above. To both a completion is its text, of
+conversations too. Any of them may be async.
 
 ``None`` means that a completion cannot be scored by this function. An exception in place of a number means that scoring
 this completion failed. In place of a number it may give a list with a number or ``None`` for each of
@@ -237,7 +238,7 @@ def arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> dict[st
         "prefill": prompt.prefill,
         "trainer_state": state,
     }
-    texts = [_shown(prompt, completion) for completion in completions]
+    texts = [completion.text for completion in completions]
     ids = [list(completion.token_ids) for completion in completions]
     reasons = [str(completion.finish_reason) for completion in completions]
     if per == "group":

@@ -96,7 +96,11 @@ class RewardRunner:
             with Scoring(self, prompts, num_generations, TrainerState(), on_error="stop") as scoring:
                 scoring.finish(groups)
         except RewardError as error:
-            raise RewardError(f"{error} (tried on {len(groups)} rows with a made completion)") from error.__cause__
+            hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is a text"
+            hint = hint if "'list' object" in str(error) and any(prompt.is_conversation for prompt in prompts) else ""
+            raise RewardError(
+                f"{error}{hint} (tried on {len(groups)} rows with a made completion)"
+            ) from error.__cause__
 
     def describe(self) -> str:
         """Each function with its weight, what it sees and where it is called."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -236,7 +236,8 @@ class Scoring:
         for s in errors:  # a sum that lacks a term is no reward to compare with others
             for column in columns:
                 column[s] = [math.nan] * lengths[s]
-        by_function_SK = torch.tensor([[_total(numbers) for numbers in column] for column in columns]).double().T
+        totals_KS = [[_total(numbers) for numbers in column] for column in columns]
+        by_function_SK = torch.tensor(totals_KS, dtype=torch.float64).T
         weights_K = torch.tensor(runner.weights, dtype=torch.float64)
         tokens = [[number for numbers in column for number in numbers] for column in columns]
         return Scores(
@@ -244,10 +245,12 @@ class Scoring:
             by_function_SK=by_function_SK,
             names=runner.names,
             weights=runner.weights,
-            token_rewards_N=weighted_sum(torch.tensor(tokens).double().T, weights_K) if runner.per_token else None,
+            token_rewards_N=weighted_sum(torch.tensor(tokens, dtype=torch.float64).T, weights_K)
+            if runner.per_token
+            else None,
             extras=gathered.extras,
             errors=errors,
-            counts=dict(gathered.counts),
+            counts={**gathered.counts, **gathered.seconds},
             logged=gathered.logged,
         )
 
@@ -265,14 +268,15 @@ class _Gathered:
         self._count = count
         self.extras: dict[str, list[Any]] = {}
         self.logged: dict[str, list[float]] = {}
-        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._owner: dict[str, Function] = {}
 
     def add(self, unit: Unit, places: Sequence[int]) -> None:
         name = unit.function.name
         self.counts[f"rewards/{name}/failed"] += sum(isinstance(value, Failed) for value in unit.values)
         self.counts[f"rewards/{name}/timeouts"] += len(unit.values) if unit.timed_out else 0
-        self.counts[f"seconds/reward/{name}"] += unit.recorded.seconds if unit.recorded else 0.0
+        self.seconds[f"seconds/reward/{name}"] += unit.recorded.seconds if unit.recorded else 0.0
         if unit.recorded is None:
             return
         for metric, number in unit.recorded.metrics:
