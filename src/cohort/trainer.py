@@ -140,15 +140,17 @@ class GRPOTrainer:
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         progress = self.args.report.progress
+        steps = self.steps(resume=resume)  # where a resumed run ends follows from its place
         with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
-            for metrics in self.steps(resume=resume):
+            for metrics in steps:
                 display.show(metrics)
         if progress:
             announce(*best_lines(self.summary))
         return self.summary
 
     def steps(self, *, resume: bool = False) -> Iterator[dict[str, Any]]:
-        """The run as an iterator over its steps' metrics, for code that wants to stand between them."""
+        """The run as an iterator over its steps' metrics, for code that wants to stand between them. The call itself
+        makes the folder, or loads what is resumed."""
         if self.folder is not None:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
@@ -172,6 +174,9 @@ class GRPOTrainer:
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
+        return self._steps(folder, parts, first_step)
+
+    def _steps(self, folder: RunFolder, parts: Parts, first_step: int) -> Iterator[dict[str, Any]]:
         whole_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
@@ -180,12 +185,12 @@ class GRPOTrainer:
                 self._sum_up(metrics)
                 whole_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except RewardError as error:
+        except (RewardError, DataError) as error:  # a row of a stream is looked at when it comes
             # A reward that failed in an evaluation comes after the updates of a step that is not whole yet.
             as_it_was = whole_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
             hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
-            raise RewardError(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
+            raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         finally:
             self.rewards.close()
         if self.args.model.lora.save_merged:
@@ -210,7 +215,7 @@ class GRPOTrainer:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = self.prompts.place.prompts * self.schedule.num_generations
+        self.summary["completions"] = self.prompts.place.taken * self.schedule.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -275,13 +280,13 @@ class GRPOTrainer:
 
     def _resume(self, folder: RunFolder, parts: Parts) -> int:
         step = folder.check_resumable(self.args)
+        folder.load_checkpoint(parts.state(step))
+        self.schedule = self.schedule.resumed(step, self.prompts.place.taken)
         if step >= self.schedule.steps:
             raise ConfigError(
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
-                "raise run.max_steps to go on"
+                "raise run.num_epochs or run.max_steps to go on"
             )
-        folder.load_checkpoint(parts.state(step))
-        self.schedule = self.schedule.resumed(step, self.prompts.place.taken)
         folder.resume(self.args, step)
         if parts.best.exhausted:
             raise ConfigError(
@@ -344,7 +349,7 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
     data = load_data(train_dataset, config.data)
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
-    Schedule.of(config, None if data.streams else len(data))  # too few rows are known now
+    Schedule.of(config, data.epoch_length)  # too few rows are known now
     check_data(data)
     if config.data.curriculum not in (None, MEASURED):
         curriculum_values(data, config.data.curriculum)

@@ -589,3 +589,16 @@ def test_evaluation_sets(tmp_path):
 def test_evaluation_sets_that_cannot_be(sets, message):
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(data={"eval": sets})
+
+
+def test_tables_of_the_users_own_on_the_command_line(tmp_path):
+    data = load(
+        tmp_path,
+        "[data]\nfilter = { level = 'hard' }",
+        *("--data.filter.pass_rate.min", "0.1", "--data.filter.pass_rate.max=0.9"),
+        *("--data.chat_template_kwargs.enable_thinking", "False", "--data.chat_template_kwargs.a.b", "True"),
+        *("--data.columns.a.b", "x"),
+    ).data
+    assert data.filter == {"level": "hard", "pass_rate": {"min": 0.1, "max": 0.9}}
+    assert data.chat_template_kwargs == {"enable_thinking": False, "a": {"b": True}}
+    assert data.columns == {"a.b": "x"}

@@ -6,9 +6,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cohort.config import DataConfig
+from cohort.config import DataConfig, GRPOConfig
 from cohort.data import PromptSet
-from cohort.errors import DataError
+from cohort.errors import ConfigError, DataError
 from tests.data.templates import (
     CHATML,
     DEEPSEEK_R1,
@@ -173,3 +173,75 @@ def test_content_in_parts_of_text():
         parts, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     )
     assert prompt.text == "<user>ab<assistant>"
+
+
+def test_a_template_must_show_the_messages(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="the chat template does not show the messages"):
+        prompt_of(CHATML, [USER], chat_template="{% if true %}Answer!{% endif %}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="data.chat_template: cannot read my_template.j2: No such file"):
+        GRPOConfig(chat_template="my_template.j2")
+    (tmp_path / "my_template.j2").write_text(MISTRAL)
+    assert prompt_of(CHATML, [USER], chat_template="my_template.j2").text.startswith("<bos>[INST] 1+1? [/INST]")
+
+
+CALLS = """{%- for m in messages %}<{{ m.role }}>
+{%- if 'tool_calls' in m %}{%- for call in m.tool_calls %}{{ call.function | tojson }}{%- endfor %}
+{%- else %}{{ m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<assistant>{%- endif %}"""
+
+
+def test_keys_that_arrow_makes_up_in_messages_are_left_out():
+    def asked(name, **arguments):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+
+    rows = [{"prompt": [USER]}, {"prompt": asked("f", city="B")}, {"prompt": asked("g", zip=9)}]
+    given = [
+        PromptSet(kind, byte_tokenizer(CALLS), DataConfig()).all() for kind in (rows, pyarrow.Table.from_pylist(rows))
+    ]
+    assert [prompt.text for prompt in given[0]] == [prompt.text for prompt in given[1]]
+    assert given[1][0].text == "<user>1+1?<assistant>"
+    assert '{"name": "f", "arguments": {"city": "B"}}' in given[1][1].text
+    assert [prompt.prompt for prompt in given[1]] == [row["prompt"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({}, {"chat_template_kwargs": {"x": 1}}, "data.chat_template_kwargs is for conversations, and .*row 0 is text"),
+        (
+            {"tools": [TOOL]},
+            {},
+            "row 0 is text, and its column 'tools' is for conversations: set data.format to 'chat'",
+        ),
+        ({"chat_template_kwargs": {"x": 1}}, {}, "row 0 is text, and its column 'chat_template_kwargs' is for convers"),
+    ],
+)
+def test_what_text_prompts_have_no_use_for(row, settings, message):
+    with pytest.raises(DataError, match=message):
+        prompt_of(CHATML, "1+1", row, **settings)
+    empty = dict.fromkeys(row)
+    assert prompt_of(CHATML, "1+1", empty).text == "<bos>1+1"
+
+
+def test_what_the_template_does_not_read():
+    with pytest.raises(
+        DataError, match="the chat template reads no variable 'enable_thinkin'; it reads: .*enable_thinking, messages"
+    ):
+        prompt_of(QWEN3, [USER], chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(DataError, match="row 0: the chat template reads no variable 'enable_thinkin'"):
+        prompt_of(QWEN3, [USER], {"chat_template_kwargs": {"enable_thinkin": False}})
+    with pytest.raises(DataError, match="row 0: the chat template reads no variable 'tools'"):
+        prompt_of(CHATML, [USER], {"tools": [TOOL]})
+
+
+def test_variables_of_each_row_cost_no_probes_before_they_are_needed(monkeypatch):
+    tokenizer, rendered = byte_tokenizer("{{ date }}" + CHATML), []
+    real = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(
+        type(tokenizer), "apply_chat_template", lambda *a, **k: rendered.append(1) or real(*a, **k), raising=True
+    )
+    rows = [{"prompt": [USER], "chat_template_kwargs": {"date": str(n)}} for n in range(50)]
+    prompts = PromptSet(rows, tokenizer, DataConfig())
+    assert len(rendered) < 60
+    assert [prompts.prompt(n, uid=0).text[:2] for n in (3, 49)] == ["3<", "49"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cohort.config import DataConfig, Source
 from cohort.data import LengthLimit, Place, PromptSet, PromptStream, load_data
 from cohort.data.mixture import Turns
-from cohort.data.order import pass_order
+from cohort.data.order import Reached, pass_order
 from cohort.errors import DataError
 from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL
@@ -234,9 +234,16 @@ def test_a_measured_curriculum_goes_on_where_it_was(num_rows, per_step, count, s
 
 
 def test_a_place_is_written_and_read_back():
-    place = Place(taken=3, prompts=2, rewards=np.array([1.0, np.nan]), passes={0: (1, np.array([1, 0]))})
+    place = Place(taken=3, reached=Reached([3], 1), rewards=np.array([1.0, np.nan]), passes={0: (1, np.array([1, 0]))})
     other = Place()
     other.load_state_dict(place.state_dict())
-    assert (other.taken, other.prompts) == (3, 2)
+    assert (other.taken, other.reached) == (3, Reached([3], 1))
     np.testing.assert_array_equal(other.rewards, place.rewards)
     assert other.passes[0][0] == 1
+
+
+def test_the_length_of_an_epoch_is_known_without_a_tokenizer():
+    prompts = mixture([2, 10], [10.0, 1.0])
+    assert prompts.prompts.data.epoch_length == prompts.epoch_length == 110
+    assert load_data([{"prompt": "1"}] * 3, SHUFFLED).epoch_length == 3
+    assert load_data([{"prompt": "1"}] * 3, DataConfig(streaming=True)).epoch_length is None

@@ -1,11 +1,13 @@
 """Which rows are used: columns, filter, select, the first so many; and several sources."""
 
+import numpy as np
 import pyarrow
 import pytest
 from datasets import Dataset
 
 from cohort.config import DataConfig, Source
 from cohort.data import load_data
+from cohort.data.rows import fetch
 from cohort.errors import DataError
 
 ROWS = [{"q": str(n), "level": ["easy", "medium", "hard"][n % 3], "rate": n / 10, "n": n} for n in range(12)]
@@ -155,3 +157,40 @@ def test_sources_that_do_not_go_together(sources, settings, message):
 def test_an_evaluation_has_no_weights():
     with pytest.raises(DataError, match="weights are for training; an evaluation uses every row once"):
         load_data([Source(path=ROWS, weight=1.0)], DataConfig(), evaluation=True)
+
+
+def test_rows_of_a_table_in_pieces():
+    whole = pyarrow.Table.from_pylist(ROWS)
+    table = pyarrow.concat_tables([whole[a:b] for a, b in ((0, 3), (3, 4), (4, 4), (4, 12))])
+    rows = part(table).rows
+    for numbers in ([5], [0, 3, 4, 11], [11, 2, 2, 0], range(1, 12, 3), []):
+        assert fetch(table, numbers) == [ROWS[number] for number in numbers]
+    assert [rows[index]["n"] for index in range(12)] == list(range(12))
+
+
+@pytest.mark.slow
+def test_a_column_of_more_text_than_32_bits_count():
+    # Taking rows of it by their numbers would need it in one piece, for whose 2.4 GB there are no offsets.
+    text = pyarrow.array(["x" * 1_000_000] * 120)
+    table = pyarrow.table({"prompt": ["1+1"] * 2400, "n": range(2400), "tests": pyarrow.chunked_array([text] * 20)})
+    assert [row["n"] for row in fetch(table, [5, 2000])] == [5, 2000]
+    assert len(part(table, select="::300").rows[1]["tests"]) == 1_000_000
+
+
+def test_conditions_on_values_of_numpy():
+    rows = [{"q": "a", "ok": np.bool_(True), "v": np.array([1, 2]), "n": np.int8(3)}]
+    assert numbers_of(rows, {"ok": True}) == ["a"]
+    assert numbers_of(rows, {"n": 3}) == ["a"]
+    with pytest.raises(DataError, match=r"leaves none of 1 row \(in the first rows v is array"):
+        numbers_of(rows, {"v": 1})
+
+
+def numbers_of(rows, conditions):
+    return [row["q"] for row in part(rows, filter=conditions).rows]
+
+
+def test_a_filter_that_ends_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import sys\ndef keep(row):\n    sys.exit('usage')\n")
+    with pytest.raises(DataError, match=r"row 0: data.filter \(mine.py:keep\) raised SystemExit: usage"):
+        part(filter="mine.py:keep")

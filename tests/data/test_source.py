@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from cohort.config import DataConfig, Source
 from cohort.data import load_data, load_rows
-from cohort.errors import DataError
+from cohort.errors import ConfigError, DataError
 
 ROWS = [{"question": "1+2", "answer": "3"}, {"question": "4+5", "answer": "9"}]
 LINES = "\n".join(map(json.dumps, ROWS)) + "\n\n"
@@ -157,8 +157,9 @@ def test_a_folder_with_splits_gives_the_split(tmp_path):
     (tmp_path / "only" / "train.jsonl").write_text("{}")
     with pytest.raises(DataError, match=r"has no split 'test'; it has: train"):  # not the training rows once more
         load_data(None, DataConfig(eval=tmp_path / "only"), evaluation=True)
-    with pytest.raises(DataError, match=r"has no split 'dev'; it has: test, train, validation. Set data.train_split"):
-        rows_of(tmp_path / "set", train_split="dev")
+    assert rows_of(tmp_path / "set", train_split="dev") == [{"a": 4}]  # as others call it
+    with pytest.raises(DataError, match=r"has no split 'extra'; it has: test, train, validation. Set data.train_split"):
+        rows_of(tmp_path / "set", train_split="extra")
 
 
 @pytest.mark.parametrize(
@@ -267,3 +268,93 @@ def test_a_name_with_a_configuration_and_a_split(monkeypatch):
         (("some/name", "main"), {"split": "train[:2]", "streaming": False}),
         (("name", None), {"split": "dev", "streaming": True}),
     ]
+
+
+def test_splits_are_never_mixed(tmp_path):
+    for name in ("train", "test", "dev", "eval-1"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"a": name}))
+    assert [rows_of(tmp_path, train_split=split) for split in ("train", "test", "dev", "eval")] == [
+        [{"a": "train"}], [{"a": "test"}], [{"a": "dev"}], [{"a": "eval-1"}],
+    ]  # fmt: skip
+    assert rows_of(tmp_path, train_split="validation") == [{"a": "dev"}]
+    (tmp_path / "more.jsonl").write_text('{"a": 1}')
+    with pytest.raises(
+        DataError,
+        match=r"names of some files begin with a split's \(dev.jsonl, eval-1.jsonl, test.jsonl, train.jsonl\), those of "
+        r"others do not \(more.jsonl\)",
+    ):
+        rows_of(tmp_path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_of_a_folder_without_splits(tmp_path, streaming):
+    (tmp_path / "part-1.jsonl").write_text('{"a": 1}')
+    assert rows_of(tmp_path) == [{"a": 1}]
+    with pytest.raises(DataError, match=r"has no splits .*part-1.jsonl.* so it has no 'dev'"):
+        load_data(tmp_path, DataConfig(train_split="dev", streaming=streaming))
+
+
+def test_a_number_of_too_many_digits(tmp_path):
+    for name, text in (("a.jsonl", '{"a": 1}\n{"n": %s}'), ("a.json", '[{"n": %s}]')):
+        (tmp_path / name).write_text(text % ("1" * 5000))
+        with pytest.raises(DataError, match=rf"{name}.*: not valid JSON: Exceeds the limit"):
+            rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/a.jsonl", "x" * 5000, "a/" + "x" * 300 + ".jsonl"])
+def test_paths_that_no_file_can_have(name):
+    for streaming in (False, True):
+        with pytest.raises(DataError, match="cannot look for a file|no data file|cannot load"):
+            load_data(name, DataConfig(streaming=streaming))
+
+
+def test_a_source_with_mistakes_in_it():
+    with pytest.raises(ConfigError, match="unknown setting wieght") as caught:
+        Source(path="a", wieght=1)
+    assert "pydantic" not in str(caught.value)
+    with pytest.raises(ConfigError, match="weight: input should be greater than 0, got 0.0"):
+        Source(path="a", weight=0.0)
+
+
+def test_columns_have_names_once_that_are_strings():
+    for given in ([{0: "a", 1: "b"}], pandas.DataFrame([["1", "2"]])):
+        with pytest.raises(DataError, match="the training data: column names must be strings, got 0"):
+            load_data(given, DataConfig())
+    for given in (
+        pandas.DataFrame([["1", "2"]], columns=["a", "a"]),
+        pyarrow.table([pyarrow.array(["1"]), pyarrow.array(["2"])], names=["a", "a"]),
+    ):
+        with pytest.raises(DataError, match="the training data has two columns 'a'"):
+            load_data(given, DataConfig())
+
+
+def test_pandas_rows_with_arrays_are_lists(tmp_path):
+    rows = [{"tools": [{"name": "f", "of": ["x"]}], "labels": ["x"]}] * 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert rows_of(pandas.read_parquet(tmp_path / "a.parquet")) == rows
+    assert rows_of(pandas.Series(ROWS)) == ROWS
+
+
+def test_a_data_set_with_a_transform():
+    given = Dataset.from_dict({"q": ["1", "2"]})
+    added = given.with_transform(lambda batch: {"task": [q + "+1" for q in batch["q"]]})
+    assert rows_of(added, columns={"prompt": "task"}) == [{"prompt": "1+1"}, {"prompt": "2+1"}]
+
+    def fails(batch):
+        raise RuntimeError("boom")
+
+    with pytest.raises(DataError, match="reading rows of the data set raised RuntimeError: boom"):
+        load_data(given.with_transform(fails), DataConfig())
+
+
+def test_an_evaluation_of_a_stream_is_filtered_before_rows_are_counted():
+    rows = [{"q": str(n), "n": n} for n in range(40)]
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    source = {"columns": {"prompt": "q"}, "filter": {"n": {"min": 5}}, "select": "1::2", "rows": 3}
+    for given in (stream, rows):
+        (part,) = load_data(Source(path=given, **source), DataConfig(), evaluation=True).parts
+        assert [(row["prompt"], part.rows.number(index)) for index, row in enumerate(part.rows)] == [
+            ("6", 6), ("8", 8), ("10", 10),
+        ]  # fmt: skip
+    with pytest.raises(DataError, match="no row is left by data.filter and data.select"):
+        load_data(Source(path=stream, filter={"n": 99}, rows=3), DataConfig(), evaluation=True)

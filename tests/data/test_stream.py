@@ -1,5 +1,6 @@
 """Streamed data: passes through a shuffle buffer, places, dropped rows, mixtures, and going on at a place."""
 
+import copy
 import itertools
 import json
 from collections import Counter
@@ -107,17 +108,84 @@ def test_nothing_is_read_before_it_is_needed():
     assert max(read) < 10 + 1024 + 100
 
 
-def test_dropped_rows_leave_their_places_empty():
+def test_the_next_row_takes_the_place_of_a_dropped_one():
     rows = [{"prompt": "1" * (9 if n % 3 == 1 else 2)} for n in range(7)]
     limit = LengthLimit(4, "data.max_prompt_length", "drop")
     prompts = streamed(rows, limit, order="sequential", max_prompt_length=4)
     taken = prompts.take(0, 4)
-    assert [(prompt.uid, prompt.row_index) for prompt in taken] == [(0, 0), (2, 2), (3, 3), (5, 5)]
-    assert [prompt.uid for prompt in prompts.take(taken[-1].uid + 1, 2)] == [6, 7]
+    assert [(prompt.uid, prompt.row_index) for prompt in taken] == [(0, 0), (1, 2), (2, 3), (3, 5)]
+    assert prompts.advance(4, {}) == {"prompts/dropped": 2, "prompts/truncated": 0}
+    assert rows_of(prompts.take(4, 3)) == [6, 0, 2]
+    assert prompts.advance(7, {}) == {"prompts/dropped": 1, "prompts/truncated": 0}
     assert prompts.longest == 4
     assert streamed(rows, limit).longest == 2  # of those looked at; the context's end says nothing of the data
     cut = streamed([{"prompt": "123456"}], LengthLimit(4, "data.max_prompt_length", "truncate_left"))
     assert cut.take(0, 1)[0].text == "3456"
+    assert cut.advance(1, {}) == {"prompts/dropped": 0, "prompts/truncated": 1}
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (None, None)])
+def test_a_stream_with_dropped_rows_goes_on_at_its_place(weights):
+    sources = [
+        Source(path=[{"prompt": "1" * (9 if n % every == 1 else 2)} for n in range(11)], name=name, weight=weight)
+        for every, name, weight in ((2, "a", weights[0]), (5, "b", weights[1]))
+    ]
+    limit, buffer = LengthLimit(4, "data.max_prompt_length", "drop"), {"shuffle_buffer": 4}
+    straight = streamed(sources, limit, **buffer)
+    expected = straight.take(0, 60)
+    if weights[0]:
+        assert Counter(prompt.source for prompt in expected) == {"a": 45, "b": 15}  # whatever is dropped
+    first = streamed(sources, limit, **buffer)
+    dropped = 0
+    for place in range(0, 40, 8):
+        first.take(0, 1)  # looked back at
+        assert first.take(place, 8) == expected[place : place + 8]
+        dropped += first.advance(place + 8, {})["prompts/dropped"]
+    straight._go_to(40)
+    assert dropped == straight._reached.dropped > 0
+    resumed = streamed(sources, limit, **buffer)
+    resumed.place.load_state_dict(copy.deepcopy(first.place.state_dict()))
+    rendered = resumed._renderers[0].token_ids
+    resumed._renderers[0].token_ids = lambda *rows: rendered_rows.append(1) or rendered(*rows)
+    rendered_rows = []
+    assert resumed.take(40, 20) == expected[40:60]
+    assert 0 < len(rendered_rows) < 40  # of the rows before, none
+    assert resumed.take(0, 3) == expected[:3]
+    assert resumed.take(40, 5) == expected[40:45]
+
+
+def test_a_source_that_is_dropped_as_a_whole_is_refused():
+    sources = [
+        Source(path=[{"prompt": "1"}] * 5, name="a", weight=1.0),
+        Source(path=[{"prompt": "1" * 9}] * 5, name="b", weight=3.0),
+    ]
+    with pytest.raises(DataError, match="source 'b': data.overlong_prompts has dropped every prompt"):
+        streamed(sources, LengthLimit(4, "data.max_prompt_length", "drop"))
+
+
+def test_a_stream_whose_first_rows_are_all_dropped():
+    rows = [{"prompt": "1" * 9}] * 1000 + [{"prompt": "2"}] * 1000
+    with pytest.raises(DataError, match="the training data: every prompt of the first 1,000 rows, which are looked at"):
+        streamed(rows, LengthLimit(4, "data.max_prompt_length", "drop"))
+
+
+def test_a_generator_that_raises():
+    def rows():
+        yield {"prompt": "1"}
+        raise KeyError("x")
+
+    with pytest.raises(DataError, match="the training data, row 1: reading it raised KeyError: 'x'"):
+        streamed(IterableDataset.from_generator(rows))
+    with pytest.raises(DataError, match="the evaluation data, row 1: reading it raised KeyError: 'x'"):
+        load_data(IterableDataset.from_generator(rows), DataConfig(eval_rows=5), evaluation=True)
+
+
+@pytest.mark.parametrize("format", ["torch", "numpy", "arrow", "pandas"])
+def test_a_stream_with_a_format(format):
+    stream = Dataset.from_list(numbers(9)).to_iterable_dataset().with_format(format)
+    taken = streamed(stream, filter={"n": {"min": 3}}, order="sequential").take(0, 2)
+    assert [prompt.columns for prompt in taken] == [{"prompt": "3", "n": 3}, {"prompt": "4", "n": 4}]
+    assert type(taken[0].columns["n"]) is int
 
 
 def test_a_row_is_looked_at_again_when_it_comes():
@@ -153,7 +221,7 @@ def test_an_epoch_of_nothing_but_dropped_rows_ends():
     rows = [{"prompt": "1"}] * 1000 + [{"prompt": "1" * 9}] * 10
     prompts = streamed(rows, LengthLimit(4, "data.max_prompt_length", "drop"), order="sequential")
     prompts._limit = LengthLimit(0, "data.max_prompt_length", "drop")
-    with pytest.raises(DataError, match="data.overlong_prompts drops every prompt of an epoch"):
+    with pytest.raises(DataError, match="the training data: data.overlong_prompts drops every prompt of an epoch"):
         prompts.take(0, 1)
 
 

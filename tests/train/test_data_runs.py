@@ -56,13 +56,20 @@ def test_a_last_step_of_one_completion(demo_tokenizer, tmp_path):
     assert [line["advantage"] for line in rollouts(tmp_path / "run")[1]] == [0.0]
 
 
-def test_more_epochs_after_a_short_last_step(demo_tokenizer, tmp_path):
+def test_more_epochs_after_a_short_last_step(demo_tokenizer, tmp_path, capsys):
     settings = {"prompts_per_step": 8, "num_generations": 2, "rows": ROWS[:10]}
     make_trainer(demo_tokenizer, tmp_path / "run", num_epochs=1, **settings).train()
     make_trainer(demo_tokenizer, tmp_path / "run", num_epochs=2, **settings).train(resume=True)
+    with pytest.raises(ConfigError, match="is complete: it is at step 4 of 4; raise run.num_epochs or run.max_steps"):
+        make_trainer(demo_tokenizer, tmp_path / "run", num_epochs=2, **settings).train(resume=True)
+    capsys.readouterr()
+    make_trainer(demo_tokenizer, tmp_path / "run", num_epochs=3, progress=True, **settings).train(resume=True)
+    said = capsys.readouterr().out
+    assert "\nstep 5/6 " in said
+    assert "\nstep 6/6 " in said
     taken = rows_of_steps(tmp_path / "run")
-    assert [len(rows) for rows in taken] == [8, 2, 8, 2]
-    assert sorted(taken[2] + taken[3]) == list(range(10))
+    assert [len(rows) for rows in taken] == [8, 2, 8, 2, 8, 2]
+    assert sorted(taken[2] + taken[3]) == sorted(taken[4] + taken[5]) == list(range(10))
 
 
 def test_a_mixture_says_which_source_a_row_is_of(demo_tokenizer, tmp_path):
@@ -226,3 +233,57 @@ def test_a_column_that_orders_is_part_of_what_the_run_is(demo_tokenizer, tmp_pat
     assert rows_of_steps(tmp_path / "run") == [[0, 1, 2, 3]]
     with pytest.raises(RunFolderError, match="its prompts were"):
         trainer(-1, max_steps=2).train(resume=True)
+
+
+def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):
+    rows = [{"prompt": f"{n % 9}+1", "answer": "1"} for n in range(1100)]
+    settings = {"rows": None, "train": tmp_path / "rows.jsonl", "streaming": True, "order": "sequential"}
+    settings |= {"prompts_per_step": 525, "num_generations": 2, "max_completion_length": 1, "max_steps": 3}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    straight = make_trainer(demo_tokenizer, tmp_path / "straight", **settings)
+    straight.train()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*rows[:1050], {"prompt": ""}])))
+    with pytest.raises(
+        DataError,
+        match="row 1050: the prompt is empty; in step 3; a checkpoint of step 2 is kept: mend it and resume",
+    ):
+        make_trainer(demo_tokenizer, tmp_path / "broken", **settings).train()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    resumed = make_trainer(demo_tokenizer, tmp_path / "broken", **settings)
+    resumed.train(resume=True)
+    assert same_parameters(straight, resumed)
+
+
+def test_rows_of_a_stream_that_are_cut_are_counted(demo_tokenizer, tmp_path):
+    rows = [{"prompt": "1", "answer": "1"}] * 1000 + [{"prompt": "1" * 60, "answer": "1"}] * 100
+    settings = {"streaming": True, "order": "sequential", "max_prompt_length": 5, "overlong_prompts": "truncate_left"}
+    settings |= {"prompts_per_step": 520, "num_generations": 2, "max_completion_length": 1, "max_steps": 2}
+    make_trainer(demo_tokenizer, tmp_path / "run", rows=rows, **settings).train()
+    lines = without_times(tmp_path / "run")
+    assert [(line["prompts/dropped"], line["prompts/truncated"]) for line in lines] == [(0, 0), (0, 40)]
+
+
+def test_the_start_says_what_is_evaluated(demo_tokenizer, tmp_path):
+    long = {"prompt": "1" * 60, "answer": "1"}
+    sets = {"a": [*ROWS[:5], long], "b": [Source(path=ROWS[:2], name="x"), Source(path=ROWS, name="y", rows=3)]}
+    settings = {"max_prompt_length": 20, "max_steps": 1}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=sets, overlong_prompts="drop", **settings)
+    said = trainer.describe()
+    assert (
+        "\n  a: data: 6 rows\n  a: prompts: 5; 3 to 3 tokens, median 3, 99% at most 3; 1 longer prompts dropped" in said
+    )
+    assert "\n  b: data: 2 sources, one after another" in said
+    assert "\n  b:   y: 20 rows; of these the first 3\n  b: prompts: 5; 3 to 3 tokens" in said
+    cut = make_trainer(
+        demo_tokenizer, tmp_path / "run", eval_rows=sets["a"], overlong_prompts="truncate_left", **settings
+    )
+    assert (
+        "\n  data: 6 rows\n  prompts: 6; 3 to 20 tokens, median 3, 99% at most 20; 1 longer prompts cut"
+        in cut.describe()
+    )
+
+
+def test_a_mixture_whose_small_source_comes_again_is_not_too_small(demo_tokenizer, tmp_path):
+    sources = [Source(path=ROWS[:2], name="a", weight=10.0), Source(path=ROWS[2:12], name="b", weight=1.0)]
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=sources, prompts_per_step=16)
+    assert trainer.schedule.num_prompts == 110

@@ -107,6 +107,13 @@ class Source(Section):
     format: Format | None = None
     chat_template_kwargs: Table | None = None
 
+    def __init__(self, **settings: Any) -> None:
+        """Raises ``ConfigError``: a setting is unknown, of the wrong type or out of range."""
+        from cohort.config.load import explain_errors
+
+        with explain_errors():
+            super().__init__(**settings)
+
     @field_validator("path", mode="before")
     @classmethod
     def _read_path(cls, value: Any) -> Any:
@@ -212,8 +219,8 @@ class DataConfig(Section):
     """"chat" puts the prompt through the tokenizer's chat template (a string becomes the user's message), "text" takes
     a string as it is, "auto" is chat for lists of messages and text for strings."""
     chat_template: str | None = None
-    """A chat template in place of the tokenizer's: Jinja text, or the name of a .jinja file, which is read at once. It
-    is saved with the checkpoints' tokenizer."""
+    """A chat template in place of the tokenizer's: Jinja text, or the name of a file with it, which is read at once
+    (what ends with .jinja, or has no brace in it). It is saved with the checkpoints' tokenizer."""
     chat_template_kwargs: Table = Field({})
     """Variables of the chat template, as in { enable_thinking = false }. A row's column `chat_template_kwargs` is laid
     over it."""
@@ -227,7 +234,7 @@ class DataConfig(Section):
     @classmethod
     def _read_template(cls, value: str | None) -> str | None:
         """The template's text, so that the settings of a run hold it whatever becomes of the file."""
-        if value is None or not value.endswith(".jinja"):
+        if value is None or ("{" in value and not value.endswith(".jinja")):
             return value
         try:
             return Path(value).expanduser().read_text(encoding="utf-8")

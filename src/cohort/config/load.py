@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cohort.config.schema import GRPOConfig
+from cohort.config.section import laid_in
 from cohort.errors import ConfigError
 from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
@@ -78,12 +79,12 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
         fields = _section_type(section_field.annotation).model_fields if section_field else {}
         inner_fields = _inner_fields(fields[key].annotation) if key in fields else {}
         if inner_fields and inner in inner_fields:
-            table_of_key = merged.setdefault(section, {}).setdefault(key, {})
-            table_of_key[inner] = _parse(text, inner_fields[inner].annotation)
+            value = _parse(text, inner_fields[inner].annotation)
+            merged[section] = laid_in(merged.get(section), [key, inner], value)
             continue
         if inner and key in fields and _takes_table(fields[key].annotation):
-            of_key = merged.setdefault(section, {}).get(key)
-            merged[section][key] = {**(of_key if isinstance(of_key, Mapping) else {}), inner: _parse(text, Any)}
+            path = [key, *(inner.split(".") if "Any]" in str(fields[key].annotation) else [inner])]
+            merged[section] = laid_in(merged.get(section), path, _parse(text, Any))
             continue
         if key not in fields or inner_fields or (inner and fields[key].annotation is not Any):
             raise ConfigError(f"unknown setting --{name}{_nearest(name, prefix='--')}")
@@ -241,7 +242,7 @@ def _parse(text: str, annotation: Any) -> Any:
     """Read a command-line value. Text settings take it as it is; the others read it as TOML."""
     if annotation is Any:  # a word, a number or a table
         try:
-            return tomllib.loads(f"value = {text}")["value"]
+            return tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")["value"]
         except tomllib.TOMLDecodeError:
             with suppress(ValueError):
                 return float(text)
@@ -337,8 +338,7 @@ _KNOWN_ELSEWHERE = {
     "warmup_ratio": "set optim.warmup_steps",
     **dict.fromkeys(("report_to", "run_name"), "metrics are written to the run folder's metrics.jsonl"),
     **dict.fromkeys(("use_liger_kernel", "use_liger_loss"), "the head is computed in chunks already"),
-    "shuffle": "set data.order: 'shuffled' for true, 'sequential' for false",
-    "shuffle_dataset": "set data.order: 'shuffled' for true, 'sequential' for false",
+    **dict.fromkeys(("shuffle", "shuffle_dataset"), "set data.order: 'shuffled' for true, 'sequential' for false"),
     **dict.fromkeys(("use_vllm", "vllm_mode", "deepspeed", "fsdp"), "Cohort runs in one process with its own sampler"),
     **dict.fromkeys(("peft_config", "use_peft"), "set model.lora.rank, model.lora.alpha, model.lora.target_modules"),
     "lora_r": "set model.lora.rank",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -27,3 +28,15 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+
+def laid_in(table: Any, path: Sequence[str], value: Any) -> Any:
+    """A table with a value at a path of names; what is no table on the way there gives place to one.
+
+    >>> laid_in({"a": {"b": 1}, "c": 2}, ["a", "d"], 3)
+    {'a': {'b': 1, 'd': 3}, 'c': 2}
+    """
+    if not path:
+        return value
+    held = table if isinstance(table, Mapping) else {}
+    return {**held, path[0]: laid_in(held.get(path[0]), path[1:], value)}

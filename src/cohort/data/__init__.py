@@ -7,7 +7,7 @@ from cohort.data.files import Row, readable
 from cohort.data.lengths import LengthLimit
 from cohort.data.load import Data, load_data
 from cohort.data.named import load_sets
-from cohort.data.order import MEASURED, Place, PromptStream, Stream, curriculum_values
+from cohort.data.order import MEASURED, Place, PromptStream, Stream, curriculum_values, describe_prompts
 from cohort.data.prompts import PromptSet, check_data
 from cohort.data.source import load_rows
 from cohort.data.stream import StreamedPrompts
@@ -24,6 +24,7 @@ __all__ = [
     "StreamedPrompts",
     "check_data",
     "curriculum_values",
+    "describe_prompts",
     "load_data",
     "load_rows",
     "load_sets",

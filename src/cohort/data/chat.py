@@ -13,6 +13,8 @@ from cohort.types import Message
 SENTINEL = "SENTINEL-OF-COHORT"
 """A content that no template changes and no template holds."""
 PROBE = ({"role": "user", "content": "x"},)
+MOST_HEADERS = 100
+"""So many are kept at a time: each row may have variables of its own."""
 ANSWER = {"role": "assistant", "content": SENTINEL}
 
 
@@ -38,6 +40,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._template = template
         self._headers: dict[str, str | None] = {}
+        self._checked = False
+        self._read = {tools: self._variables(tools) for tools in (False, True)}
 
     def render(self, messages: Sequence[Message], tools: Any, variables: Mapping[str, Any], where: str) -> str:
         """The prompt's text.
@@ -49,15 +53,18 @@ class ChatTemplate:
             where: what errors call the row.
 
         Raises:
-            DataError: the template refuses the conversation, or writes no generation prompt although it marks where
-                the assistant's turns begin.
+            DataError: the template refuses the conversation, has no use for a variable or for tools, does not show the
+                messages, or writes no generation prompt although it marks where the assistant's turns begin.
         """
+        self._check_read([*variables, *(["tools"] if tools else [])], tools, where)
         continues = messages[-1]["role"] == "assistant"
         try:
             text = self._apply(messages, tools, variables, generation=not continues, continues=continues)
         except Exception as error:  # templates raise jinja errors of many kinds
             raise DataError(f"{where}: the chat template refused the messages: {error}") from error
-        self._header(variables)
+        if not self._checked:  # once for all rows: a check renders a few conversations of its own
+            self._check(variables)
+            self._checked = True
         return text
 
     def prefill(self, messages: Sequence[Message], tools: Any, variables: Mapping[str, Any], text: str) -> str:
@@ -83,31 +90,66 @@ class ChatTemplate:
 
     def _header(self, variables: Mapping[str, Any]) -> str | None:
         """What the template puts between a user's message and an assistant's content that is not the last message's:
-        there nothing is written into the turn that is not its content. None where that cannot be found out.
-
-        Raises:
-            DataError: a generation prompt is not written although the assistant's turns have a header.
-        """
+        there nothing is written into the turn that is not its content. None where that cannot be found out."""
         key = json.dumps(variables, sort_keys=True, default=repr)
         if key not in self._headers:
+            if len(self._headers) == MOST_HEADERS:
+                self._headers.clear()
             self._headers[key] = self._find_header(variables)
         return self._headers[key]
 
     def _find_header(self, variables: Mapping[str, Any]) -> str | None:
         try:
             user = self._apply(PROBE, None, variables)
-            opened = self._apply(PROBE, None, variables, generation=True)
-            answered = self._apply([*PROBE, ANSWER], None, variables)
             talk = self._apply([*PROBE, ANSWER, *PROBE], None, variables)
         except Exception:  # it wants something else of its conversations; it is not for us to refuse
             return None
+        return _between(user, talk) if SENTINEL in talk and talk.startswith(user) else None
+
+    def _check(self, variables: Mapping[str, Any]) -> None:
+        """Whether the template shows messages, and where an answer begins; a template that refuses these probes shows
+        what it is made for when it is given that."""
+        try:
+            shown = (SENTINEL, [{"type": "text", "text": SENTINEL}])  # some take content in parts only
+            probes = [({"role": "user", "content": content},) for content in shown]
+            if not any(SENTINEL in self._apply(probe, None, variables, generation=True) for probe in probes):
+                raise DataError(
+                    "the chat template does not show the messages: whatever they are, it writes the same. Set "
+                    "data.chat_template to a template, as Jinja text or as the name of a file with it"
+                )
+            user = self._apply(PROBE, None, variables)
+            opened = self._apply(PROBE, None, variables, generation=True)
+            answered = self._apply([*PROBE, ANSWER], None, variables)
+        except DataError:
+            raise
+        except Exception:
+            return
         if opened == user and _between(user, answered).strip():
             raise DataError(
                 "the chat template writes no generation prompt: it marks where the assistant's turns begin, but not "
                 "when it is asked to (add_generation_prompt). Set data.chat_template to one that does, or use the "
                 "model's own"
             )
-        return _between(user, talk) if SENTINEL in talk and talk.startswith(user) else None
+
+    def _variables(self, with_tools: bool) -> set[str] | None:
+        """The variables that the template reads, as Jinja's parser finds them; None where it cannot be parsed so."""
+        import jinja2
+        import jinja2.meta
+
+        try:
+            text = self._tokenizer.get_chat_template(self._template, [{}] if with_tools else None)
+            syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        except Exception:  # a tag of transformers' own; several templates by name and none of this
+            return None
+        return jinja2.meta.find_undeclared_variables(syntax)
+
+    def _check_read(self, given: Sequence[str], tools: Any, where: str) -> None:
+        read = self._read[bool(tools)]
+        if read is not None and (unread := [name for name in given if name not in read]):
+            raise DataError(
+                f"{where}: the chat template reads no variable {unread[0]!r}; it reads: {', '.join(sorted(read))}. "
+                "It would have no effect: leave it out, or rename the row's column with data.columns"
+            )
 
     def _apply(
         self,

@@ -20,7 +20,11 @@ Row = Mapping[str, Any]
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 PACKED = (".gz", ".zst")
-SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"}
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+}
 """How the names of a folder's files begin where each split has its own, and which split that is."""
 IGNORED = ("readme", "license", "licence", "dataset_infos")
 MOST_CELL = 2**31 - 1
@@ -73,11 +77,13 @@ def iterate_file(path: Path) -> Iterator[Row]:
 
 
 def folder_files(folder: Path, split: str) -> list[Path]:
-    """The data files of a folder, by name; of its only subfolder, where it has nothing else. Where the names of all
-    begin with a split's ("train", "test", "validation"), those of the split.
+    """The data files of a folder, by name; of its only subfolder, where it has nothing else. Where their names begin
+    with a split's ("train", "test", "validation"), those of the split: those that call it as it is asked for, or else
+    those that call it otherwise ("dev").
 
     Raises:
-        DataError: there is none, none of the split, one that cannot be read, or several subfolders have some.
+        DataError: there is none, none of the split, one that cannot be read, several subfolders have some, or the names
+            of some begin with a split's and those of others do not.
     """
     entries = sorted(path for path in folder.iterdir() if not _ignored(path))
     found = [path for path in entries if path.is_file()]
@@ -96,13 +102,25 @@ def folder_files(folder: Path, split: str) -> list[Path]:
         )
     if not found:
         raise DataError(f"the folder {folder} has no data files: expected {_named()} files")
-    splits = [_split_of(path) for path in found]
-    if None in splits:
+    named = [path for path in found if _split_word(path) in SPLITS]
+    if not named and split not in ("train", "test"):
+        listed = ", ".join(path.name for path in found)
+        raise DataError(
+            f"the folder {folder} has no splits by the names of its files ({listed}), so it has no {split!r}"
+        )
+    if not named:
         return found
-    wanted = SPLITS.get(split, split)
-    if chosen := [path for path, own in zip(found, splits, strict=True) if own == wanted]:
+    if others := [path.name for path in found if path not in named]:
+        raise DataError(
+            f"{folder}: the names of some files begin with a split's ({', '.join(path.name for path in named)}), those "
+            f"of others do not ({', '.join(others)}): which are meant? Put them into folders of their own, or give "
+            "files as sources"
+        )
+    if chosen := [path for path in named if _split_word(path) == split]:
         return chosen
-    names = ", ".join(sorted({str(own) for own in splits}))
+    if chosen := [path for path in named if SPLITS[_split_word(path)] == SPLITS.get(split)]:
+        return chosen
+    names = ", ".join(sorted({SPLITS[_split_word(path)] for path in named}))
     raise DataError(f"the folder {folder} has no split {split!r}; it has: {names}. Set data.train_split or eval_split")
 
 
@@ -120,9 +138,8 @@ def _ignored(path: Path) -> bool:
     return path.name.lower().startswith((".", "_", *IGNORED))
 
 
-def _split_of(path: Path) -> str | None:
-    word = path.name.lower().replace("-", ".").replace("_", ".").split(".")[0]
-    return SPLITS.get(word)
+def _split_word(path: Path) -> str:
+    return path.name.lower().replace("-", ".").replace("_", ".").split(".")[0]
 
 
 @contextmanager
@@ -173,7 +190,7 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError of another kind
             raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number}: expected an object with columns, got {type(row).__name__}")
@@ -182,9 +199,10 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
 
 def _read_json(path: Path) -> Sequence[Row]:
     """A list of objects, an object of columns, or either under the single key "data"."""
+    text = "".join(line for _, line in _lines(path))
     try:
-        value = json.loads("".join(line for _, line in _lines(path)))
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
     if isinstance(value, dict) and value.keys() == {"data"} and isinstance(value["data"], list | dict):
         inner = value["data"]

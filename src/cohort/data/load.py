@@ -13,8 +13,9 @@ import numpy as np
 from cohort.config import DataConfig, Source
 from cohort.config.data import parse_slice
 from cohort.data.files import Row
+from cohort.data.mixture import Turns
 from cohort.data.rows import BATCH, Keep, Rows, as_number, check_renames, explain_none_left, make_filter, rename
-from cohort.data.source import Opener, from_memory, is_stream, of_split, open_path, read_path
+from cohort.data.source import Opener, from_memory, is_stream, of_split, open_path, passes_over, read_path
 from cohort.errors import DataError
 
 
@@ -48,13 +49,13 @@ class Stream:
             if self.keep is None or self.keep(renamed, f"{self.where}, row {number}"):
                 yield number, renamed
 
-    def sample(self) -> Rows:
-        """The first ``BATCH`` rows of a pass.
+    def sample(self, count: int | None = BATCH) -> Rows:
+        """The first rows of a pass, or all.
 
         Raises:
             DataError: there is none.
         """
-        first = list(itertools.islice(self, BATCH))
+        first = list(itertools.islice(self, count))
         if not first:
             raise DataError(f"{self.where}: no row is left by data.filter and data.select")
         rows = [row for _, row in first]
@@ -124,6 +125,13 @@ class Data:
         return self.parts[0].stream is not None
 
     @property
+    def epoch_length(self) -> int | None:
+        """Prompts until every row has been used at least once; None for a stream, whose rows are not known."""
+        if self.streams:
+            return None
+        return Turns(self.weights).epoch_length([len(part.rows) for part in self.parts]) if self.weights else len(self)
+
+    @property
     def weights(self) -> list[Fraction] | None:
         """The sources' weights; None where every row is used once per epoch."""
         weights = [part.weight for part in self.parts if part.weight is not None]
@@ -188,6 +196,11 @@ class _Reader:
         weight = None if self.source.weight is None else Fraction(str(self.source.weight))
         path = self.source.path
         shown = f"{path}: " if isinstance(path, str) else ""
+        if self.evaluation and is_stream(path):
+            if self.settings.train_rows is None:
+                raise DataError(f"{self.where}: a {type(path).__name__} has no length: set data.eval_rows")
+            rows = self._stream().sample(None)
+            return Part(rows, self.settings, name, self.where, weight, f"of a stream the first {_count(len(rows))}")
         if streams:
             stream = self._stream()
             said = f"{shown}streamed"
@@ -198,15 +211,8 @@ class _Reader:
         return Part(rows, self.settings, name, self.where, weight, shown + said)
 
     def _read(self) -> Any:
-        path, limit = self.source.path, self.settings.train_rows
-        if isinstance(path, str):
-            return read_path(path, self.split)
-        if not is_stream(path):
-            return from_memory(path, self.where, self.split)
-        if limit is None:
-            raise DataError(f"{self.where}: a {type(path).__name__} has no length: set data.eval_rows")
-        rows = list(itertools.islice(path, limit))
-        return from_memory(rows, self.where, self.split)
+        path = self.source.path
+        return read_path(path, self.split) if isinstance(path, str) else from_memory(path, self.where, self.split)
 
     def _select(self, rows: Rows) -> tuple[Rows, str]:
         """What the settings leave, and in words how many rows each left."""
@@ -242,7 +248,7 @@ class _Reader:
         else:
             rows = path if is_stream(path) else from_memory(path, self.where, self.split)
             rows = rows.to_pylist() if hasattr(rows, "to_pylist") else rows
-            opened = rows.__iter__
+            opened = passes_over(rows, self.where)
         first = list(itertools.islice(opened(), BATCH))
         if not first:
             raise DataError(f"{self.where} has no rows")

@@ -22,13 +22,25 @@ MEASURED = "measured"
 
 
 @dataclass(slots=True)
+class Reached:
+    """How far streamed data has been read for the prompts of a run."""
+
+    rows: list[int]
+    """Of each lane."""
+    dropped: int = 0
+    """Rows that were too long."""
+    truncated: int = 0
+    """Prompts that were cut."""
+
+
+@dataclass(slots=True)
 class Place:
     """Where a run stands in its data after its last whole step. Part of a checkpoint."""
 
     taken: int = 0
-    """Places of the stream that the steps have used."""
-    prompts: int = 0
-    """Prompts that they have used: fewer, where rows of a stream were dropped."""
+    """Places of the stream that the steps have used: one per prompt."""
+    reached: Reached | None = None
+    """How far data has been read that is read while the run goes on."""
     rewards: np.ndarray | None = None
     """The newest mean reward of each prompt, NaN where none was measured. None where no order follows it."""
     passes: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
@@ -36,11 +48,11 @@ class Place:
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` takes."""
-        return {name: getattr(self, name) for name in ("taken", "prompts", "rewards", "passes")}
+        return {name: getattr(self, name) for name in ("taken", "reached", "rewards", "passes")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``."""
-        for name in ("taken", "prompts", "rewards", "passes"):
+        for name in ("taken", "reached", "rewards", "passes"):
             setattr(self, name, state[name])
 
 
@@ -65,8 +77,8 @@ class Stream(Protocol):
         """``count`` prompts from the place ``start`` on. A prompt's uid is its place, so no two groups of a run share
         one; the next place is that after the last prompt's."""
 
-    def advance(self, taken: int, rewards: Mapping[int, float]) -> None:
-        """A step is whole.
+    def advance(self, taken: int, rewards: Mapping[int, float]) -> dict[str, int]:
+        """A step is whole. Returns what its metrics say of the data.
 
         Args:
             taken: the next place.
@@ -97,8 +109,7 @@ class PromptStream:
         weights = prompts.data.weights
         self._lanes = prompts.ranges() if weights else [range(len(prompts))]
         self._turns = Turns(weights) if weights else None
-        if empty := [part.where for part, lane in zip(prompts.data.parts, self._lanes, strict=False) if not len(lane)]:
-            raise DataError(f"{empty[0]}: data.overlong_prompts has dropped every prompt, and it has a weight")
+        check_weighted(prompts)
         self.place = Place()
         self._values: np.ndarray | None = None
         if self._curriculum == MEASURED:
@@ -139,7 +150,7 @@ class PromptStream:
         order = self._measured_order(lane, epoch) if follows else self._order(lane, epoch)
         return int(order[within])
 
-    def advance(self, taken: int, rewards: Mapping[int, float]) -> None:
+    def advance(self, taken: int, rewards: Mapping[int, float]) -> dict[str, int]:
         """A step is whole: passes that began in it keep the order they had, and what was measured is noted."""
         place = self.place
         if place.rewards is not None:
@@ -150,7 +161,7 @@ class PromptStream:
                     place.passes[lane] = epoch, self._measured_order(lane, epoch)
             place.rewards[list(measured)] = list(measured.values())
         place.taken = taken
-        place.prompts += len(rewards)
+        return {}
 
     def describe(self) -> list[str]:
         """The data in words: sources, lengths, order."""
@@ -161,11 +172,7 @@ class PromptStream:
         }[self._rule]
         if self._curriculum == MEASURED:
             order = "the first epoch shuffled, each later one from the highest mean reward measured to the lowest"
-        return [
-            *describe_sources(self.prompts),
-            f"prompts: {len(self.prompts):,}; {self.prompts.describe_lengths()}",
-            f"order: {order}",
-        ]
+        return [*describe_prompts(self.prompts), f"order: {order}"]
 
     def _lane_and_epoch(self, place: int) -> tuple[int, int]:
         lane, turn = self._turns.at(place) if self._turns else (0, place)
@@ -210,6 +217,26 @@ def curriculum_values(data: Data, curriculum: str) -> np.ndarray:
     """
     sign = -1.0 if curriculum.startswith("-") else 1.0
     return sign * data.numbers(curriculum.removeprefix("-"))
+
+
+def check_weighted(prompts: PromptSet) -> None:
+    """Whether every source with a weight has prompts; of streams, among the rows that were looked at.
+
+    Raises:
+        DataError: the limit of length has left none of a source.
+    """
+    if prompts.data.weights:
+        for part, own in zip(prompts.data.parts, prompts.ranges(), strict=True):
+            if not own:
+                seen = f" of the first {len(part.rows):,} rows" if prompts.data.streams else ""
+                raise DataError(
+                    f"{part.where}: data.overlong_prompts has dropped every prompt{seen}, and it has a weight"
+                )
+
+
+def describe_prompts(prompts: PromptSet) -> list[str]:
+    """The sources and the lengths in words."""
+    return [*describe_sources(prompts), f"prompts: {len(prompts):,}; {prompts.describe_lengths()}"]
 
 
 def describe_sources(prompts: PromptSet) -> list[str]:

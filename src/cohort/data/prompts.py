@@ -176,8 +176,9 @@ class PromptSet:
             self._keep(~over)
             self.dropped = count
             if not len(self):
+                seen = f" of the first {count:,} rows, which are looked at before a run," if self.data.streams else ""
                 raise DataError(
-                    f"{self.name}: every prompt has more than {limit.tokens:,} tokens ({limit.why}), and "
+                    f"{self.name}: every prompt{seen} has more than {limit.tokens:,} tokens ({limit.why}), and "
                     "data.overlong_prompts is 'drop': nothing is left"
                 )
         else:

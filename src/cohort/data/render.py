@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.chat import ChatTemplate, read_tools, read_variables
+from cohort.data.chat import ChatTemplate, read_tools, read_variables, without_nulls
 from cohort.data.files import Row
+from cohort.data.rows import plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message, Prompt
 
@@ -74,17 +75,33 @@ class PromptMaker:
             if config.format != "chat":
                 if config.system_prompt is not None:
                     raise DataError("data.system_prompt needs chat format: set data.format to 'chat'")
+                self._check_text(row, where)
                 return content
             messages: list[Message] = [{"role": "user", "content": content}]
         else:
             if config.format == "text":
                 raise DataError(f"{where}: the prompt is a list of messages; set data.format to 'chat' or 'auto'")
-            messages = _checked(content, where)
+            messages = [_without_nulls(message) for message in _checked(content, where)]
         if config.system_prompt is not None:
             if messages[0]["role"] == "system":
                 raise DataError(f"{where}: has a system message of its own; unset data.system_prompt")
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
         return messages
+
+    def _check_text(self, row: Row, where: str) -> None:
+        """Whether nothing is given that only a chat template could use."""
+        if self._config.chat_template_kwargs:
+            raise DataError(
+                f"data.chat_template_kwargs is for conversations, and the prompt of {where} is text: set data.format "
+                "to 'chat', or chat_template_kwargs = {} in the table of a source of text"
+            )
+        for column in ("tools", "chat_template_kwargs"):
+            value = row.get(column)
+            if value is not None and len(value if hasattr(value, "__len__") else "x"):
+                raise DataError(
+                    f"the prompt of {where} is text, and its column {column!r} is for conversations: set data.format "
+                    "to 'chat', or rename it with data.columns if it is something else"
+                )
 
     def _content(self, row: Row, where: str) -> str | list[Any]:
         if self._template is not None:
@@ -97,7 +114,7 @@ class PromptMaker:
             )
         content = row[column]
         if isinstance(content, np.ndarray):
-            content = content.tolist()
+            content = plain(content)
         if not isinstance(content, str | list):
             raise DataError(f"{where}: the prompt must be a string or a list of messages, got {type(content).__name__}")
         return content
@@ -143,6 +160,12 @@ def _checked(messages: Sequence[Any], where: str) -> list[Message]:
     if not last.get("content") and last["role"] in ("user", "assistant"):
         raise DataError(f"{where}: the prompt is empty: the last message, of role {last['role']!r}, has no content")
     return list(messages)
+
+
+def _without_nulls(message: Message) -> Message:
+    """Without the keys that Arrow makes up. A content that is None is said to be so."""
+    held: Message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    return {**held, "tool_calls": without_nulls(held["tool_calls"])} if "tool_calls" in held else held
 
 
 class Renderer:

@@ -52,6 +52,8 @@ class Rows(Sequence[Row]):
             DataError: an old name is not there, or a new one is already.
         """
         names = getattr(held, "column_names", None)
+        if names is not None and getattr(held, "format", {}).get("type") == "custom":
+            names = list(fetch(held, [0])[0])  # what a transform makes of them
         columns = list(names if names is not None else dict.fromkeys(column for row in held for column in row))
         new_names = check_renames(renames, columns, where)
         return cls(held, tuple(new_names.get(name, name) for name in columns), range(len(held)), new_names)
@@ -99,16 +101,40 @@ class Rows(Sequence[Row]):
 
 
 def fetch(held: Any, numbers: Any) -> list[Row]:
-    """Rows by their numbers."""
+    """Rows by their numbers.
+
+    Raises:
+        DataError: a transform of the data set's own raised.
+    """
     if isinstance(held, list):
         return [held[number] for number in numbers]
     chosen = slice(numbers.start, numbers.stop) if isinstance(numbers, range) and numbers.step == 1 else None
     if hasattr(held, "to_pylist"):
-        table = held[chosen] if chosen else held.take(list(map(int, numbers)))
-        rows: list[Row] = table.to_pylist()
+        rows: list[Row] = held[chosen].to_pylist() if chosen else _of_table(held, np.asarray(numbers, dtype=np.int64))
         return rows
-    columns = held[chosen if chosen else list(map(int, numbers))]
+    try:
+        columns = held[chosen if chosen else list(map(int, numbers))]
+    except Exception as error:
+        raise DataError(f"reading rows of the data set raised {type(error).__name__}: {error}") from error
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _of_table(table: Any, numbers: np.ndarray) -> list[Row]:
+    """Rows of a ``pyarrow.Table``, from one of its pieces after another: ``Table.take`` would first put the pieces of a
+    column together, which costs as much as the whole table and fails where they have more than 2 GB of text."""
+    if len(numbers) == 1:
+        found: list[Row] = table.slice(int(numbers[0]), 1).to_pylist()
+        return found
+    pieces = table.to_batches()
+    ends = np.cumsum([piece.num_rows for piece in pieces])
+    piece_of = np.searchsorted(ends, numbers, side="right")
+    rows: list[Row] = []
+    for run in np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(piece_of)) + 1):
+        if len(run):
+            number = piece_of[run[0]]
+            start = ends[number] - pieces[number].num_rows
+            rows += pieces[number].take((numbers[run] - start).tolist()).to_pylist()
+    return rows
 
 
 def rename(row: Row, new_names: Mapping[str, str]) -> Row:
@@ -120,8 +146,13 @@ def check_renames(renames: Mapping[str, str], columns: Sequence[str], where: str
     """Renames as {old: new}.
 
     Raises:
-        DataError: an old name is not there, is renamed twice, or a new one is already there.
+        DataError: an old name is not there, is renamed twice, or a new one is already there; a name is no string, or
+            of two columns.
     """
+    if other := [name for name in columns if not isinstance(name, str)]:
+        raise DataError(f"{where}: column names must be strings, got {other[0]!r:.60}")
+    if len(set(columns)) < len(columns):
+        raise DataError(f"{where} has two columns {max(columns, key=columns.count)!r}")
     new_names = {old: new for new, old in renames.items()}
     if missing := [old for old in renames.values() if old not in columns]:
         raise DataError(f"{where}: data.columns names column {missing[0]!r}; there are: {', '.join(columns)}")
@@ -162,6 +193,15 @@ def explain_none_left(rows: Rows, spec: str | Mapping[str, Any]) -> str:
     return f" (in the first rows {'; '.join(said)})"
 
 
+def plain(value: Any) -> Any:
+    """A value with lists for NumPy's arrays in it, and Python's numbers for NumPy's."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
 def as_number(value: Any) -> float | None:
     """A number, or a string that spells one, as all values of a .csv file are; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
@@ -179,7 +219,7 @@ def _by_function(spec: str) -> Keep:
     def keep(row: Row, where: str) -> bool:
         try:
             answer = function(dict(row))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"{where}: data.filter ({spec}) raised {type(error).__name__}: {error}") from error
         if not isinstance(answer, bool | np.bool_):
             raise DataError(f"{where}: data.filter ({spec}) must return True or False, got {answer!r:.60}")
@@ -192,10 +232,13 @@ def _condition(column: str, wanted: Any) -> Callable[[Any, str], bool]:
     """Of one column's value. A row without one satisfies none."""
     if not isinstance(wanted, Mapping):
         allowed = wanted if isinstance(wanted, list) else [wanted]
-        # 1 and True are equal in Python; as a label they are not meant to be.
-        return lambda value, _: any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed
-        )
+
+        def among(value: Any, _: str) -> bool:
+            value = plain(value)
+            # 1 and True are equal in Python; as a label they are not meant to be.
+            return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+        return among
     low, high = wanted.get("min", -np.inf), wanted.get("max", np.inf)
 
     def within(value: Any, where: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.data.files import Row, folder_files, iterate_file, read_file, readable
+from cohort.data.rows import Rows, plain
 from cohort.errors import DataError
 
 Opener = Callable[[], Iterator[Row]]
@@ -25,8 +26,6 @@ def load_rows(source: str, *, split: str = "train", limit: int | None = None) ->
     Raises:
         DataError: no such file or data set, or a line that cannot be read (named by its number).
     """
-    from cohort.data.rows import Rows
-
     rows = Rows.of(read_path(source, split), {}, source)
     return rows if limit is None else rows.take(slice(limit))
 
@@ -42,7 +41,7 @@ def read_path(source: str, split: str) -> Any:
     Raises:
         DataError: it is not there or cannot be read, or has no rows.
     """
-    path = Path(source).expanduser()
+    path = _path(source)
     if _is_file(path, source):
         return read_file(path)
     if not path.is_dir():
@@ -60,7 +59,7 @@ def open_path(source: str, split: str) -> Opener:
     Raises:
         DataError: as ``read_path``; what a line holds is seen when it is reached.
     """
-    path = Path(source).expanduser()
+    path = _path(source)
     if _is_file(path, source):
         iterate_file(path)  # refuses what cannot be streamed
         return lambda: iterate_file(path)
@@ -72,8 +71,7 @@ def open_path(source: str, split: str) -> Opener:
         for file in files:
             iterate_file(file)
         return lambda: itertools.chain.from_iterable(map(iterate_file, files))
-    stream = _load_named(source, split, streaming=True)
-    return lambda: iter(stream)
+    return passes_over(_load_named(source, split, streaming=True), f"the data set {source!r}")
 
 
 def from_memory(rows: Any, what: str, split: str) -> Any:
@@ -89,8 +87,10 @@ def from_memory(rows: Any, what: str, split: str) -> Any:
         DataError: it is none of them, has no rows, or rows that are not mappings.
     """
     rows = of_split(rows, what, split)
-    if hasattr(rows, "iloc") and hasattr(rows, "to_dict"):  # of pandas; its missing values are NaN or NaT
-        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # of pandas; its missing values are NaN or NaT
+        if not rows.columns.is_unique:
+            raise DataError(f"{what} has two columns {rows.columns[rows.columns.duplicated()][0]!r}")
+        rows = [plain(row) for row in rows.astype(object).where(rows.notna(), None).to_dict("records")]
     elif hasattr(rows, "to_dicts"):  # of polars
         rows = rows.to_dicts()
     if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
@@ -114,6 +114,30 @@ def from_memory(rows: Any, what: str, split: str) -> Any:
     return listed
 
 
+def passes_over(rows: Any, what: str) -> Opener:
+    """Begins passes over rows. Those of a ``datasets.IterableDataset`` are plain dicts, whatever its format.
+
+    Raises:
+        DataError: at a row that cannot be read.
+    """
+    formatted = is_stream(rows) and hasattr(rows, "with_format")
+    return lambda: explained(iter(rows.with_format(None) if formatted else rows), what)
+
+
+def explained(rows: Iterator[Any], what: str) -> Iterator[Any]:
+    """The rows, with what is raised as one of them is read as an error of ours."""
+    for number in itertools.count():
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except DataError:
+            raise
+        except (Exception, SystemExit) as error:  # of the user's own function
+            raise DataError(f"{what}, row {number}: reading it raised {type(error).__name__}: {error}") from error
+        yield row
+
+
 def is_stream(rows: Any) -> bool:
     """Whether it is a ``datasets.IterableDataset`` or the like: passes over it can be begun, but it has no length."""
     return hasattr(rows, "__iter__") and not hasattr(rows, "__next__") and not hasattr(rows, "__len__")
@@ -135,6 +159,16 @@ def of_split(rows: Any, what: str, split: str) -> Any:
             "data.eval_split, or give one of them"
         )
     return rows[split]
+
+
+def _path(source: str) -> Path:
+    """Where a file or folder of that name would be; looked at once, as no system takes every name."""
+    try:
+        path = Path(source).expanduser()
+        path.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user
+        raise DataError(f"cannot look for a file {source!r:.80}: {error!s:.80}") from None
+    return path
 
 
 def _is_file(path: Path, source: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from cohort.data.files import Row
 from cohort.data.lengths import LengthLimit
 from cohort.data.load import Part
 from cohort.data.mixture import Turns
-from cohort.data.order import Place, describe_sources, pass_generator
+from cohort.data.order import Place, Reached, check_weighted, describe_sources, pass_generator
 from cohort.data.prompts import PromptSet
 from cohort.data.render import Renderer
 from cohort.errors import DataError
@@ -28,9 +29,10 @@ DRAWS = 1024
 class StreamedPrompts:
     """Pass after pass over streamed sources; see ``order.Stream``.
 
-    Sources with weights are lanes of their own; without weights all are one lane, one after another. What stands at a
-    place follows from the place, the seed and the size of the shuffle buffer alone. To go on at a place, the rows
-    before it are read again, without being tokenized.
+    Sources with weights are lanes of their own; without weights all are one lane, one after another. The row that comes
+    next in a lane takes the place of one that is dropped, so weights are shares of what is used. What stands at a place
+    follows from the place, the seed and the size of the shuffle buffer alone. To go on where the last whole step ended,
+    the rows before are read again, without being tokenized.
 
     Args:
         sample: the prompts of the data's first rows, which have been looked at.
@@ -52,8 +54,8 @@ class StreamedPrompts:
         self._renderers = [Renderer(part.config, tokenizer) for part in data.parts]
         self._turns = Turns(data.weights) if data.weights else None
         self._is_text = isinstance(sample.prompt(0, uid=0).prompt, str)
-        self._rows = iter(self._all_rows())
-        self._next = 0
+        check_weighted(sample)
+        self._begin(0, Reached([0] * (len(data.parts) if self._turns else 1)))
 
     epoch_length = None
 
@@ -71,33 +73,23 @@ class StreamedPrompts:
         return self.sample.fingerprint
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """``count`` prompts from the place ``start`` on; places of dropped rows are passed over.
+        """``count`` prompts from the place ``start`` on.
 
         Raises:
             DataError: a row that is reached cannot be a prompt, or a whole pass has none.
         """
-        if start < self._next:
-            self._rows, self._next = iter(self._all_rows()), 0
-        prompts: list[Prompt] = []
-        first_epochs: dict[int, int] = {}
-        for number, epoch, (row_number, row) in self._rows:
-            place = self._next
-            self._next += 1
-            if place < start:
-                continue
-            if epoch > first_epochs.setdefault(number, epoch) + 1 and not prompts:
-                raise DataError(f"{self._data.name}: data.overlong_prompts drops every prompt of an epoch")
-            prompt = self._prompt(number, row_number, row, place)
-            if prompt is not None:
-                prompts.append(prompt)
-            if len(prompts) == count:
-                break
-        return prompts
+        self._go_to(start)
+        return [self._take_next() for _ in range(count)]
 
-    def advance(self, taken: int, rewards: Mapping[int, float]) -> None:
-        """A step is whole."""
-        self.place.taken = taken
-        self.place.prompts += len(rewards)
+    def advance(self, taken: int, rewards: Mapping[int, float]) -> dict[str, int]:  # noqa: ARG002 (of the protocol)
+        """A step is whole. Its metrics say how many rows of it were dropped and cut."""
+        self._go_to(taken)
+        now, before = self._reached, self.place.reached or Reached([])
+        self.place.taken, self.place.reached = taken, copy.deepcopy(now)
+        return {
+            "prompts/dropped": now.dropped - before.dropped,
+            "prompts/truncated": now.truncated - before.truncated,
+        }
 
     def describe(self) -> list[str]:
         """The data in words: sources, lengths, order."""
@@ -108,6 +100,38 @@ class StreamedPrompts:
             f"order: {'as the data is' if self._config.order == 'sequential' else buffered}",
         ]
 
+    def _begin(self, place: int, reached: Reached) -> None:
+        """Stand at a place up to which so many rows have been read."""
+        self._next, self._reached = place, copy.deepcopy(reached)
+        listed = list(enumerate(self._data.parts))
+        of_lanes = [[item] for item in listed] if self._turns else [listed]
+        self._lanes = [self._lane(parts, lane) for lane, parts in enumerate(of_lanes)]
+        for rows, count in zip(self._lanes, reached.rows, strict=True):
+            next(itertools.islice(rows, count, count), None)
+
+    def _go_to(self, place: int) -> None:
+        """Stand at a place: from where the stream is, from the last whole step's end, or from the beginning."""
+        known = self.place.taken if self.place.reached and self.place.taken <= place else 0
+        if not known <= self._next <= place:
+            self._begin(known, (known and self.place.reached) or Reached([0] * len(self._lanes)))
+        while self._next < place:
+            self._take_next()
+
+    def _take_next(self) -> Prompt:
+        lane = self._turns.at(self._next)[0] if self._turns else 0
+        first_epoch = None
+        for number, epoch, (row_number, row) in self._lanes[lane]:
+            self._reached.rows[lane] += 1
+            first_epoch = epoch if first_epoch is None else first_epoch
+            if epoch > first_epoch + 1:
+                break
+            if prompt := self._prompt(number, row_number, row, self._next):
+                self._next += 1
+                return prompt
+            self._reached.dropped += 1
+        where = self._data.parts[lane].where if self._turns else self._data.name
+        raise DataError(f"{where}: data.overlong_prompts drops every prompt of an epoch")
+
     def _prompt(self, number: int, row_number: int, row: Row, place: int) -> Prompt | None:
         part, renderer = self._data.parts[number], self._renderers[number]
         where = f"{part.where}, row {row_number}"
@@ -117,6 +141,7 @@ class StreamedPrompts:
             if self._limit.rule == "drop":
                 return None
             ids = ids[-self._limit.tokens :]
+            self._reached.truncated += 1
         if isinstance(renderer.maker.make(row, where), str) is not self._is_text:
             first = self._data.parts[0]
             raise DataError(
@@ -126,18 +151,8 @@ class StreamedPrompts:
         columns = self.sample.columns
         return renderer.prompt(row, where, ids, uid=place, number=row_number, source=part.name, columns=columns)
 
-    def _all_rows(self) -> Iterator[tuple[int, int, Numbered]]:
-        """The endless stream: source, epoch and row at each place."""
-        if self._turns is None:
-            yield from self._lane(list(enumerate(self._data.parts)), 0)
-            return
-        lanes = [self._lane([(number, part)], number) for number, part in enumerate(self._data.parts)]
-        for place in itertools.count():
-            source, _ = self._turns.at(place)
-            yield next(lanes[source])
-
     def _lane(self, parts: list[tuple[int, Part]], lane: int) -> Iterator[tuple[int, int, Numbered]]:
-        """Pass after pass over sources that follow one another."""
+        """Pass after pass over sources that follow one another: source, epoch and row."""
         for epoch in itertools.count():
             rows: Iterator[tuple[int, Numbered]]
             rows = ((number, row) for number, part in parts for row in part.stream or ())

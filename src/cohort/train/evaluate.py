@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import EvalConfig, GRPOConfig
-from cohort.data import Data, LengthLimit, PromptSet
+from cohort.data import Data, LengthLimit, PromptSet, describe_prompts
 from cohort.errors import ConfigError
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Draws, Engine, Purpose, Sampling, Watch
@@ -133,12 +133,12 @@ class Evaluator:
 
     def describe(self) -> str:
         """What is evaluated, and how it is sampled."""
-        sets = ", ".join(
-            f"{name} {len(own):,}".strip() + (f" ({own.dropped:,} longer ones dropped)" if own.dropped else "")
-            for name, own in self.sets.items()
-        )
+        sets = ", ".join(f"{name} {len(own):,}".strip() for name, own in self.sets.items())
         count = self.settings.num_generations_eval
-        return f"evaluation: {sets} prompts x {count}; {self.sampling.describe()}"
+        lines = [f"evaluation: {sets} prompts x {count}; {self.sampling.describe()}"]
+        for name, own in self.sets.items():
+            lines += [f"  {name and f'{name}: '}{line}" for line in describe_prompts(own)]
+        return "\n".join(lines)
 
     def _evaluate(
         self, engine: Engine, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None

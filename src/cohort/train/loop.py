@@ -231,7 +231,7 @@ def finish_step(
     if last or due(step, config.eval.eval_steps):
         metrics |= evaluate_step(parts, trainer_state(schedule, step, place), config, folder)
         last |= parts.best.exhausted
-    parts.prompts.advance(place, rollout.mean_rewards)  # the step is whole
+    metrics |= parts.prompts.advance(place, rollout.mean_rewards)  # the step is whole
     folder.append_metrics(metrics)
     if config.report.log_completions:
         folder.write_rollout(step, rollout, batch)
