@@ -2,18 +2,21 @@
 
 import math
 import time
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cohort.config import RewardConfig
 from cohort.errors import RewardError
-from cohort.rewards import resolve_reward
+from cohort.rewards import BUILTIN_REWARDS, RewardRunner, resolve_reward
 from cohort.rewards.builtin import completion_text, turn_text, whole_text
 from cohort.rewards.format import json_schema, regex, think_format
 from cohort.rewards.language import language
 from cohort.rewards.length import cosine_length, soft_overlong
 from cohort.rewards.text import exact_match, fuzzy_match, repetition_penalty
+from cohort.types import Completion, FinishReason, Group, Prompt
 
 
 def chat(*texts):
@@ -256,3 +259,33 @@ def test_language_of_what_is_mixed_short_or_no_language():
     assert language("12 + 30 = 42, $x^2$") is None
     formulas = r"Also ist $f(the) = and$ und \(then\) so `for the while` gleich \frac{1}{2}, was zu zeigen war."
     assert language(formulas, code="de") == 1.0
+
+
+REPEATED = [
+    "\\(x ", "\\[x ", "answer is \\(x ", "answer is $", "answer is ", "answer: about ", "\\boxed{", "\\boxed{1},", "{", "}",
+    "$", "$$", "$a ", "#", "#### 5 ", "#### 5\n", "####\n", "1 ", "1.\n", "1,", "1/", "1:", "1", "-", "( ", "[", "(A) ",
+    "a", "A. ", "\n", "\t", "```json\n", "```json\n{}\n``` x\n", "`a", "```", "<think>", "</think>", "<a", "http://",
+    "\\text{", "\\frac{", "^{", "_{", "√(", "答案是 ", "not ", "and ",
+]  # fmt: skip
+BETWEEN_SPACES = [
+    ("#### ", "I"), ("a", "b"), ("(", "b"), ("^", "x"), ("answer is", ""), ("answer is $2$", "x"), ("answer is 5", "b"),
+    ("\\boxed{1}", "\\boxed{2}"), ("\\boxed{", "5}"), ("1", "/"), ("{", ",}"), ("5\\text", "{m}"), ("```json", "x"),
+]  # fmt: skip
+LENGTH = 200_000
+
+
+def test_no_text_takes_much_time():
+    """What takes milliseconds when the work grows with the length would take minutes if it grew with its square."""
+    texts = [unit * (LENGTH // len(unit)) for unit in REPEATED]
+    texts += [before + space * LENGTH + after for before, after in BETWEEN_SPACES for space in " \n"]
+    functions = [
+        "gsm8k", "math", "reasoning_answer", "exact_match", "fuzzy_match", "think_format", "repetition_penalty",
+        "language", "json_schema(schema={}, fenced=True)", "json_schema(schema={})", "regex(pattern='x$')",
+        "soft_overlong(max_length=9, buffer=1)", "cosine_length(max_length=9, correct='gsm8k')",
+    ]  # fmt: skip
+    assert {spec.partition("(")[0] for spec in functions} == set(BUILTIN_REWARDS) - {"code"}
+    completions = tuple(Completion((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
+    groups = [Group(Prompt(0, 0, (5,), "?", "?", {"answer": "#### 5"}), completions)]
+    config = RewardConfig(timeout=20.0, workers=1)
+    with closing(RewardRunner([resolve_reward(spec) for spec in functions], settings=config)) as runner:
+        assert runner.score(groups).errors == {}

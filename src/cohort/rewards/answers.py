@@ -5,29 +5,40 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from cohort.rewards.values import DECIMAL, NOT_UNITS, number_of, words_of
+from cohort.rewards.values import DECIMAL, IN_TEXT, NOT_UNITS, number_of, without_mark, words_of
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"[^\s$.,]+")
-_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|,?\s*(?:and|or)\b|,?\s*\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
+_BETWEEN_BOXES = re.compile(r"[\s$]*+(?:;|,?\s*+(?:(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\})|,)[\s$]*+")
 _HASHES = re.compile(r"####[^\S\n]*(?=[-+\u2212$£€¥\d.\\(\[{]|[A-Za-z]\b)([^\n]+)")
 _ANSWER_IS = re.compile(
-    r"\banswers?\b(?:[^.:=\n]{0,60}?\b(?:is|are)\b|[^.:=\n]{0,20}?[:=])[\s:*]*(?=[^\s:*])", re.IGNORECASE
+    r"\b(?:answers?|correct\s(?:option|choice))\b(?:[^.:=\n]{0,60}?\b(?:is|are)\b|[^.:=\n]{0,20}?[:=])"
+    r"[\s:*]*+(?=.)|答案\s*(?:是|为|為|:|:)[\s:*]*+(?=.)",
+    re.IGNORECASE,
+)
+_LEAD_IN = re.compile(
+    r"(?:(?:about|around|approximately|roughly|exactly|simply|option|choice|(?-i:an?)(?=\s\w)|not\b[^.\n]{1,40}?\bbut)\b[\s:*]*+)+",
+    re.IGNORECASE,
 )
 _FORMULA = re.compile(
-    r"\$\$(?P<a>.+?)\$\$|\\\[(?P<b>.+?)\\\]|\\\((?P<c>.+?)\\\)"
+    r"\$\$(?P<a>.+?)\$\$|\\\[(?P<b>(?:(?!\\\[).)+?)\\\]|\\\((?P<c>(?:(?!\\\().)+?)\\\)"
     # A dollar sign may also be money: a formula's has no space inside of it, or has one at both ends.
     r"|(?<!\\)\$(?P<d>[^\s$](?:[^$\n]*[^\s$\\])?)\$(?!\d)|(?<!\\)\$(?P<e> [^$\n]+ )\$",
     re.DOTALL,
 )
-_AND = re.compile(r"\s*(?:,|,?\s*\b(?:and|or)\b)\s*")
-_SENTENCE = re.compile(r".*?(?=[.!?]?(?:\*\*)?(?:\n|$)|[.!?](?:\*\*)?\s)")
+_AND = re.compile(r"\s*+(?:,?\s*+(?:and|or)\b|,)\s*+")
+_SENTENCE = re.compile(r".*?(?=(?:\*\*)?(?:[.!?](?:\*\*)?(?=\s|$)|\n|$|[。!?]))")
+_BOLD = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)")
 _LOOKED_AT = 300
 """Characters after "answer is" in which the answer stands, at most."""
-_CHOICE = re.compile(r"\(([A-J])\)|([A-J])[.):]\s")
+_CHOICE = re.compile(r"\(([A-J])\)|([A-J])(?:[.):]\s|,?\s(?=(?:because|since|as|for|which|due)\b))")
+_WORD = re.compile(  # not what stands at an operator: km/h, ab + 3
+    rf"(?<![\w\\^{{}}*/+=<>-])(?<![-*/+=<>^]\s)(?!(?:{'|'.join(NOT_UNITS)})\b)[^\W\d_]{{2,}}+(?![(^_}}]|\s?[-*/+=<>])"
+    r"|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"  # in Chinese, Japanese and Korean nothing parts words
+)
 
 _NUMBER_IN_TEXT = re.compile(
-    rf"(?<![\w.\\^])[-\u2212]?\s?[$£€¥]?(?:\d+\s+\d+/\d+(?!\d)|\d+(?::\d+)+|{DECIMAL}(?:[eE][-+]?\d+\b|\s*/\s*{DECIMAL})?)(?:\s*\\?%)?"
+    rf"(?<![\\.^])(?<!(?a:\w))[-\u2212]?\s?[$£€¥]?(?:\d+\s+\d+/\d+(?!\d)|\d+(?::\d+)+|{DECIMAL}(?:[eE][-+]?\d+\b|\s*/\s*{DECIMAL})?)(?:\s*\\?%)?"
 )
 
 
@@ -36,8 +47,8 @@ def final_answer(text: str, *, marked: bool = False) -> str | None:
 
     It is the content of the last ``\boxed{}`` (several in a row, as in "\boxed{1} and \boxed{2}", are one list) or the
     rest of the last line after ``####``, whichever comes last; without them what follows the last "answer is" or
-    "answer:"; without any of these the whole of a text that is nothing but an answer, else the last formula or number,
-    where a lone letter as formula does not count.
+    "answer:", up to the first ordinary word; without any of these the whole of a text that is nothing but an answer,
+    else the last formula or number, where a lone letter as formula does not count.
 
     Args:
         text: what to look through.
@@ -106,7 +117,10 @@ def _after_answer_is(text: str) -> str | None:
 
 
 def _said(text: str, start: int) -> str | None:
-    """The answer in a sentence that goes on at ``start``: its formulas, a choice's letter, a number or a few words."""
+    """The answer in a sentence that goes on at ``start``: its formulas; a choice's letter; a few words; what stands
+    before its first ordinary word, or else its first formula or number."""
+    if lead_in := _LEAD_IN.match(text, start, start + _LOOKED_AT):
+        start = lead_in.end()
     if formula := _FORMULA.match(text, start):
         parts = [_inside(formula)]
         while (more := _AND.match(text, formula.end())) and (following := _FORMULA.match(text, more.end())):
@@ -117,14 +131,22 @@ def _said(text: str, start: int) -> str | None:
         return choice[1] or choice[2]
     sentence = _SENTENCE.match(text, start, start + _LOOKED_AT)
     said = sentence[0] if sentence else text[start : start + _LOOKED_AT]
-    if not is_prose(said):
+    said = _BOLD.sub("", said)
+    rest, mark = without_mark(said)
+    if number_of(rest) is not None or words_of(said) is not None or (mark and not _WORD.search(rest)):
         return said if len(said.split()) <= 8 else None
+    word = _WORD.search(IN_TEXT.sub(lambda found: "\\" * len(found[0]), said))
+    head = said[: word.start()] if word else said
+    if re.search(r"[\d\\+*/^=√]" if word else r"\w", head):
+        return re.sub(r"(?:[\s,;:(-]+(?:and|or)|,\s*an?)?[\s,;:(-]*\Z", "", head)
     first = min(
         (found for found in (_FORMULA.search(said), _NUMBER_IN_TEXT.search(said)) if found),
         key=lambda found: found.start(),
         default=None,
     )
-    return None if first is None else _inside(first).rstrip(".")
+    if first is None:
+        return None if is_prose(said) else said
+    return _inside(first).rstrip(".")
 
 
 def _last_in(text: str) -> str | None:
@@ -190,5 +212,5 @@ def is_prose(text: str) -> bool:
 
 
 def _ordinary_words(text: str) -> set[str]:
-    without_commands = re.sub(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+", " ", text)
+    without_commands = re.sub(rf"{IN_TEXT.pattern}|\\[A-Za-z]+", " ", text)
     return {word.casefold() for word in re.findall(r"[^\W\d_]{2,}", without_commands)} - NOT_UNITS

@@ -14,7 +14,9 @@ from pydantic import AfterValidator
 from cohort.errors import RewardError
 from cohort.rewards.builtin import import_extra, turn_text
 
-_FENCED = _re.compile(r"^```json[^\S\n]*\n(.*?)^```[^\S\n]*$", _re.DOTALL | _re.MULTILINE | _re.IGNORECASE)
+_FENCED = _re.compile(
+    r"^```json[^\S\n]*\n((?:(?!^```json).)*?)^```[^\S\n]*$", _re.DOTALL | _re.MULTILINE | _re.IGNORECASE
+)
 
 MATCH_SECONDS = 5.0
 """What matching one completion may take. Most take microseconds; a pattern like ``(a+)+b`` can take for ever."""

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from cohort.rewards.builtin import import_extra, whole_text
 
 _NOT_LANGUAGE = re.compile(
-    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\\\[.*?\\\]|\\\(.*?\\\)|\$[^$\n]+\$|\\[A-Za-z]+|https?://\S+|<[^<>\s]+>",
+    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\$[^$\n]+\$|\\[A-Za-z]+|https?://\S+|<[^<>\s]+>",
     re.DOTALL,
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+|(?<=[。!?;])|\n+")
@@ -60,16 +60,16 @@ def language(
 
 def _pieces(text: str, min_letters: int) -> list[str]:
     """Sentences, put together until a piece has enough letters; what is left over goes with the last."""
-    pieces, piece = [], ""
+    pieces: list[str] = []
+    piece, letters = [""], 0
     for sentence in _SENTENCE_END.split(text):
-        piece += " " + sentence
-        if _letters(piece) >= min_letters:
-            pieces.append(piece)
-            piece = ""
-    if pieces:
-        pieces[-1] += piece
-        return pieces
-    return [piece]
+        piece.append(sentence)
+        letters += _letters(sentence)
+        if letters >= min_letters:
+            pieces.append(" ".join(piece))
+            piece, letters = [""], 0
+    rest = " ".join(piece)
+    return [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
 
 
 def _letters(text: str) -> int:

@@ -8,18 +8,27 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from cohort.errors import RewardError
 from cohort.rewards.answers import final_answer, is_prose, only_answer
 from cohort.rewards.builtin import import_extra, turn_text
 from cohort.rewards.kinds import reward
-from cohort.rewards.values import Number, cleaned, number_of, words_of
+from cohort.rewards.values import (
+    Number,
+    choice_of,
+    cleaned,
+    number_of,
+    repeated,
+    without_mark,
+    without_symbols,
+    words_of,
+)
 
 Log = Callable[[str, Any], None]
 
-_FINAL = re.compile(r"####\s*\$?\s*([-+]?\$?[\d,]*\.?\d+)")
+_FINAL = re.compile(r"####\s*+(?:\$\s*+)?([-+]?\$?[\d,]*\.?\d+)")
 
 VERIFY_SECONDS = 20.0
 """What comparing one answer may take, the first import of computer algebra included. Most take under a millisecond."""
@@ -55,15 +64,18 @@ def math(
     r"""1 when the completion's final answer equals the row's ``answer``, 0 otherwise.
 
     The final answer of a text is the content of its last ``\boxed{}`` or the rest of its last line after ``####``,
-    whichever comes last; without them, what follows the last "answer is" or "answer:"; without any of these, the whole
-    of a text that is nothing but an answer, else the last formula or number. What the prompt holds of the assistant's
-    turn is part of the text. ``answer`` is such a text, or the bare answer, or a number.
+    whichever comes last; without them, what follows the last "answer is" or "answer:", up to the first ordinary word;
+    without any of these, the whole of a text that is nothing but an answer, else the last formula or number. What the
+    prompt holds of the assistant's turn is part of the text. ``answer`` is such a text, or the bare answer, or a
+    number.
 
     Two numbers are compared exactly: decimals, fractions, mixed numbers, ``1.5 \times 10^3``, thousands separators.
     Money signs, degrees and units after a number are left out, so units are not compared. "50%" equals 1/2 and 50. A
-    decimal of six places or more equals what it is the rounding of. Two answers in words are compared as words, in
-    whatever case. Anything else (roots, sets, intervals, equations, matrices) is compared by math-verify. An answer far
-    longer than the row's is wrong.
+    decimal of six places or more equals what it is the rounding of. A base (``2516_8``), "am" or "pm" and a direction
+    are compared where both answers name one. Two answers in words are compared as words, in whatever case. Of a choice
+    with its letter, ``\textbf{(B)} 12``, the one counts that the row's answer is. Anything else (roots, sets,
+    intervals, equations, matrices) is compared by math-verify, lists with how often each of them stands there. An
+    answer far longer than the row's is wrong.
 
     The answer, in one form for all that are written alike, is logged as the column ``answer``.
 
@@ -110,7 +122,7 @@ def reasoning_answer(
 def _scored(text: str, answer: Any, log_extra: Log | None, *, marked: bool) -> float | None:
     gold = read_gold(answer)
     said = final_answer(text, marked=marked)
-    if gold is not None and not marked and cleaned(text) == gold.text:
+    if gold is not None and not marked and _form(text) == (gold.text, gold.mark):
         said = text  # "July 4" is the answer, and not 4
     if gold is None or said is None:
         if log_extra:
@@ -130,13 +142,16 @@ class Answer:
     number: Number | None = None
     words: str | None = None
     parsed: Any = None
+    mark: str | None = None
+    """What tells it from others and is no unit: a base, "am" or "pm", a direction."""
+    choice: str | None = None
+    """Of a row's answer: the letter that stands before it."""
 
     def canonical(self) -> str:
         """The same text for answers that are equal by simple arithmetic."""
-        if self.number is not None:
-            return str(self.number.value)
-        if self.words is not None:
-            return self.words
+        simple = self.words if self.number is None else str(self.number.value)
+        if simple is not None:
+            return f"{simple} {self.mark or ''}".strip()
         try:
             return str(self.parsed.doit())
         except Exception:  # whatever algebra cannot do, the text is still an answer
@@ -163,16 +178,27 @@ def read_gold(answer: Any) -> Answer | None:
 @lru_cache(maxsize=1024)  # the completions of a group have one
 def _read_gold(answer: str) -> Answer | None:
     said = final_answer(answer, marked=True) or (only_answer(answer) if is_prose(answer) else answer)
-    return None if said is None else _read(said)
+    if said is None:
+        return None
+    choice, said = choice_of(said)
+    return _read(said, choice)
 
 
 def read_answer(said: str, gold: Answer) -> Answer | None:
     """A completion's answer, read as the gold is written: where that is no equation, its right side counts."""
     if len(said) > 500 + 10 * len(gold.text):
         return None
+    choice, rest = choice_of(said)
+    said = choice if choice and (gold.choice or _is_letter(gold)) else rest
     if _equation(said) and not _equation(gold.text):
         said = said.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
-    return _read(said)
+    form, mark = _form(said)
+    asked_for_a_number = gold.number is not None and number_of(form) is None and not mark
+    return _read(without_symbols(said) if asked_for_a_number else said)
+
+
+def _is_letter(answer: Answer) -> bool:
+    return answer.words is not None and len(answer.words) == 1
 
 
 def _equation(text: str) -> bool:
@@ -181,19 +207,31 @@ def _equation(text: str) -> bool:
     return "=" in text and not re.search(r"[,;<>!]|\\[lg]e|\\neq|\b(?:and|or)\b", text)
 
 
-def _read(said: str) -> Answer | None:
-    text = cleaned(said)
+def _form(said: str) -> tuple[str, str | None]:
+    """A text without what does not change its value, and its mark."""
+    rest, mark = without_mark(said)
+    return cleaned(rest), mark
+
+
+def _read(said: str, choice: str | None = None) -> Answer | None:
+    text, mark = _form(said)
     if not text:
         return None
+    read = partial(Answer, text, mark=mark, choice=choice)
     if (number := number_of(text)) is not None:
-        return Answer(text, number=number)
-    if (words := words_of(said)) is not None:
-        return Answer(text, words=words)
+        return read(number=number)
+    digits = text if mark and re.fullmatch(r"[\w:.]+", text) else None  # 1A3 in base 16 is no product, 2:30 pm no ratio
+    if (words := digits or words_of(said)) is not None:
+        return read(words=words)
     parsed = _parsed(text)
-    return None if parsed is None else Answer(text, parsed=parsed)
+    return None if parsed is None else read(parsed=parsed)
 
 
 def _equal(gold: Answer, found: Answer) -> bool:
+    if gold.choice is not None and _is_letter(found):
+        return gold.choice.casefold() == found.words
+    if gold.mark and found.mark and gold.mark != found.mark:
+        return False
     if gold.text == found.text:
         return True
     if gold.number is not None and found.number is not None:
@@ -203,8 +241,10 @@ def _equal(gold: Answer, found: Answer) -> bool:
     right_side = gold.text.rpartition("=")[2] if _equation(gold.text) and not _equation(found.text) else None
     if right_side is not None and found.number is not None and (number := number_of(right_side)) is not None:
         return number.equals(found.number)
+    if repeated(gold.text) != repeated(found.text):  # math-verify reads a list as a set
+        return False
     verify = _math_verify().verify
-    return bool(verify(_algebra(gold), _algebra(found), timeout_seconds=None))
+    return bool(verify(_algebra(gold), _algebra(found), allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def _algebra(answer: Answer) -> Any:
