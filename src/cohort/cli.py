@@ -7,6 +7,7 @@ import time
 STARTED = time.time()  # before anything heavy is imported: what the command takes is counted from here
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
@@ -52,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CohortError as error:
         print(f"cohort: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads what is printed
+        with contextlib.suppress(OSError, ValueError):  # at its exit Python flushes once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:  # the disk is full, a folder is gone: not a mistake in what was asked for
         print(f"cohort: error: {error}", file=sys.stderr)
         return 1

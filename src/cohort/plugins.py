@@ -34,7 +34,8 @@ def load_function(spec: str, *, what: str, error: type[CohortError] = ConfigErro
     module = _load_file(place, what, error) if place.endswith(".py") else _load_module(place, what, error)
     function = getattr(module, name, None)
     if not callable(function):
-        available = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        own = {n: v for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")}
+        available = [n for n, v in own.items() if v.__module__ == module.__name__]  # not those that it imports
         raise error(f"{place} has no function {name!r}; it has: {', '.join(available) or 'none'}")
     found: Callable[..., Any] = function
     return found

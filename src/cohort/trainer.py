@@ -349,8 +349,8 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
     data = load_data(train_dataset, config.data)
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
-    Schedule.of(config, data.epoch_length)  # too few rows are known now
     check_data(data)
+    Schedule.of(config, data.epoch_length)  # too few rows are known now
     if config.data.curriculum not in (None, MEASURED):
         curriculum_values(data, config.data.curriculum)
     return data, load_sets(eval_dataset, config.data)

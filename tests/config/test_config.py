@@ -218,7 +218,7 @@ def test_schedule_in_words():
         True,
     )
     assert "8 prompts x 8 = 64 completions per rollout, 8 updates each" in schedule.describe()
-    assert "934.1 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates" in schedule.describe()
+    assert "934.12 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates" in schedule.describe()
     assert "the last of 1 prompt\n" in schedule.describe()
     two = Schedule.of(GRPOConfig(num_epochs=2), 7473).describe()
     assert "8 prompts x 8 = 64 completions per rollout, 1 update each" in two

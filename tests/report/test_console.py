@@ -65,3 +65,11 @@ def test_why_there_was_no_gradient(metrics, expected):
 def test_switched_off_nothing_is_said(demo_tokenizer, tmp_path, capsys):
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
     assert capsys.readouterr().out == ""
+
+
+def test_why_nothing_was_scored():
+    unscored = {"reward/mean": None, "groups/dead_share": 1.0, "rewards/gsm8k/unscored_share": 1.0}
+    assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 0}) == (
+        "no update had a gradient: no completion was scored, as gsm8k gave None for every one"
+    )
+    assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 4}).endswith("as gsm8k failed on every one")

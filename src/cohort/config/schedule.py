@@ -123,7 +123,7 @@ class Schedule:
         run = f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}"
         if self.num_prompts is None:
             return f"{run}, on a stream of prompts"
-        rollouts = f"{self.num_prompts / self.prompts_per_step:,.1f}".removesuffix(".0")
+        rollouts = f"{self.num_prompts / self.prompts_per_step:,.2f}".rstrip("0").rstrip(".")
         per_epoch = f"{rollouts} rollouts per epoch on {self.num_prompts:,} prompts"
         if self.total is None:
             return f"{per_epoch}; {run}, {self.steps * self.prompts_per_step / self.num_prompts:.3g} epochs"

@@ -189,7 +189,7 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
         if line.isspace():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.rstrip("\r\n"))  # else an error's place may be in a next line
         except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError of another kind
             raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
         if not isinstance(row, dict):

@@ -196,6 +196,11 @@ def why_no_gradient(metrics: dict[str, Any]) -> str:
     """Why a step's updates had no gradient, from its metrics."""
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
         return "no update was made: in every group all rewards are equal, and objective.group_filter left them all out"
+    if metrics["reward/mean"] is None:
+        functions = [
+            key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1
+        ]
+        return f"no update had a gradient: no completion was scored, as {_gave_nothing(functions, metrics)}"
     shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
     if not any(shares.values()):
         return "no update had a gradient (docs/metrics.md: tokens/..._share)"
@@ -203,6 +208,14 @@ def why_no_gradient(metrics: dict[str, Any]) -> str:
     if cause == "no_advantage" and metrics.get("groups/dead_share") == 1:
         return "no update had a gradient: in every group all rewards are equal, so they teach nothing"
     return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"
+
+
+def _gave_nothing(functions: list[str], metrics: dict[str, Any]) -> str:
+    """Functions that scored nothing, and how: by None, or by failing."""
+    return " and ".join(
+        f"{name} {'failed on' if metrics.get(f'rewards/{name}/failed') else 'gave None for'} every one"
+        for name in functions
+    )
 
 
 def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:

@@ -6,6 +6,7 @@ and no other package of an extra.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -62,6 +63,17 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
     )
 }
 """Name to row."""
+
+
+def nearest(name: str) -> str:
+    """A question after the built-in reward that was meant, if there is one like it.
+
+    >>> nearest("maths"), nearest("beauty")
+    (" (did you mean 'math'?)", '')
+    """
+    close = difflib.get_close_matches(name, BUILTIN_REWARDS, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
 
 ARGUMENTS = frozenset(
     ["prompt", "completion", "completion_ids", "finish_reason", "prefill", "trainer_state", "log_extra", "log_metric"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cohort.errors import RewardError
-from cohort.rewards.builtin import BUILTIN_REWARDS, BuiltinReward, columns_of, settings_of
+from cohort.rewards.builtin import BUILTIN_REWARDS, BuiltinReward, columns_of, nearest, settings_of
 
 _WIDTH = 100
 
@@ -35,7 +35,7 @@ def explain_reward(name: str) -> str:
         RewardError: there is none of that name.
     """
     if name not in BUILTIN_REWARDS:
-        raise RewardError(f"unknown reward {name!r}: built in are {', '.join(BUILTIN_REWARDS)}")
+        raise RewardError(f"unknown reward {name!r}{nearest(name)}: built in are {', '.join(BUILTIN_REWARDS)}")
     row = BUILTIN_REWARDS[name]
     function = row.load()
     needs = _needs(row, function)

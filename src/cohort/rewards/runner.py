@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import pickle
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,10 +18,12 @@ from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.calls import Recorded, await_recorded, run_on_loop
 from cohort.rewards.contract import Failed, Function, RewardFunction, TrainerState, Value, named
-from cohort.rewards.scoring import Scoring
+from cohort.rewards.scoring import Scoring, log
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 from cohort.workers import CallFailed, Workers
 
+SILENCE = 5.0
+"""Seconds after which a dry run that has not ended says what it is doing."""
 CACHE_ENTRIES = 100_000
 """Results that are kept, the newest."""
 
@@ -92,6 +95,10 @@ class RewardRunner:
         """
         made = Completion((0,), (0.0,), FinishReason.LENGTH, "A made completion, to try the reward functions.", 0)
         groups = [Group(prompt, (made,) * num_generations) for prompt in prompts]
+        names = ", ".join(self.names)
+        waiting = threading.Timer(SILENCE, log.warning, ["trying the rewards (%s) on %d rows", names, len(groups)])
+        waiting.daemon = True
+        waiting.start()
         try:
             with Scoring(self, prompts, num_generations, TrainerState(), on_error="stop") as scoring:
                 scoring.finish(groups)
@@ -101,6 +108,8 @@ class RewardRunner:
             raise RewardError(
                 f"{error}{hint} (tried on {len(groups)} rows with a made completion)"
             ) from error.__cause__
+        finally:
+            waiting.cancel()
 
     def describe(self) -> str:
         """Each function with its weight, what it sees and where it is called."""

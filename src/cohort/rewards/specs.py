@@ -14,7 +14,7 @@ from pydantic.errors import PydanticUserError
 
 from cohort.errors import RewardError
 from cohort.plugins import load_function
-from cohort.rewards.builtin import BUILTIN_REWARDS, settings_of
+from cohort.rewards.builtin import BUILTIN_REWARDS, nearest, settings_of
 from cohort.rewards.model import RewardModel, is_reward_model
 
 
@@ -45,7 +45,7 @@ def resolve_reward(spec: str) -> Callable[..., Any]:
         return bind(load_function(name, what="reward", error=RewardError), name, values)
     if name not in BUILTIN_REWARDS:
         raise RewardError(
-            f"unknown reward {name!r}: built in are {', '.join(BUILTIN_REWARDS)}; "
+            f"unknown reward {name!r}{nearest(name)}: built in are {', '.join(BUILTIN_REWARDS)}; "
             "your own is named module:function or file.py:function, a reward model by its folder or hub id"
         )
     row = BUILTIN_REWARDS[name]
@@ -55,7 +55,9 @@ def resolve_reward(spec: str) -> Callable[..., Any]:
     if unknown := [key for key in values if key not in settings]:
         raise RewardError(f"reward {name} has no setting {unknown[0]!r}; it has: {', '.join(settings) or 'none'}")
     if missing := [key for key, p in settings.items() if p.default is p.empty and key not in values]:
-        example = ", ".join(f"{key}=..." for key in missing)
+        example = ", ".join(
+            [*(f"{key}={value!r}" for key, value in values.items()), *(f"{key}=..." for key in missing)]
+        )
         raise RewardError(f"reward {name} needs {', '.join(missing)}: write {name}({example})")
     defaults = {key: p.default for key, p in settings.items() if p.default is not p.empty}
     return bind(function, name, {**defaults, **values})
