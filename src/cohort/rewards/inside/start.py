@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 
 OPEN_FILES = 64
+SIGNALS = 256  # each timer is counted as one
 
 
 def set_limits(settings: dict[str, str]) -> None:
@@ -26,6 +27,7 @@ def set_limits(settings: dict[str, str]) -> None:
         resource.RLIMIT_FSIZE: int(settings["files"]) * megabyte,
         resource.RLIMIT_CPU: int(settings["cpu"]),
         resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_SIGPENDING: SIGNALS,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
