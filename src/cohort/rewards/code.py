@@ -159,7 +159,10 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> Task:
         if all(isinstance(test, str) for test in tests):
             return _python({"tests": list(tests), "entry_point": entry_point})
         if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests):
-            return _pairs([test["input"] for test in tests], [test["output"] for test in tests], None)
+            functions = {test.get("fn_name") or None for test in tests}
+            if len(functions) > 1:
+                raise DataError(f"a row's tests must all be of one function, got {functions}")
+            return _pairs([test["input"] for test in tests], [test["output"] for test in tests], functions.pop())
     raise DataError(
         "the code reward's column tests must be assert statements, a test program, or inputs with outputs; "
         f"got {tests!r:.80}"

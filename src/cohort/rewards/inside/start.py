@@ -6,6 +6,8 @@ after it. This file is run as a script, by an interpreter that knows nothing of 
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
 import os
 import resource
 import sys
@@ -78,8 +80,8 @@ def run(source: bytes) -> None:
     names = sys.modules["__main__"].__dict__
     kept = {name: names[name] for name in ("__name__", "__builtins__", "__doc__", "__spec__", "__loader__")}
     names.clear()
-    names.update(kept, __doc__=None, __loader__=None)
-    exec(compile(source, "program.py", "exec"), names)
+    names.update(kept, __doc__=None, __loader__=None, __file__="program.py")
+    exec(compile(source, "program.py", "exec", dont_inherit=True), names)
 
 
 def main() -> None:
@@ -90,6 +92,9 @@ def main() -> None:
         sys.path.append(settings["here"])
         main_of_mode = import_module(f"inside.{mode}").main
         sys.path.pop()
+    for name in ("exit", "quit"):  # which ``site`` makes, left out as it looks for packages
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    builtins.help = _sitebuiltins._Helper()
     sys.path.extend(path for path in settings["packages"].split(os.pathsep) if path)
     close_others(settings)
     set_limits(settings)
