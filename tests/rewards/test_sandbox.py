@@ -523,6 +523,60 @@ def test_a_cancelled_run_is_killed():
     assert not sandboxes() - before
 
 
+@needs_bwrap
+def test_runs_cancelled_while_their_sandbox_is_being_made():
+    async def cancelled(after):
+        task = asyncio.create_task(run_program("import time; time.sleep(60)"))
+        await asyncio.sleep(after)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=3)
+        assert done, f"cancelled after {after} s, it never ended"
+
+    async def all_of_them():
+        for number in range(30):
+            await cancelled(number * 0.001)
+        return await run_program("print(1)")  # no place is taken
+
+    assert asyncio.run(all_of_them()).stdout == "1\n"
+    assert not sandboxes()
+
+
+@needs_bwrap
+def test_it_ends_with_its_parent_while_it_is_being_made():
+    """The moment is after bubblewrap has made its first process, which waits for it."""
+    script = """
+import os, signal, sys
+from cohort.rewards import launch
+def die(pid):
+    os.kill(int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]), signal.SIGKILL)  # bubblewrap itself
+    print("made", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+launch.map_users = die
+from cohort.rewards.sandbox import Sandbox
+Sandbox(seconds=60).run_sync("import time; time.sleep(60)")
+"""
+    if os.geteuid() != 0:
+        pytest.skip("the moment can be met as root only")
+    parent = subprocess.run([sys.executable, "-c", script], env=PYTHON_PATH, capture_output=True, text=True, check=False)
+    assert (parent.stdout, parent.returncode) == ("made\n", -signal.SIGKILL), parent.stderr
+    # the fixture sees that nothing is left
+
+
+@needs_bwrap
+def test_the_input_is_a_file():
+    said = run("import os, sys\nprint(os.fstat(0).st_size, os.read(0, 2), open('/dev/stdin').read(), sys.stdin.read())", "abc")
+    assert said.stdout == "3 b'ab' abc c\n", said
+    for way in ("os.write(0, b'x')", "os.write(os.open('/dev/stdin', os.O_RDWR), b'x')", "os.truncate('/proc/self/fd/0', 1 << 20)"):
+        assert attempt(way).startswith(("OSError", "PermissionError")), way
+
+
+@needs_bwrap
+def test_what_site_gives_is_there():
+    assert run("print(callable(help)); exit()").stdout == "True\n"
+    assert run("try:\n    quit(3)\nfinally:\n    print(__file__)").exit_code == 3
+    assert run("def f(a: int): pass\nprint(f.__annotations__['a'] is int)").stdout == "True\n"
+
+
 # -- without it --------------------------------------------------------------------------------------------------------
 
 

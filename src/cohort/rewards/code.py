@@ -224,7 +224,28 @@ async def judge(sandbox: Sandbox, program: str, task: Task, *, test_timeout: flo
     """
     if task.python is None:
         return await _by_output(sandbox, program, task.pairs, test_timeout, stop_early)
-    return await _by_python(sandbox, program, {**task.python, "seconds": test_timeout, "stop": stop_early})
+    asked = {**task.python, "seconds": test_timeout}
+    verdict = await _by_python(sandbox, program, {**asked, "stop": stop_early})
+    if verdict.passed == task.count:
+        await _see_that_they_test(sandbox, asked, task.count)
+    return verdict
+
+
+_fail_nothing: dict[str, bool] = {}
+"""Whether the empty program passes all of a row's tests: asked once, when a program has passed them."""
+
+
+async def _see_that_they_test(sandbox: Sandbox, asked: Mapping[str, Any], count: int) -> None:
+    """See that the tests test something.
+
+    Raises:
+        DataError: a program of nothing passes them.
+    """
+    row = json.dumps(asked, sort_keys=True)
+    if row not in _fail_nothing:
+        _fail_nothing[row] = (await _by_python(sandbox, "", {**asked, "stop": True})).passed == count
+    if _fail_nothing[row]:
+        raise DataError("the row's tests test nothing: an empty program passes them")
 
 
 async def _by_output(

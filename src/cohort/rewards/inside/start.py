@@ -1,7 +1,7 @@
 """The first thing that runs inside a sandbox: it sets the limits, says that it has got so far, and runs the program.
 
-Its arguments are ``name=value``; the program's text comes first on the standard input, and the program's own input
-after it. This file is run as a script, by an interpreter that knows nothing of Cohort.
+Its arguments are ``name=value``; the program's text is in a file that is open, the program's input the standard input.
+This file is run as a script, by an interpreter that knows nothing of Cohort.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import builtins
 import os
 import resource
 import sys
+import time
 from importlib import import_module
 
 OPEN_FILES = 64
@@ -56,22 +57,19 @@ def change_user(user: int) -> None:
 def close_others(settings: dict[str, str]) -> None:
     """Close what bubblewrap has left open."""
     last = 2
-    for fd in sorted(int(settings[name]) for name in ("ready", "reads", "writes") if name in settings):
+    for fd in sorted(int(settings[name]) for name in ("ready", "source", "reads", "writes") if name in settings):
         os.closerange(last + 1, fd)
         last = fd
     os.closerange(last + 1, 1 << 16)
 
 
-def read_exactly(count: int) -> bytes:
-    """So many bytes of the standard input and not one more: what follows is the program's."""
-    parts = []
-    while count:
-        part = os.read(0, min(count, 1 << 16))
-        if not part:
-            raise EOFError("the standard input ended before the program's text did")
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def wait_for_the_first() -> None:
+    """Until the sandbox's first process has the filter: the last thing it does, after it has bound itself to its parent."""
+    while True:
+        with open("/proc/1/status", encoding="utf-8", errors="replace") as file:
+            if "\nSeccomp:\t2\n" in file.read():
+                return
+        time.sleep(0.001)
 
 
 def run(source: bytes) -> None:
@@ -100,9 +98,12 @@ def main() -> None:
     set_limits(settings)
     if "user" in settings:
         change_user(int(settings["user"]))
+    if "threads" in settings:
+        wait_for_the_first()
     os.write(ready, b"1")
     os.close(ready)
-    source = read_exactly(int(settings["length"]))
+    with open(int(settings["source"]), "rb") as file:
+        source = file.read()
     if mode == "run":
         run(source)
     else:
