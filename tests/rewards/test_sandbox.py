@@ -557,16 +557,24 @@ Sandbox(seconds=60).run_sync("import time; time.sleep(60)")
 """
     if os.geteuid() != 0:
         pytest.skip("the moment can be met as root only")
-    parent = subprocess.run([sys.executable, "-c", script], env=PYTHON_PATH, capture_output=True, text=True, check=False)
+    parent = subprocess.run(
+        [sys.executable, "-c", script], env=PYTHON_PATH, capture_output=True, text=True, check=False
+    )
     assert (parent.stdout, parent.returncode) == ("made\n", -signal.SIGKILL), parent.stderr
     # the fixture sees that nothing is left
 
 
 @needs_bwrap
 def test_the_input_is_a_file():
-    said = run("import os, sys\nprint(os.fstat(0).st_size, os.read(0, 2), open('/dev/stdin').read(), sys.stdin.read())", "abc")
+    said = run(
+        "import os, sys\nprint(os.fstat(0).st_size, os.read(0, 2), open('/dev/stdin').read(), sys.stdin.read())", "abc"
+    )
     assert said.stdout == "3 b'ab' abc c\n", said
-    for way in ("os.write(0, b'x')", "os.write(os.open('/dev/stdin', os.O_RDWR), b'x')", "os.truncate('/proc/self/fd/0', 1 << 20)"):
+    for way in (
+        "os.write(0, b'x')",
+        "os.write(os.open('/dev/stdin', os.O_RDWR), b'x')",
+        "os.truncate('/proc/self/fd/0', 1 << 20)",
+    ):
         assert attempt(way).startswith(("OSError", "PermissionError")), way
 
 

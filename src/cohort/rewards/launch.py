@@ -177,7 +177,7 @@ async def started(
             shown = arguments(python, sandbox.packages, sandbox.files, rules.fileno(), map_fds)
             command = [bwrap, *shown]
         command += [python.executable, "-I", "-S", f"{settings['here']}/inside/start.py"]
-        command += [f"{name}={value}" for name, value in settings.items()] 
+        command += [f"{name}={value}" for name, value in settings.items()]
         mark = watchdog.mark() if bwrap else ""
         process = await _spawn([*command, *([mark] if mark else [])], mark, folder, given, theirs)
         program = Program(process, sandbox.output, mark)
@@ -285,11 +285,11 @@ def _file(stack: contextlib.ExitStack, data: bytes) -> FileIO:
 
 
 async def _read(self, stream: asyncio.StreamReader, written: bytearray) -> None:
-        while chunk := await stream.read(1 << 16):
-            room = self._limit - len(written)
-            written += chunk[:room]
-            if len(chunk) > room:
-                self._kill("output")
+    while chunk := await stream.read(1 << 16):
+        room = self._limit - len(written)
+        written += chunk[:room]
+        if len(chunk) > room:
+            self._kill("output")
 
 
 def _status(code: int, stderr: str) -> Status:
@@ -352,7 +352,7 @@ async def started(
             shown = arguments(python, sandbox.packages, sandbox.files, rules.fileno(), map_fds)
             command = [bwrap, *shown]
         command += [python.executable, "-I", "-S", f"{settings['here']}/inside/start.py"]
-        command += [f"{name}={value}" for name, value in settings.items()] 
+        command += [f"{name}={value}" for name, value in settings.items()]
         mark = watchdog.mark() if bwrap else ""
         process = await _spawn([*command, *([mark] if mark else [])], mark, folder, given, theirs)
         program = Program(process, sandbox.output, mark)
@@ -460,4 +460,3 @@ async def _read(file: FileIO) -> bytes:
     finally:
         loop.remove_reader(file)
     return os.read(file.fileno(), 4096)
-

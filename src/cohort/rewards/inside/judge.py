@@ -63,6 +63,7 @@ class Remote(wire.Far):
         return value
 
     def __instancecheck__(self, thing: Any) -> bool:
+        thing = thing.remote if isinstance(thing, wire.Both) else thing
         return isinstance(thing, Remote) and self._link.ask("isinstance", thing, self) is True
 
     def __subclasscheck__(self, thing: Any) -> bool:

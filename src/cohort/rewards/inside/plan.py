@@ -208,9 +208,9 @@ def _defined(names: dict[str, Any], name: str) -> Any:
 
 
 def _program(entry: str, names: dict[str, Any]) -> Any:
-    """What the program has for an entry point, whatever the tests have of that name."""
+    """What the program has for an entry point, whatever the tests or the built-ins have of that name."""
     code = compile(entry, "entry_point", "eval", dont_inherit=True)
-    return eval(code, {**names, **names["__program__"]})
+    return eval(code, {"__builtins__": {}, **names["__program__"]})
 
 
 def _function_step(name: str, entry: str | None) -> Step:

@@ -24,7 +24,9 @@ VALUES = {"Decimal": "decimal", "Fraction": "fractions"}
 TIMES = {"date": "fromisoformat", "datetime": "fromisoformat", "time": "fromisoformat", "timedelta": ""}
 """Those of ``datetime``, and how a text becomes one."""
 MAPPINGS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
-TYPES: dict[str, Any] = {t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, dict, frozenset)}
+TYPES: dict[str, Any] = {
+    t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, dict, frozenset)
+}
 TYPES["NoneType"] = type(None)
 CHANGES = (list, dict, set, bytearray, deque)
 """What a call may change in place."""
