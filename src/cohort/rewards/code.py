@@ -67,10 +67,10 @@ async def code(
     Args:
         completion, prefill, prompt, log_extra: as every reward has them.
         tests: the row's column. Inputs and outputs: ``[{"input": ..., "output": ...}]`` or ``{"inputs": [...],
-            "outputs": [...]}``, compared line by line, spaces and empty lines at the end aside; with a ``"fn_name"``
-            they are arguments and results of that function. Or Python: a list of ``assert`` statements, each a test; or
-            a program, where a test is each statement with an ``assert``, each function or method named ``test...``, and
-            ``check(candidate)``. All may be JSON in a string.
+            "outputs": [...]}``, compared line by line and word by word; with a ``"fn_name"`` they are arguments and
+            results of that function. Or Python: a list of ``assert`` statements, each a test; or a program, where a
+            test is each statement that asserts, each function or method named ``test...``, and ``check(candidate)``.
+            All may be JSON in a string.
         entry_point: the row's column, if it has one: the name of what ``check`` gets; ``Solution().name`` will do.
         partial: give the share.
         unfenced: a completion without any fence is a program as a whole.
@@ -198,7 +198,7 @@ def _text(value: Any) -> str:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Whether two outputs are the same line by line, the number of spaces and empty lines at the end aside.
+    """Whether two outputs have the same words on the same lines; spaces around them and empty lines at the end aside.
 
     >>> same_output("1  2 \\n3\\n\\n", "1 2\\n3"), same_output("1 2 3", "1 2\\n3")
     (True, False)

@@ -13,6 +13,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 _count = itertools.count()
@@ -41,9 +42,9 @@ def _watched(process: int) -> str:
 
 
 def end(name: str) -> None:
-    """Kill the processes whose mark begins so, until there are none: one may be making another."""
-    begins, quiet = f"mark={name.removeprefix('mark=')}".encode(), 0
-    while quiet < 2:
+    """Kill the processes whose mark begins so, until there are none, as one may be making another; for a second."""
+    begins, quiet, until = f"mark={name.removeprefix('mark=')}".encode(), 0, time.monotonic() + 1
+    while quiet < 2 and time.monotonic() < until:
         quiet += 1
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # gone meanwhile

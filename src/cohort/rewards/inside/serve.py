@@ -20,16 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
-    "enter": lambda thing: type(thing).__enter__(thing),
-    "exit": lambda thing: type(thing).__exit__(thing, None, None, None),
-    "plain": lambda thing: _plain(thing),
-    **{f.__name__: f for f in (isinstance, issubclass, getattr, setattr, delattr, len, iter, next)},
-    **{f.__name__: f for f in (bool, str, repr, hash, abs, int, float)},
-    **{name: getattr(operator, name) for name in [*wire.BINARY, "neg", "getitem", "setitem", "delitem"]},
-}
-
 
 def _plain(thing: Any) -> Any:
     """What an object of the program's own holds as the container that it extends; None: it extends none."""
@@ -37,6 +27,17 @@ def _plain(thing: Any) -> Any:
         return dict(dict.items(thing))
     kinds: tuple[Any, ...] = (list, set, frozenset, deque)
     return next((kind(kind.__iter__(thing)) for kind in kinds if isinstance(thing, kind)), None)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
+    "enter": lambda thing: type(thing).__enter__(thing),
+    "exit": lambda thing: type(thing).__exit__(thing, None, None, None),
+    "plain": _plain,
+    **{f.__name__: f for f in (isinstance, issubclass, getattr, setattr, delattr, len, iter, next)},
+    **{f.__name__: f for f in (bool, str, repr, hash, abs, int, float)},
+    **{name: getattr(operator, name) for name in [*wire.BINARY, "neg", "getitem", "setitem", "delitem"]},
+}
 
 
 class Objects:

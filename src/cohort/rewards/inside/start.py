@@ -64,12 +64,11 @@ def close_others(settings: dict[str, str]) -> None:
 
 
 def wait_for_the_first() -> None:
-    """Until the sandbox's first process has the filter: the last thing it does, after it has bound itself to its parent."""
-    while True:
-        with open("/proc/1/status", encoding="utf-8", errors="replace") as file:
-            if "\nSeccomp:\t2\n" in file.read():
-                return
+    """Until the sandbox's first process has the filter: it takes it once it has bound itself to its parent's life."""
+    status = os.open("/proc/1/status", os.O_RDONLY)
+    while b"\nSeccomp:\t2\n" not in os.pread(status, 1 << 16, 0):
         time.sleep(0.001)
+    os.close(status)
 
 
 def run(source: bytes) -> None:
@@ -102,7 +101,7 @@ def main() -> None:
         wait_for_the_first()
     os.write(ready, b"1")
     os.close(ready)
-    with open(int(settings["source"]), "rb") as file:
+    with os.fdopen(int(settings["source"]), "rb") as file:
         source = file.read()
     if mode == "run":
         run(source)

@@ -51,15 +51,13 @@ def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:
     for plain in (int, float, str, tuple):
         if isinstance(value, plain) and kind is not tuple:
             own = hold(value) if kind.__module__ != "numpy" else []
-            items = tuple.__iter__(value) if plain is tuple else None
-            same = ["tuple", [encode(item, hold) for item in items]] if items is not None else _plain(plain, value)
+            same = encode(_plain(plain, value), hold)
             return ["both", [same, own]] if own else same
     if kind in (dict, *MAPPINGS.values()):
         return [kind.__name__, [[encode(key, hold), encode(item, hold)] for key, item in value.items()]]
     if kind is defaultdict:
-        items = [[encode(key, hold), encode(item, hold)] for key, item in value.items()]
-        factory = value.default_factory
-        return ["defaultdict", [TYPES.get(getattr(factory, "__name__", "")) is factory and factory.__name__, items]]
+        makes = next((name for name, made in TYPES.items() if made is value.default_factory), None)
+        return ["defaultdict", [makes, encode(dict(value), hold)[1]]]
     if CONTAINERS.get(kind.__name__) is kind:
         return [kind.__name__, [encode(item, hold) for item in value]]
     if kind in (bytes, bytearray):
@@ -71,8 +69,11 @@ def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:
     return _encode_other(value, kind, hold)
 
 
-def _plain(plain: Any, value: Any) -> Any:
-    return plain.__str__(value) if plain is str else plain.__int__(value) if plain is int else plain.__float__(value)
+def _plain(kind: Any, value: Any) -> Any:
+    """Without asking the value's own class, which may lie."""
+    if kind is tuple:
+        return tuple(tuple.__iter__(value))
+    return str.__str__(value) if kind is str else int.__int__(value) if kind is int else float.__float__(value)
 
 
 def _encode_other(value: Any, kind: type, hold: Callable[[Any], list[Any]]) -> Any:
@@ -81,8 +82,9 @@ def _encode_other(value: Any, kind: type, hold: Callable[[Any], list[Any]]) -> A
     if kind.__module__ == "datetime" and kind.__name__ in TIMES:
         parts = [value.days, value.seconds, value.microseconds] if kind.__name__ == "timedelta" else value.isoformat()
         return [kind.__name__, parts]
-    if kind is type and TYPES.get(value.__name__) is value:
-        return ["type", value.__name__]
+    name = getattr(value, "__name__", "") if kind is type else ""
+    if name and TYPES.get(name) is value:
+        return ["type", name]
     if kind.__module__ == "numpy":  # arrays, and scalars that are not Python's own
         return ["array", [str(value.dtype), encode(value.tolist(), hold)]]
     return hold(value)
