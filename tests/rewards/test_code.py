@@ -113,6 +113,101 @@ FUNCTIONS = {
 }
 
 
+FUNCTIONS |= {
+    "enums": (
+        "from enum import Enum, IntEnum\nclass C(str, Enum):\n    RED = 'red'\nclass N(IntEnum):\n    ONE = 1\n"
+        "def f(): return C.RED\ndef g(x): return x is N.ONE",
+        "class C:\n    RED = 'red'\nclass N:\n    ONE = 1\ndef f(): return 'red'\ndef g(x): return False",
+        [
+            "assert f() == 'red' and f() == C.RED and f().value == 'red' and isinstance(f(), C)",
+            "assert N.ONE == 1 and N.ONE + 1 == 2 and N.ONE.name == 'ONE' and g(N.ONE)",
+        ],
+    ),
+    "named": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')",
+        "def P(x, y): return (x, y)",
+        ["p = P(1, y=2)\nassert p == (1, 2) and p.y == 2 and repr(p) == 'P(x=1, y=2)' and isinstance(p, P)"],
+    ),
+    "mappings": (
+        "from collections import Counter, defaultdict\ndef f(s): return Counter(s)\ndef g(): return defaultdict(int, a=1)",
+        "def f(s): return dict.fromkeys(s, 2)\ndef g(): return {}",
+        ["assert f('aab').most_common(1) == [('a', 2)]", "assert g()['z'] == 0 and f('a')['z'] == 0"],
+    ),
+    "own containers": (
+        "class Stack(list):\n    def push(self, x): self.append(x)\nclass D(dict):\n    def __missing__(self, k): return 0\n"
+        "def f(): return [*Stack('ab')]",
+        "class Stack(list):\n    def push(self, x): pass\nclass D(dict): pass\ndef f(): return []",
+        [
+            "s = Stack()\ns.push(1)\nassert s == [1] and [1] == s and s != [2] and s[-1] == 1 and len(s) == 1",
+            "assert D()['a'] == 0 and D(a=1) == {'a': 1} and f() == ['a', 'b']",
+        ],
+    ),
+    "days": (
+        "from datetime import *\ndef f(d): return d + timedelta(days=1, microseconds=3)",
+        "def f(d): return d",
+        [
+            "import datetime\nassert f(datetime.date(2020, 1, 1)) == datetime.date(2020, 1, 2)",
+            "from datetime import datetime, timezone, timedelta\nd = datetime(2020, 1, 1, tzinfo=timezone.utc)\n"
+            "assert f(d) == datetime(2020, 1, 2, microsecond=3, tzinfo=timezone.utc) and f(d) - d == timedelta(1, 0, 3)",
+        ],
+    ),
+    "types": ("def f(x): return type(x)", "def f(x): return 'int'", ["assert f(3) is int and f(3)('4') == 4"]),
+    "the same object": (
+        "class S:\n    one = None\n    def __new__(cls):\n        cls.one = cls.one or object.__new__(cls)\n        return cls.one\n"
+        "class N: pass",
+        "class S: pass\nclass N:\n    def __setattr__(self, name, value): vars(self)[name] = N()",
+        [
+            "assert S() is S()",
+            "a, b = N(), N()\na.next = b\nassert a.next is b and a is not b\ndel a.next\nassert not hasattr(a, 'next')",
+        ],
+    ),
+    "repr": (
+        "class P:\n    def __repr__(self): return 'P()'\n    def __str__(self): return '<P>'\n    def __int__(self): return 3",
+        "class P: pass",
+        ["assert repr(P()) == 'P()' and str(P()) == '<P>' and str([P()]) == '[P()]' and int(P()) == 3"],
+    ),
+    "slices": (
+        "class S:\n    def __init__(self, x): self.x = x\n    def __getitem__(self, i): return self.x[i]",
+        "class S:\n    def __init__(self, x): self.x = x\n    def __getitem__(self, i): return self.x",
+        ["assert S([1, 2, 3])[1:] == [2, 3]"],
+    ),
+    "changes": (
+        "def f(m): m.reverse()",
+        "def f(m): pass",
+        [
+            "l = [1, 2]\nf(m=l)\nassert l == [2, 1]",
+            "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
+        ],
+    ),
+    "errors": (
+        "import json\nfrom dataclasses import dataclass\n@dataclass(frozen=True)\nclass P:\n    x: int\n"
+        "class A(Exception): pass\nclass E(A):\n    def __init__(self, b):\n        super().__init__('no')\n        self.b = b\n"
+        "def f(x): raise E(x)\ndef g(x): return {}[x]\ndef h(s): return json.loads(s)",
+        "P = f = g = h = lambda x: x\nE = A = ValueError",
+        [
+            "try:\n    f(5)\nexcept E as e:\n    assert e.b == 5 and str(e) == 'no' and e.args == ('no',)\nelse:\n    assert 0",
+            "try:\n    f(5)\nexcept A as e:\n    assert type(e).__name__ == 'E'\nelse:\n    assert 0",
+            "try:\n    g('k')\nexcept KeyError as e:\n    assert str(e) == \"'k'\" and e.args == ('k',)\nelse:\n    assert 0",
+            "import json\ntry:\n    h('{')\nexcept json.JSONDecodeError as e:\n    assert 'double quotes' in str(e)\nelse:\n    assert 0",
+            "from dataclasses import FrozenInstanceError\np = P(1)\ntry:\n    p.x = 2\nexcept FrozenInstanceError:\n    pass\nelse:\n    assert 0",
+        ],
+    ),
+    "names": (
+        "def total(a): return sum(a)",
+        "def total(a): return 0",
+        [
+            "def check(total):\n    assert total([1]) == 1\ncheck(total)",
+            "def test_a():\n    assert total([1, 2]) == 3\ndef other():\n    total = 3\n    return total",
+        ],
+    ),
+    "a name that is given a value": (
+        "def total(a): return sum(a)",
+        "def total(a): return 0",
+        ["total = total([1])\nassert total == 1"],
+    ),
+}
+
+
 @needs_bwrap
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
@@ -230,6 +325,37 @@ if __name__ == "__main__":
     assert score("def add(a, b):\n    return 0", no_assert)[:2] == (0.0, "0/1")
 
 
+SHAPES = {
+    "called under the guard": "def run_tests():\n    assert f(1) == 2\nif __name__ == '__main__':\n    run_tests()",
+    "through another": "def one():\n    assert f(1) == 2\ndef run():\n    one()\nrun()",
+    "given arguments": "def check_one(a, b):\n    assert f(a) == b\nfor a, b in [(1, 2), (2, 3)]:\n    check_one(a, b)",
+    "in a branch": "if True:\n    def test_a():\n        assert f(1) == 2",
+    "in a try": "try:\n    import math\n    def test_a():\n        assert f(1) == 2\nexcept ImportError:\n    pass",
+    "runTest": "import unittest\nclass T(unittest.TestCase):\n    def runTest(self):\n        self.assertEqual(f(1), 2)\nunittest.main()",
+    "inherited": "import unittest\nclass Base:\n    def test_a(self): self.assertEqual(f(1), 2)\nclass T(Base, unittest.TestCase): pass",
+    "set up": "class TestF:\n    def setup_method(self):\n        self.a = 1\n    def test_a(self):\n        assert f(self.a) == 2",
+    "as pairs": [{"input": [1], "output": 2, "fn_name": "f"}, {"input": [2], "output": 3, "fn_name": "f"}],
+    "a function in a list": ["def test_a():\n    assert f(1) == 2"],
+    "another of the same name": "def check(candidate):\n    f = candidate(1)\n    assert f == 2",
+    "a reference of the same name": "def f(x): return x + 1\ndef check(candidate):\n    assert candidate(1) == f(1)",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_tests(name):
+    entry = {"entry_point": "f"} if "check(candidate)" in SHAPES[name] else {}
+    assert score("def f(x): return x + 1", SHAPES[name], **entry)[0] == 1.0
+    assert score("def f(x): return 0", SHAPES[name], **entry)[0] == 0.0
+
+
+@needs_bwrap
+def test_keys_that_json_makes_texts():
+    row = json.dumps({"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [{1: [True], 2: [True]}]})
+    assert score("def f(a): return {x: (True,) for x in a}", row)[0] == 1.0
+    assert score("def f(a): return {x: (False,) for x in a}", row)[0] == 0.0
+
+
 # -- programs that want the reward and not the work --------------------------------------------------------------------
 
 YES = "__eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __bool__ = __instancecheck__ = lambda *a: True"
@@ -331,6 +457,41 @@ def test_hacks_by_output():
     assert score("while True: print(1234567)", pairs)[0] == 0.0
 
 
+UNSCORED = [
+    ("class enc(Exception): pass\ndef dec(x): return 0", "assert dec(enc('abc')) == 'abc'"),
+    ("def enc(x): raise ImportError('x')\ndef dec(x): return x", "assert dec(enc('abc')) == 'abc'"),
+    (
+        "class O:\n    def sort(self, key=None): return 1\ndef f(x): return O()",
+        "r = f(1)\nr.sort(key=lambda x: x)\nassert r == [1]",
+    ),
+    (
+        "class O:\n    def sort(self, key=None): return 1\nclass f(O):\n    def __init__(self, x): pass",
+        "r = f(1)\nr.sort(key=lambda x: x)\nassert r == [1]",
+    ),
+    ("def f(x): return 1", "from solution import g\nassert g(1) == 2"),
+    (
+        "class E(Exception): pass\nE.__module__, E.__name__ = 'unittest.case', 'SkipTest'\ndef f(x): raise E",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 2)",
+    ),
+]
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("program", "tests"), UNSCORED)
+def test_no_program_makes_itself_unscored(program, tests):
+    assert score(program, tests)[0] == 0.0
+
+
+@needs_bwrap
+def test_loops_of_the_tests_are_not_ended_by_the_program():
+    tests = [
+        "assert all(map(lambda i: next(f(i)) == 2, range(3)))",
+        "assert list(filter(lambda i: next(f(i)), [1])) == []",
+    ]
+    assert score("def f(x): return iter([])", tests, partial=True)[0] == 0.0
+    assert score("def f(x): return iter([2 * (x < 3)])", [tests[0]])[0] == 1.0
+
+
 @needs_bwrap
 def test_what_one_test_does_to_the_next():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
@@ -377,6 +538,21 @@ def test_limits_are_handed_on():
         (["assert f(1) == 1", "assert f("], "SyntaxError"),
         ("def check(candidate): assert candidate(1)", "entry_point"),
         ("def test_it(fixture): assert f(1)", "must take nothing"),
+        ("def verify():\n    assert f(1) == 2", "only in functions that nothing calls"),
+        (["def verify():\n    assert f(1) == 2"], "only in functions that nothing calls"),
+        (
+            "import unittest\nclass T(unittest.IsolatedAsyncioTestCase):\n    async def test_a(self): assert f(1)",
+            "not be async",
+        ),
+        ("class TestF:\n    def test_a(self, tmp_path): assert f(1)", "nothing but self"),
+        ("from contextlib import redirect_stdout\nassert f()", "does not reach the program"),
+        (
+            "from unittest.mock import patch\nwith patch('builtins.input'):\n    assert f()",
+            "does not reach the program",
+        ),
+        ("import sys, io\nsys.stdin = io.StringIO('1')\nassert f()", r"use sys.stdin"),
+        ("import asyncio\nassert asyncio.run(f()) == 1", "use asyncio"),
+        ([{"input": 1, "output": 1, "fn_name": "f"}, {"input": 1, "output": 1}], "all be of one function"),
     ],
 )
 def test_rows_without_tests(tests, message):
@@ -393,6 +569,22 @@ def test_tests_that_cannot_be_run_are_no_zero():
     )
     with pytest.raises(DataError, match="hand over a builtin_function_or_method"):
         score("def f(g):\n    return g(1)", in_a_case)
+
+
+@needs_bwrap
+def test_tests_that_need_what_is_not_there_are_no_zero():
+    with pytest.raises(DataError, match="No module named 'pytest'"):
+        score("def f(x): return x", "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1")
+    with pytest.raises(DataError, match="do not define test_a after all"):
+        score("def f(x): return x", "if False:\n    def test_a():\n        assert f(1) == 1")
+
+
+@needs_bwrap
+def test_tests_that_test_nothing_are_no_one():
+    with pytest.raises(DataError, match="an empty program passes them"):
+        score("def f(x): return x", "def run():\n    if f(1) != 2: raise Exception('no')")
+    with pytest.raises(DataError, match="an empty program passes them"):
+        score("def f(x): return x", ["assert True"], partial=True)
 
 
 def test_without_a_sandbox_it_refuses(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ raise what it likes: it is not asked whether it passed. ``docs/sandbox.md`` says
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import warnings
@@ -66,10 +67,10 @@ async def code(
     Args:
         completion, prefill, prompt, log_extra: as every reward has them.
         tests: the row's column. Inputs and outputs: ``[{"input": ..., "output": ...}]`` or ``{"inputs": [...],
-            "outputs": [...]}``, compared line by line, spaces and empty lines at the end aside; with a ``"fn_name"``
-            they are arguments and results of that function. Or Python: a list of ``assert`` statements, each a test; or
-            a program, where a test is each statement with an ``assert``, each function or method named ``test...``, and
-            ``check(candidate)``. All may be JSON in a string.
+            "outputs": [...]}``, compared line by line and word by word; with a ``"fn_name"`` they are arguments and
+            results of that function. Or Python: a list of ``assert`` statements, each a test; or a program, where a
+            test is each statement that asserts, each function or method named ``test...``, and ``check(candidate)``.
+            All may be JSON in a string.
         entry_point: the row's column, if it has one: the name of what ``check`` gets; ``Solution().name`` will do.
         partial: give the share.
         unfenced: a completion without any fence is a program as a whole.
@@ -159,7 +160,10 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> Task:
         if all(isinstance(test, str) for test in tests):
             return _python({"tests": list(tests), "entry_point": entry_point})
         if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests):
-            return _pairs([test["input"] for test in tests], [test["output"] for test in tests], None)
+            functions = {test.get("fn_name") or None for test in tests}
+            if len(functions) > 1:
+                raise DataError(f"a row's tests must all be of one function, got {functions}")
+            return _pairs([test["input"] for test in tests], [test["output"] for test in tests], functions.pop())
     raise DataError(
         "the code reward's column tests must be assert statements, a test program, or inputs with outputs; "
         f"got {tests!r:.80}"
@@ -194,7 +198,7 @@ def _text(value: Any) -> str:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Whether two outputs are the same line by line, the number of spaces and empty lines at the end aside.
+    """Whether two outputs have the same words on the same lines; spaces around them and empty lines at the end aside.
 
     >>> same_output("1  2 \\n3\\n\\n", "1 2\\n3"), same_output("1 2 3", "1 2\\n3")
     (True, False)
@@ -221,7 +225,28 @@ async def judge(sandbox: Sandbox, program: str, task: Task, *, test_timeout: flo
     """
     if task.python is None:
         return await _by_output(sandbox, program, task.pairs, test_timeout, stop_early)
-    return await _by_python(sandbox, program, {**task.python, "seconds": test_timeout, "stop": stop_early})
+    asked = {**task.python, "seconds": test_timeout}
+    verdict = await _by_python(sandbox, program, {**asked, "stop": stop_early})
+    if verdict.passed == task.count:
+        await _see_that_they_test(sandbox, asked, task.count)
+    return verdict
+
+
+_fail_nothing: dict[bytes, bool] = {}
+"""Whether the empty program passes all of a row's tests: asked once, when a program has passed them."""
+
+
+async def _see_that_they_test(sandbox: Sandbox, asked: Mapping[str, Any], count: int) -> None:
+    """See that the tests test something.
+
+    Raises:
+        DataError: a program of nothing passes them.
+    """
+    row = hashlib.sha256(json.dumps(asked).encode()).digest()
+    if row not in _fail_nothing:
+        _fail_nothing[row] = (await _by_python(sandbox, "", {**asked, "stop": True})).passed == count
+    if _fail_nothing[row]:
+        raise DataError("the row's tests test nothing: an empty program passes them")
 
 
 async def _by_output(

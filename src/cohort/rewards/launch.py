@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import functools
 import math
 import os
 import re
@@ -18,6 +20,7 @@ from io import FileIO
 from typing import TYPE_CHECKING, Any, Literal
 
 from cohort.errors import SandboxError
+from cohort.rewards import watchdog
 from cohort.rewards.bubblewrap import HERE, INSIDE, NOBODY, arguments, environment, interpreter, map_users
 from cohort.rewards.syscalls import system_call_filter
 
@@ -49,14 +52,14 @@ class Result:
 class Program:
     """A program that runs, or is about to."""
 
-    def __init__(self, process: asyncio.subprocess.Process, stdin: FileIO, sent: bytes, limit: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, limit: int, mark: str) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         self._process = process
         self._limit = limit
+        self._mark = mark
         self._cut: Literal["timeout", "output"] | None = None
         self._stdout, self._stderr = bytearray(), bytearray()
-        self._sending = asyncio.create_task(_write(stdin, sent))
         self._ending = [
             asyncio.create_task(process.wait()),
             asyncio.create_task(self._read(process.stdout, self._stdout)),
@@ -64,6 +67,8 @@ class Program:
         ]
         self.since = time.monotonic()
         """When its time began."""
+        self.stands = not mark
+        """Whether it ends with bubblewrap's own process."""
 
     async def end(self, seconds: float) -> Result:
         """How it ends, by itself or after so many seconds.
@@ -85,9 +90,10 @@ class Program:
     async def close(self) -> None:
         """Kill what is left, and wait until it is gone."""
         self._kill(None)
-        self._sending.cancel()
+        if not self.stands:
+            watchdog.end(self._mark)
         # without a sandbox, a process that left the group may keep the output open: it is not waited for
-        _, pending = await asyncio.wait([self._sending, *self._ending], timeout=5)
+        _, pending = await asyncio.wait(self._ending, timeout=5)
         for task in pending:
             task.cancel()
 
@@ -98,8 +104,7 @@ class Program:
         return bytes(self._stderr).decode(errors="replace").strip() or f"exit code {self._process.returncode}"
 
     def _kill(self, why: Literal["timeout", "output"] | None) -> None:
-        """Bubblewrap's own process goes, and the sandbox with it; that its group goes is for the moments before that
-        bond is made, and for programs without a sandbox."""
+        """Bubblewrap's own process goes, and the sandbox with it; its group, for programs without a sandbox."""
         self._cut = self._cut or why
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -137,7 +142,7 @@ async def started(
         sandbox: its limits.
         bwrap: where bubblewrap is; None: no sandbox, the limits of the kernel alone.
         mode: what ``inside/start.py`` is to do with the text.
-        source, stdin: the text, and what comes after it on the standard input.
+        source, stdin: the text, and what it reads from its standard input.
         pipes: what it reads from and writes to besides. Closed here once it has them.
 
     Raises:
@@ -146,13 +151,13 @@ async def started(
     code = source.encode(errors="surrogatepass")
     with contextlib.ExitStack() as stack:
         ready, told = pipe(stack)
-        given, ours = pipe(stack)
-        theirs = [told, *(pipes or ())]
+        program_text, given = _file(stack, code), _file(stack, stdin.encode(errors="surrogatepass"))
+        theirs = [told, program_text, *(pipes or ())]
         folder = "/tmp" if bwrap else stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
         python = interpreter(sandbox.python or sys.executable)
         settings: dict[str, Any] = {
             "mode": mode,
-            "length": len(code),
+            "source": program_text.fileno(),
             "ready": told.fileno(),
             "memory": sandbox.memory,
             "files": sandbox.files,
@@ -166,17 +171,16 @@ async def started(
         command: list[str] = []
         if bwrap:
             settings |= {"threads": sandbox.threads} | ({"user": NOBODY} if users else {})
-            if users:  # so that /dev/stdin can be opened
-                os.fchown(given.fileno(), NOBODY, NOBODY)
-            rules = _filled(stack, system_call_filter())
+            rules = _file(stack, system_call_filter())
             theirs += [rules, *(users.theirs if users else ())]
             map_fds = users.fds if users else None
             shown = arguments(python, sandbox.packages, sandbox.files, rules.fileno(), map_fds)
             command = [bwrap, *shown]
         command += [python.executable, "-I", "-S", f"{settings['here']}/inside/start.py"]
         command += [f"{name}={value}" for name, value in settings.items()]
-        process = await _spawn(command, folder, given, theirs)
-        program = Program(process, ours, code + stdin.encode(errors="surrogatepass"), sandbox.output)
+        mark = watchdog.mark() if bwrap else ""
+        process = await _spawn([*command, *([mark] if mark else [])], mark, folder, given, theirs)
+        program = Program(process, sandbox.output, mark)
         try:
             await _stand(program, ready, users)
             yield program
@@ -184,10 +188,12 @@ async def started(
             await program.close()
 
 
-async def _spawn(command: list[str], folder: str, stdin: FileIO, theirs: list[FileIO]) -> asyncio.subprocess.Process:
-    """Start a process that has these ends of pipes. They are closed here, so that what is read ends when it ends."""
-    try:
-        return await asyncio.create_subprocess_exec(
+async def _spawn(
+    command: list[str], mark: str, folder: str, stdin: FileIO, theirs: list[FileIO]
+) -> asyncio.subprocess.Process:
+    """Start a process that has these files. They are closed here, so that what is read ends when it ends."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
             *command,
             stdin=stdin,
             stdout=subprocess.PIPE,
@@ -197,11 +203,26 @@ async def _spawn(command: list[str], folder: str, stdin: FileIO, theirs: list[Fi
             pass_fds=[file.fileno() for file in theirs],
             start_new_session=True,
         )
+    )
+    try:
+        return await asyncio.shield(starting)  # asyncio leaves a process, and waits for it, where this is cancelled
+    except asyncio.CancelledError:
+        starting.add_done_callback(functools.partial(_kill_started, mark))
+        await asyncio.wait([starting])
+        raise
     except OSError as error:
         raise SandboxError(f"{command[0]} could not be started: {error}") from None
     finally:
         for file in (stdin, *theirs):
             file.close()
+
+
+def _kill_started(mark: str, starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(starting.result().pid, signal.SIGKILL)
+        if mark:
+            watchdog.end(mark)
 
 
 async def _stand(program: Program, ready: FileIO, users: _Users | None) -> None:
@@ -213,7 +234,7 @@ async def _stand(program: Program, ready: FileIO, users: _Users | None) -> None:
         raise SandboxError(f"a sandbox did not stand after {START_SECONDS:g} s") from None
     if not stands:
         raise SandboxError(f"a sandbox could not be made: {await program.failure()}")
-    program.since = time.monotonic()
+    program.since, program.stands = time.monotonic(), True
 
 
 class _Users:
@@ -247,12 +268,22 @@ def pipe(stack: contextlib.ExitStack | contextlib.AsyncExitStack) -> tuple[FileI
     return stack.enter_context(FileIO(reads, "r")), stack.enter_context(FileIO(writes, "w"))
 
 
-def _filled(stack: contextlib.ExitStack, data: bytes) -> FileIO:
-    """The reading end of a pipe that holds so much and no more."""
-    reads, writes = pipe(stack)
-    writes.write(data)  # a pipe holds a page at least
-    writes.close()
-    return reads
+def _file(stack: contextlib.ExitStack, data: bytes) -> FileIO:
+    """A file without a name that holds this: as ``program < input`` has it, it has a length and can be opened again.
+    Nobody can write to it any more."""
+    if sys.platform != "linux":
+        descriptor, name = tempfile.mkstemp()
+        os.unlink(name)  # noqa: PTH108
+        file = stack.enter_context(FileIO(descriptor, "r+"))
+        file.write(data)
+        file.seek(0)
+        return file
+    memory = stack.enter_context(FileIO(os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w"))
+    rest = memoryview(data)
+    while rest:
+        rest = rest[memory.write(rest) :]
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return stack.enter_context(FileIO(os.open(f"/proc/self/fd/{memory.fileno()}", os.O_RDONLY), "r"))
 
 
 async def _read(file: FileIO) -> bytes:
@@ -264,22 +295,3 @@ async def _read(file: FileIO) -> bytes:
     finally:
         loop.remove_reader(file)
     return os.read(file.fileno(), 4096)
-
-
-async def _write(file: FileIO, data: bytes) -> None:
-    """Write all of it, or as much as somebody reads. A pipe, not the socket that asyncio would give: programs open it
-    again as /dev/stdin."""
-    os.set_blocking(file.fileno(), False)
-    ready, loop, rest = asyncio.Event(), asyncio.get_running_loop(), memoryview(data)
-    loop.add_writer(file, ready.set)
-    try:
-        while rest:
-            await ready.wait()
-            ready.clear()
-            with contextlib.suppress(BlockingIOError):
-                rest = rest[os.write(file.fileno(), rest) :]
-    except BrokenPipeError:  # it need not read
-        pass
-    finally:
-        loop.remove_writer(file)
-        file.close()

@@ -2,8 +2,8 @@
 
 A list of what is denied, and everything newer than the list denied too. The denied calls fail with EPERM, which Python
 shows as PermissionError; nothing is killed. Three calls are looked into: ``clone`` may make threads but no processes,
-``socket`` may make unix sockets (asyncio needs a pair of them) but no others, and ``prctl`` may not undo that a process
-dies with its parent, which is how a sandbox is ended.
+``socketpair`` may make unix sockets (asyncio needs a pair of them) but no others, and ``prctl`` may not undo that a
+process dies with its parent, which is how a sandbox is ended.
 """
 
 from __future__ import annotations
@@ -62,6 +62,18 @@ DENIED = {
     "msgrcv": (70, 188),
     "msgctl": (71, 187),
     "mq_open": (240, 180),
+    # sockets: what waits in a connection that nobody has accepted, or travels with a message, is memory of the kernel's
+    "socket": (41, 198),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    # so are the events that nobody reads
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
     # parts of the kernel with a history of holes
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -113,7 +125,7 @@ DENIED = {
 }
 """Name to number on x86_64 and on aarch64; None: not there."""
 
-_CLONE, _CLONE3, _SOCKET, _PRCTL = (56, 220), (435, 435), (41, 198), (157, 167)
+_CLONE, _CLONE3, _SOCKETPAIR, _PRCTL = (56, 220), (435, 435), (53, 199), (157, 167)
 _CLONE_THREAD, _AF_UNIX, _SET_PARENT_DEATH_SIGNAL = 0x00010000, 1, 1
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0 = 0, 4, 16
 """Where in ``struct seccomp_data``. Of an argument, the lower half: all that the kernel looks at in the three, and the
@@ -155,7 +167,7 @@ def system_call_filter(machine: str | None = None) -> bytes:
         _step(_HAS_BITS, _CLONE_THREAD, if_not=1),
         _step(_RETURN, _ALLOW),
         _step(_RETURN, _ERRNO | errno.EPERM),
-        _step(_EQUAL, _SOCKET[column], if_not=4),
+        _step(_EQUAL, _SOCKETPAIR[column], if_not=4),
         _step(_LOAD, _ARGUMENT_0),
         _step(_EQUAL, _AF_UNIX, if_not=1),
         _step(_RETURN, _ALLOW),

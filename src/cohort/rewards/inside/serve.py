@@ -10,6 +10,7 @@ import json
 import operator
 import signal
 import sys
+from collections import deque
 from types import ModuleType
 
 from . import wire  # this folder is a package of another name where it runs
@@ -19,11 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+
+def _plain(thing: Any) -> Any:
+    """What an object of the program's own holds as the container that it extends; None: it extends none."""
+    if isinstance(thing, dict):
+        return dict(dict.items(thing))
+    kinds: tuple[Any, ...] = (list, set, frozenset, deque)
+    return next((kind(kind.__iter__(thing)) for kind in kinds if isinstance(thing, kind)), None)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
     "enter": lambda thing: type(thing).__enter__(thing),
     "exit": lambda thing: type(thing).__exit__(thing, None, None, None),
-    **{f.__name__: f for f in (isinstance, getattr, setattr, len, iter, next, bool, str, repr, hash, abs)},
+    "plain": _plain,
+    **{f.__name__: f for f in (isinstance, issubclass, getattr, setattr, delattr, len, iter, next)},
+    **{f.__name__: f for f in (bool, str, repr, hash, abs, int, float)},
     **{name: getattr(operator, name) for name in [*wire.BINARY, "neg", "getitem", "setitem", "delitem"]},
 }
 
@@ -33,11 +45,14 @@ class Objects:
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
+        self._numbers: dict[int, int] = {}
 
     def hold(self, value: Any) -> list[Any]:
-        """Keep one; what stands for it."""
-        self._kept.append(value)
-        return ["object", len(self._kept) - 1]
+        """Keep one; what stands for it, always the same."""
+        number = self._numbers.setdefault(id(value), len(self._kept))
+        if number == len(self._kept):
+            self._kept.append(value)
+        return ["object", number]
 
     def find(self, data: list[Any]) -> Any:
         """The one that this stands for."""
@@ -50,7 +65,7 @@ def main(source: bytes, reads: int, writes: int) -> None:
     module = ModuleType("solution")
     sys.modules["solution"] = module
     signal.signal(signal.SIGALRM, wire.too_long)
-    exec(compile(source, "program.py", "exec"), module.__dict__)
+    exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
     while True:
         try:
             request = link.receive()
@@ -59,7 +74,7 @@ def main(source: bytes, reads: int, writes: int) -> None:
         try:
             answer = _answer(request, objects, module)
         except BaseException as error:  # SystemExit is no way out either
-            answer = {"error": _names(type(error)), "arguments": [str(error)[:1000]]}
+            answer = _error(error, objects)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         link.send(answer)
@@ -73,22 +88,33 @@ def _answer(request: dict[str, Any], objects: Objects, module: ModuleType) -> di
         value = getattr(module, arguments[0])
         if isinstance(value, type) and issubclass(value, Exception):
             return {"exception": _names(value)}
-        return {"value": wire.encode(value, objects.hold)}
+        # a type is asked for things as the program's other functions are, built-in or not
+        return {"value": objects.hold(value) if isinstance(value, type) else wire.encode(value, objects.hold)}
     keywords = wire.decode(request["keywords"], objects.find)
     signal.setitimer(signal.ITIMER_REAL, max(request["seconds"], 0.001))
     value = OPERATIONS[operation](*arguments, **keywords)
     answer = {"value": wire.encode(value, objects.hold)}
     signal.setitimer(signal.ITIMER_REAL, 0)
-    if operation == "call" and any(isinstance(argument, (list, dict, set, bytearray)) for argument in arguments):
-        answer["arguments"] = _changed(request["arguments"], arguments, objects)
+    handed = [*arguments, *keywords.values()]
+    if operation == "call" and any(isinstance(argument, wire.CHANGES) for argument in handed):
+        after = wire.encode(handed, objects.hold)
+        before = [*request["arguments"][1], *(item for _, item in request["keywords"][1])]
+        answer["changed"] = None if json.dumps(before) == json.dumps(after[1]) else after
     return answer
 
 
-def _changed(before: Any, arguments: Any, objects: Objects) -> Any:
-    """The arguments after the call where it changed them, None where it did not."""
-    after = wire.encode(arguments, objects.hold)
-    return None if json.dumps(before) == json.dumps(after) else after
+def _error(error: BaseException, objects: Objects) -> dict[str, Any]:
+    """What the other side makes an exception of."""
+    answer = {"error": _names(type(error)), "text": "", "arguments": ["list", []], "attributes": ["dict", []]}
+    try:
+        answer["text"] = str(error)[:1000]
+        answer["arguments"] = wire.encode([a[:1000] if type(a) is str else a for a in error.args], objects.hold)
+        answer["attributes"] = wire.encode(dict(vars(error)), objects.hold)
+        json.dumps(answer)
+    except Exception:  # as deep as it likes
+        answer |= {"arguments": ["list", []], "attributes": ["dict", []]}
+    return answer
 
 
-def _names(kind: type) -> list[str]:
-    return [base.__name__ for base in kind.__mro__]
+def _names(kind: type) -> list[list[str]]:
+    return [[str(base.__module__), base.__name__] for base in kind.__mro__]

@@ -1,17 +1,21 @@
 """The first thing that runs inside a sandbox: it sets the limits, says that it has got so far, and runs the program.
 
-Its arguments are ``name=value``; the program's text comes first on the standard input, and the program's own input
-after it. This file is run as a script, by an interpreter that knows nothing of Cohort.
+Its arguments are ``name=value``; the program's text is in a file that is open, the program's input the standard input.
+This file is run as a script, by an interpreter that knows nothing of Cohort.
 """
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
 import os
 import resource
 import sys
+import time
 from importlib import import_module
 
 OPEN_FILES = 64
+SIGNALS = 256  # each timer is counted as one
 
 
 def set_limits(settings: dict[str, str]) -> None:
@@ -26,6 +30,7 @@ def set_limits(settings: dict[str, str]) -> None:
         resource.RLIMIT_FSIZE: int(settings["files"]) * megabyte,
         resource.RLIMIT_CPU: int(settings["cpu"]),
         resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_SIGPENDING: SIGNALS,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
@@ -52,22 +57,18 @@ def change_user(user: int) -> None:
 def close_others(settings: dict[str, str]) -> None:
     """Close what bubblewrap has left open."""
     last = 2
-    for fd in sorted(int(settings[name]) for name in ("ready", "reads", "writes") if name in settings):
+    for fd in sorted(int(settings[name]) for name in ("ready", "source", "reads", "writes") if name in settings):
         os.closerange(last + 1, fd)
         last = fd
     os.closerange(last + 1, 1 << 16)
 
 
-def read_exactly(count: int) -> bytes:
-    """So many bytes of the standard input and not one more: what follows is the program's."""
-    parts = []
-    while count:
-        part = os.read(0, min(count, 1 << 16))
-        if not part:
-            raise EOFError("the standard input ended before the program's text did")
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+def wait_for_the_first() -> None:
+    """Until the sandbox's first process has the filter: it takes it once it has bound itself to its parent's life."""
+    status = os.open("/proc/1/status", os.O_RDONLY)
+    while b"\nSeccomp:\t2\n" not in os.pread(status, 1 << 16, 0):
+        time.sleep(0.001)
+    os.close(status)
 
 
 def run(source: bytes) -> None:
@@ -76,8 +77,8 @@ def run(source: bytes) -> None:
     names = sys.modules["__main__"].__dict__
     kept = {name: names[name] for name in ("__name__", "__builtins__", "__doc__", "__spec__", "__loader__")}
     names.clear()
-    names.update(kept, __doc__=None, __loader__=None)
-    exec(compile(source, "program.py", "exec"), names)
+    names.update(kept, __doc__=None, __loader__=None, __file__="program.py")
+    exec(compile(source, "program.py", "exec", dont_inherit=True), names)
 
 
 def main() -> None:
@@ -88,14 +89,20 @@ def main() -> None:
         sys.path.append(settings["here"])
         main_of_mode = import_module(f"inside.{mode}").main
         sys.path.pop()
+    for name in ("exit", "quit"):  # which ``site`` makes, left out as it looks for packages
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    builtins.help = _sitebuiltins._Helper()
     sys.path.extend(path for path in settings["packages"].split(os.pathsep) if path)
     close_others(settings)
     set_limits(settings)
     if "user" in settings:
         change_user(int(settings["user"]))
+    if "threads" in settings:
+        wait_for_the_first()
     os.write(ready, b"1")
     os.close(ready)
-    source = read_exactly(int(settings["length"]))
+    with os.fdopen(int(settings["source"]), "rb") as file:
+        source = file.read()
     if mode == "run":
         run(source)
     else:
