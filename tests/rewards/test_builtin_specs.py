@@ -69,7 +69,7 @@ def test_a_spec_is_a_name_and_values(spec, parts):
         ("json_schema(schema='{')", "not a JSON schema"),
         ("language(code='klingon')", "not a language that is known; known are ace, af"),
         ("cosine_length(max_length=8, correct='maths')", "correct='maths': unknown reward 'maths'"),
-        ("maths", "unknown reward 'maths': built in are math, "),
+        ("maths", "unknown reward 'maths' .did you mean 'math'.*: built in are math, "),
         ("maths(a=1)", "unknown reward 'maths'"),
     ],
 )
@@ -143,7 +143,7 @@ def test_the_list_of_rewards(capsys):
         summary = inspect.getdoc(row.load()).partition("\n")[0].replace("``", "")
         assert summary in " ".join(printed.split())
     assert main(["rewards", "maths"]) == 2
-    assert "unknown reward 'maths': built in are math" in capsys.readouterr().err
+    assert "unknown reward 'maths' (did you mean 'math'?): built in are math" in capsys.readouterr().err
 
 
 def test_listing_imports_nothing_heavy():

@@ -174,7 +174,7 @@ def test_functions_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gsm9k", "unknown reward 'gsm9k': built in are math, reasoning_answer, gsm8k, "),
+        ("gsm9k", "unknown reward 'gsm9k' .did you mean 'gsm8k'.*: built in are math, reasoning_answer, gsm8k, "),
         ("nowhere.py:f", "no reward file nowhere.py"),
         ("no_such_module_x:f", "cannot import reward module"),
         ("cohort.rewards.mathematics:gsm9k", "has no function 'gsm9k'; it has: .*gsm8k"),

@@ -196,7 +196,7 @@ def why_no_gradient(metrics: dict[str, Any]) -> str:
     """Why a step's updates had no gradient, from its metrics."""
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
         return "no update was made: in every group all rewards are equal, and objective.group_filter left them all out"
-    if metrics["reward/mean"] is None:
+    if metrics.get("reward/mean", 0.0) is None:
         functions = [
             key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1
         ]
