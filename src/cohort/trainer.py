@@ -185,8 +185,8 @@ class GRPOTrainer:
                 self._sum_up(metrics)
                 whole_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (RewardError, DataError) as error:  # a row of a stream is looked at when it comes
-            # A reward that failed in an evaluation comes after the updates of a step that is not whole yet.
+        except (RewardError, DataError, ConfigError) as error:  # a row of a stream is looked at when it comes
+            # Where it failed between the updates of a step and its end, there is no whole step to write.
             as_it_was = whole_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
             hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"

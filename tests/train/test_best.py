@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cohort.config import EvalConfig
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, RewardError
 from cohort.train import Best
 from cohort.train.evaluate import check_settings
-from tests.train.harness import ROWS, make_trainer, parameters
+from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 
@@ -55,9 +55,39 @@ def test_patience(patience, ends):
     assert best.exhausted is ends
 
 
-def test_a_metric_that_is_not_logged():
-    with pytest.raises(ConfigError, match="did not log: eval/pass@1/mean"):
-        Best(EvalConfig(metric_for_best_model=METRIC)).takes(1, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0.1})
+def test_a_metric_that_is_not_logged_is_no_number(caplog):
+    best = Best(EvalConfig(metric_for_best_model=METRIC))
+    assert not best.takes(1, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0.1})
+    assert (best.step, best.evaluations_since) == (None, 1)
+    assert "which the evaluation did not log: eval/pass@1/mean" in caplog.text
+    assert not best.takes(2, {})
+    assert len(caplog.messages) == 1
+    assert not best.takes(3, {METRIC: math.inf})
+
+
+def test_a_metric_that_is_never_logged_does_not_lose_the_training(demo_tokenizer, tmp_path):
+    settings = {"eval_rows": ROWS[:2], "max_steps": 1, "metric_for_best_model": "eval/custom/typo"}
+    summary = make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
+    assert "best" not in summary
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_step(demo_tokenizer, tmp_path):
+    def fails_late(completions, trainer_state, **_):
+        if trainer_state.evaluating and trainer_state.global_step == 2:
+            raise ValueError("no more")
+        return digits_reward(completions)
+
+    settings = {"rewards": fails_late, "eval_rows": ROWS[:2], "max_steps": 3, "eval_steps": 2, "save_steps": 0}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
+    with pytest.raises(RewardError, match="no more .*; in step 2; a checkpoint of step 2 is kept"):
+        trainer.train()
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0, 1, 2]
+    straight = make_trainer(demo_tokenizer, tmp_path / "straight", eval_rows=ROWS[:2], max_steps=3)
+    straight.train()
+    resumed = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
+    assert resumed.train(resume=True)["steps"] == 3
+    assert all(torch.equal(parameters(resumed)[name], value) for name, value in parameters(straight).items())
 
 
 @pytest.mark.parametrize(

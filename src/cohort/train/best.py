@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from cohort.config import EvalConfig
-from cohort.errors import ConfigError
+
+log = logging.getLogger("cohort.train")
 
 
 @dataclass(slots=True)
@@ -20,22 +22,23 @@ class Best:
     value: float | None = None
     evaluations_since: int = 0
     """How many evaluations there were since."""
+    warned: bool = False
+    """Whether it was said that the metric is not logged."""
 
     def takes(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Look at an evaluation; whether it is the best so far. Equal is not better, and no number never is.
-
-        Raises:
-            ConfigError: it does not have the metric.
-        """
+        """Look at an evaluation; whether it is the best so far. Equal is not better, and what is no finite number, or
+        was not logged, never is."""
         metric = self.settings.metric_for_best_model
         if metric is None:
             return False
         if metric not in metrics:
-            logged = ", ".join(key for key in metrics if not key.endswith(("/low", "/high")))
-            raise ConfigError(f"eval.metric_for_best_model is {metric!r}, which the evaluation did not log: {logged}")
-        value = metrics[metric]
+            if not self.warned:
+                logged = ", ".join(key for key in metrics if not key.endswith(("/low", "/high")))
+                log.warning("eval.metric_for_best_model is %r, which the evaluation did not log: %s", metric, logged)
+            self.warned = True
+        value = metrics.get(metric, math.nan)
         sign = 1 if self.settings.greater_is_better else -1
-        if not math.isnan(value) and (self.value is None or sign * value > sign * self.value):
+        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
             self.step, self.value, self.evaluations_since = step, value, 0
             return True
         self.evaluations_since += 1

@@ -29,6 +29,10 @@ ANSWER = "answer"
 """The column that reward functions log a completion's answer in, for majority votes."""
 
 
+NO_SHARES = ("length",)
+"""Metrics that are no shares, even where every prompt's number is 0 or 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """What an evaluation of one set found."""
@@ -175,7 +179,11 @@ class Evaluator:
             table = table.append_column(name, pyarrow.array(column))
         values = per_prompt(scores, completions, self.settings, self.seed, self._answers(scores))
         found = estimates(
-            values, confidence=self.settings.confidence, resamples=self.settings.bootstrap_samples, seed=self.seed
+            values,
+            confidence=self.settings.confidence,
+            resamples=self.settings.bootstrap_samples,
+            seed=self.seed,
+            no_shares=NO_SHARES,
         )
         counts = {
             "unscored": int(scores.rewards_S.isnan().sum()),
