@@ -155,7 +155,7 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
             )
-        folder = output_folder(self.args, resume=resume)
+        folder, metric = output_folder(self.args, resume=resume), self.args.eval.metric_for_best_model
         parts = Parts(
             policy=self.policy,
             reference=self.reference,
@@ -167,7 +167,7 @@ class GRPOTrainer:
             evaluator=self.evaluator,
             budget=self.budget,
             adaptive=Adaptive.of(self.objective),
-            best=Best(self.args.eval),
+            best=Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else ""),
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
@@ -287,12 +287,12 @@ class GRPOTrainer:
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
                 "raise run.num_epochs or run.max_steps to go on"
             )
-        folder.resume(self.args, step)
         if parts.best.exhausted:
             raise ConfigError(
                 f"{folder.path} has ended early, at step {step}: {parts.best.describe()}; "
                 "raise eval.early_stopping_patience, or set it to 0, to go on"
             )
+        folder.resume(self.args, step)
         if self.args.report.progress:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step

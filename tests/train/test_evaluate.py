@@ -282,6 +282,15 @@ def test_rewards_are_told_that_it_is_an_evaluation(demo_tokenizer, tmp_path):
     assert evaluated == [(0, 2, True), (1, 2, True), (2, 2, True)]
 
 
+def test_what_utf8_cannot_hold_is_kept_escaped(demo_tokenizer):
+    def odd(completions, log_extra, **_):
+        log_extra("answer", ["\ud800x"] * len(completions))
+        return [1.0] * len(completions)
+
+    table = make_trainer(demo_tokenizer, None, rewards=odd, eval_rows=ROWS[:2]).evaluations()[""].table
+    assert table.column("extra/answer").to_pylist() == ["\\ud800x"] * 2
+
+
 # Mistakes ----------------------------------------------------------------------------------------------------------------
 
 
@@ -345,4 +354,7 @@ def test_the_start_says_what_is_evaluated(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows={"a": ROWS[:3], "b": ROWS[:5]}, **settings)
     assert "\nevaluation: a 3, b 5 prompts x 2; temperature 0.5, top-k off" in trainer.describe()
     assert "0 to 7 tokens" in trainer.describe()
+    assert "at temperature 0" not in trainer.describe()
+    greedy = make_trainer(demo_tokenizer, None, eval_rows=ROWS[:3], **settings | {"temperature_eval": 0})
+    assert "; at temperature 0 a prompt's 2 completions are the same one\n" in greedy.describe()
     assert "evaluation" not in make_trainer(demo_tokenizer, tmp_path / "plain").describe()

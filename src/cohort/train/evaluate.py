@@ -143,11 +143,16 @@ class Evaluator:
                 found[name] = self._evaluate(engine, prompts, state, on_completion)
         return found
 
+    def fingerprint(self, metric: str) -> str:
+        """A hash of the prompts that a metric is measured on."""
+        found = [own.fingerprint for name, own in self.sets.items() if metric.startswith(prefix(name))]
+        return " ".join(found)
+
     def describe(self) -> str:
         """What is evaluated, and how it is sampled."""
         sets = ", ".join(f"{name} {len(own):,}".strip() for name, own in self.sets.items())
         count = self.settings.num_generations_eval
-        lines = [f"evaluation: {sets} prompts x {count}; {self.sampling.describe()}"]
+        lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}"]
         for name, own in self.sets.items():
             lines += [f"  {name and f'{name}: '}{line}" for line in describe_prompts(own)]
         return "\n".join(lines)
@@ -191,6 +196,12 @@ class Evaluator:
             **{f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()},
         }
         return Evaluation(values, found, counts, table)
+
+    def describe_sampling(self) -> str:
+        """How completions are drawn, and that some are for nothing."""
+        count = self.settings.num_generations_eval
+        same = count > 1 and self.sampling.temperature == 0
+        return self.sampling.describe() + f"; at temperature 0 a prompt's {count} completions are the same one" * same
 
     def _answers(self, scores: Scores) -> Sequence[Any] | None:
         """What the judge logged as answers, None if nothing: those of another function are no matter."""
