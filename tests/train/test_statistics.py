@@ -205,7 +205,7 @@ def test_few_prompts_show_no_difference_though_their_bootstrap_would():
     assert (graded.difference.low > 0, graded.p_value, graded.shown(0.95)) == (True, 0.25, False)
     assert compare(np.ones(8), np.zeros(8)).shown(0.95)  # p = 2 / 256
     single = compare(np.ones(1), np.zeros(1))
-    assert (single.difference.low, single.p_value) == (pytest.approx(1 - 2 * 3.8415 / (1 + 3.8415)), 1.0)
+    assert (single.difference.low, single.p_value) == (pytest.approx(1 - 2 * 3.841459 / (1 + 3.841459)), 1.0)
     nothing = compare(np.array([NAN]), np.array([1.0]))
     assert math.isnan(nothing.difference.mean)
     assert (nothing.p_value, nothing.shown(0.95)) == (1.0, False)
