@@ -126,10 +126,7 @@ def test_two_models_on_the_same_draws(rows, tmp_path, capsys, spoilt):
     assert found["shown"] is True
     assert evaluate(*arguments, "--against", MODEL, "--quiet") == 0
     said = capsys.readouterr().out
-    assert (
-        "reward: no difference shown: 0 points, 95% interval 0 to 0 (0 prompts better, 12 equal, 0 worse; p = 1)"
-        in said
-    )
+    assert "reward: no difference shown: all equal on 12 prompts" in said
     assert evaluate(*arguments, "--against", MODEL, "--quiet", model=spoilt) == 0
 
 
@@ -177,6 +174,23 @@ def test_a_run_brings_its_settings(run_folder, tmp_path, capsys):
     assert json.loads((tmp_path / "more.json").read_text())["settings"]["num_generations_eval"] == 3
 
 
+def test_what_a_run_was_made_of_is_not_written_over(run_folder, tmp_path, capsys):
+    for file in ("run/config.toml", "data.jsonl", "mine.py"):
+        before = (tmp_path / file).read_bytes()
+        assert evaluate("--output", file, "--overwrite", model=str(run_folder)) == 2
+        assert "is a file that is read" in capsys.readouterr().err
+        assert (tmp_path / file).read_bytes() == before
+
+
+def test_other_rewards_do_not_get_the_weights_of_the_run(run_folder):
+    config = run_folder / "config.toml"
+    config.write_text(config.read_text().replace("[reward]", "[reward]\nweights = [0.5]"))
+    assert Request(str(run_folder)).settings().reward.weights == (0.5,)
+    assert Request(str(run_folder), reward=("math", "mine.py:digits")).settings().reward.weights is None
+    weighted = Request(str(run_folder), ("--reward.weights", "[2]"), reward=("mine.py:digits",))
+    assert weighted.settings().reward.weights == (2,)
+
+
 def test_which_model_of_a_run(run_folder):
     path, said = model_of(str(run_folder))
     assert path == str(run_folder / "best")
@@ -220,16 +234,35 @@ def test_which_model_of_a_run(run_folder):
             ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl"),
             "rows.jsonl exists: give another file",
         ),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is the file of rows"),
+        (
+            ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"),
+            "is a file that is read",
+        ),
+        (("--data", "*.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is a file that is read"),
+        (
+            ("--data.eval", '[{path = "rows.jsonl"}]', "--reward", REWARD, "--json", "./rows.jsonl", "--overwrite"),
+            "is a file that is read",
+        ),
+        (("--data", ".", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is a file that is read"),
+        (
+            ("--data", "a.jsonl", "--reward", "rows.jsonl.py:f(x=1)", "--output", "rows.jsonl.py", "--overwrite"),
+            "is a file that is read",
+        ),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "./a"), "are the same file"),
+        (
+            ("--data", "rows.jsonl", "--reward", REWARD, "--eval.confidence", "0.9999"),
+            "are too few for confidence 0.9999",
+        ),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "no/where.json"), "there is no folder no"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "a"), "are the same file"),
     ],
 )
-def test_mistakes_are_answered_before_a_model_is_loaded(rows, monkeypatch, capsys, arguments, message):
+def test_mistakes_are_answered_before_a_model_is_loaded(rows, tmp_path, monkeypatch, capsys, arguments, message):
     def load(*_, **__):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(run_module, "load_policy", load)
+    (tmp_path / "rows.jsonl.py").write_text("")
     assert evaluate(*arguments) == 2
     assert message in capsys.readouterr().err
 

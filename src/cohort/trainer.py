@@ -155,7 +155,7 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
             )
-        folder = output_folder(self.args, resume=resume)
+        folder, metric = output_folder(self.args, resume=resume), self.args.eval.metric_for_best_model
         parts = Parts(
             policy=self.policy,
             reference=self.reference,
@@ -167,7 +167,7 @@ class GRPOTrainer:
             evaluator=self.evaluator,
             budget=self.budget,
             adaptive=Adaptive.of(self.objective),
-            best=Best(self.args.eval),
+            best=Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else ""),
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
@@ -185,8 +185,8 @@ class GRPOTrainer:
                 self._sum_up(metrics)
                 whole_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (RewardError, DataError) as error:  # a row of a stream is looked at when it comes
-            # A reward that failed in an evaluation comes after the updates of a step that is not whole yet.
+        except (RewardError, DataError, ConfigError) as error:  # a row of a stream is looked at when it comes
+            # Where it failed between the updates of a step and its end, there is no whole step to write.
             as_it_was = whole_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
             hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
@@ -287,12 +287,12 @@ class GRPOTrainer:
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
                 "raise run.num_epochs or run.max_steps to go on"
             )
-        folder.resume(self.args, step)
         if parts.best.exhausted:
             raise ConfigError(
                 f"{folder.path} has ended early, at step {step}: {parts.best.describe()}; "
                 "raise eval.early_stopping_patience, or set it to 0, to go on"
             )
+        folder.resume(self.args, step)
         if self.args.report.progress:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step

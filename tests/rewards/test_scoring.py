@@ -164,8 +164,24 @@ def test_trainer_state_and_logs():
 
     scores = RewardRunner([sample, batch]).score(rollout(["a", "bb"]), state)
     assert scores.by_function_SK[:, 0].tolist() == [7, 7]
-    assert scores.extras == {"answer": ["A", "BB"], "answer/batch": [1, 1], "place": [0, 1]}
+    assert scores.extras == {"answer/sample": ["A", "BB"], "answer/batch": [1, 1], "place/batch": [0, 1]}
     assert scores.logged == {"letters": [1, 2]}
+
+
+def test_whose_column_it_is_does_not_depend_on_who_logs_it():
+    def first(completion, log_extra):
+        if completion == "a":
+            log_extra("answer", 1)
+        return 0
+
+    def second(completion, log_extra):
+        log_extra("answer", 2)
+        return 0
+
+    runner = RewardRunner([first, second, length])
+    assert runner.score(rollout(["b"])).extras == {"answer/second": [2]}
+    assert runner.score(rollout(["a"])).extras == {"answer/first": [1], "answer/second": [2]}
+    assert RewardRunner([first, length]).score(rollout(["a"])).extras == {"answer": [1]}
 
 
 def test_a_logged_column_of_another_length_is_refused():

@@ -163,8 +163,39 @@ def test_majority_votes_and_what_functions_log(demo_tokenizer, tmp_path):
         if len(set(answers[prompt])) == 1:
             assert found.values["maj@3"][prompt] == right[prompt, 0]
     assert found.counts["custom/has_answer"] == np.mean(answers.ravel() != None)  # noqa: E711
-    plain = make_trainer(demo_tokenizer, tmp_path / "plain", eval_rows=ROWS[:3], **settings)
-    assert not any("maj@" in key for key in plain.evaluate())
+
+
+def test_majority_votes_are_of_the_answers_of_the_judge(demo_tokenizer, tmp_path, caplog):
+    """The first function logs an answer for one prompt only: its windows are not those of the rest."""
+
+    def other(prompt, completion, log_extra):
+        if prompt == ROWS[2]["prompt"]:
+            log_extra("answer", "A")
+        return 1.0
+
+    def judge(completion, log_extra):
+        log_extra("answer", "B")
+        return 1.0
+
+    settings = {"eval_rows": ROWS[:6], "num_generations_eval": 2, "maj_at_k": [2], "max_batch_size": 1}
+    trainer = make_trainer(demo_tokenizer, None, rewards=[other, judge], pass_function="judge", **settings)
+    assert trainer.evaluations()[""].values["maj@2"].tolist() == [1.0] * 6
+    assert not caplog.records
+
+
+def test_votes_without_answers(demo_tokenizer, caplog):
+    def mute(completion):
+        return 1.0
+
+    def silent(completion, log_extra):
+        return 1.0
+
+    settings = {"eval_rows": ROWS[:3], "num_generations_eval": 2, "maj_at_k": [2]}
+    with pytest.raises(ConfigError, match="reward function mute logs, and it takes no log_extra"):
+        make_trainer(demo_tokenizer, None, rewards=[mute, logs_answers], **settings)
+    trainer = make_trainer(demo_tokenizer, None, rewards=[silent, logs_answers], **settings)
+    assert np.isnan(trainer.evaluate()["eval/maj@2/mean"])  # the answers of logs_answers are not silent's
+    assert caplog.messages == ["reward function silent logged no column 'answer': maj@k has no value"]
 
 
 def test_what_is_correct(demo_tokenizer, tmp_path):
@@ -217,6 +248,17 @@ def test_a_reward_that_draws_draws_the_same_in_every_evaluation(demo_tokenizer, 
     assert random.getstate() == state
 
 
+def test_a_reward_that_draws_gives_a_set_the_same_whatever_else_there_is(demo_tokenizer):
+    def drawn(completions, **_):
+        return [random.random() for _ in completions]
+
+    trainer = make_trainer(demo_tokenizer, None, rewards=drawn)
+    state = random.getstate()
+    both, alone = trainer.evaluate({"a": ROWS[4:8], "b": ROWS[:4]}), trainer.evaluate({"b": ROWS[:4]})
+    assert both["eval/b/reward/mean"] == alone["eval/b/reward/mean"]
+    assert random.getstate() == state  # the functions were tried too
+
+
 def test_no_evaluation_at_the_start(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:3], max_steps=1, eval_on_start=False)
     summary = trainer.train()
@@ -235,7 +277,18 @@ def test_rewards_are_told_that_it_is_an_evaluation(demo_tokenizer, tmp_path):
     make_trainer(
         demo_tokenizer, tmp_path / "run", rewards=watching, eval_rows=ROWS[:3], max_steps=2, eval_steps=1
     ).train()
-    assert [step for step in seen if step[2]] == [(0, 2, True), (1, 2, True), (2, 2, True)]
+    tried, *evaluated = [step for step in seen if step[2]]
+    assert tried[0] == 0
+    assert evaluated == [(0, 2, True), (1, 2, True), (2, 2, True)]
+
+
+def test_what_utf8_cannot_hold_is_kept_escaped(demo_tokenizer):
+    def odd(completions, log_extra, **_):
+        log_extra("answer", ["\ud800x"] * len(completions))
+        return [1.0] * len(completions)
+
+    table = make_trainer(demo_tokenizer, None, rewards=odd, eval_rows=ROWS[:2]).evaluations()[""].table
+    assert table.column("extra/answer").to_pylist() == ["\\ud800x"] * 2
 
 
 # Mistakes ----------------------------------------------------------------------------------------------------------------
@@ -301,4 +354,7 @@ def test_the_start_says_what_is_evaluated(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows={"a": ROWS[:3], "b": ROWS[:5]}, **settings)
     assert "\nevaluation: a 3, b 5 prompts x 2; temperature 0.5, top-k off" in trainer.describe()
     assert "0 to 7 tokens" in trainer.describe()
+    assert "at temperature 0" not in trainer.describe()
+    greedy = make_trainer(demo_tokenizer, None, eval_rows=ROWS[:3], **settings | {"temperature_eval": 0})
+    assert "; at temperature 0 a prompt's 2 completions are the same one\n" in greedy.describe()
     assert "evaluation" not in make_trainer(demo_tokenizer, tmp_path / "plain").describe()

@@ -76,9 +76,24 @@ class EvalConfig(Section):
                 )
         if self.early_stopping_patience and self.metric_for_best_model is None:
             raise ValueError("early_stopping_patience needs a metric: set eval.metric_for_best_model")
+        if 1 / (1 + self.bootstrap_samples) > 1 - self.confidence:
+            raise ValueError(
+                f"bootstrap_samples {self.bootstrap_samples} are too few for confidence {self.confidence}: the least p "
+                "that so many can give is above 1 - confidence, and no difference would ever be shown. Raise it"
+            )
         return self
 
     def what_is_measured(self) -> dict[str, Any]:
-        """The settings that the value of a metric depends on: two values under others are not to be compared."""
-        others = {"eval_steps", "eval_on_start", "early_stopping_patience", "bootstrap_samples"}
-        return self.model_dump(exclude=others, mode="json")
+        """The settings that the value of ``metric_for_best_model`` depends on: two values under others are not to be
+        compared."""
+        metric = self.metric_for_best_model or ""
+        names = {
+            "metric_for_best_model",
+            "greater_is_better",
+            *(n for n in type(self).model_fields if n.endswith("_eval")),
+        }
+        if "@" in metric:
+            names |= {"pass_function", "pass_threshold"}
+        if metric.endswith(("/low", "/high")):
+            names |= {"bootstrap_samples", "confidence"}
+        return self.model_dump(include=names, mode="json")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, apply_overrides, load_config
+from cohort.config.data import Source
 from cohort.errors import ConfigError, ModelError
 from cohort.train import RunFolder
 
@@ -67,10 +69,9 @@ class Request:
         Raises:
             ConfigError: a setting is wrong, or there is no data or no reward.
         """
-        source = self.config
-        if source is None and (run := run_of(Path(self.model).expanduser())) is not None:
-            source = str(run / "config.toml")
-        given = [*self.overrides, *self._flags()]
+        source, given = self._source(), [*self.overrides, *self._flags()]
+        if self.reward:
+            given = ["--reward.weights", "none", *given]  # the run's are of its own functions
         config = load_config(source, given) if source else apply_overrides({}, given)
         where = f" ({source} names none: the run may have been given them in Python)" if source else ""
         if not config.data.eval:
@@ -78,6 +79,11 @@ class Request:
         if not config.reward.functions:
             raise ConfigError(f"no reward function: give --reward NAME{where}")
         return config
+
+    def _source(self) -> str | None:
+        """The file of settings: what was given, or that of the run which the model comes from."""
+        run = run_of(Path(self.model).expanduser()) if self.config is None else None
+        return self.config if run is None else str(run / "config.toml")
 
     def _flags(self) -> list[str]:
         pairs: list[str] = []
@@ -91,12 +97,18 @@ class Request:
             pairs += [f"--{setting}", text]
         return pairs
 
-    def check_files(self) -> None:
+    def check_files(self, settings: GRPOConfig) -> None:
         """Look at the files to write; they are made when the numbers are there.
+
+        Args:
+            settings: what is read is not to be written over: their data and reward files, and where they are from.
 
         Raises:
             ConfigError: one exists, or cannot be made.
         """
+        rewards = [f"{name.partition('.py:')[0]}.py" for name in settings.reward.functions if ".py:" in name]
+        source = self._source()
+        read = [*_paths(settings.data.eval), *rewards, *([source] if source else [])]
         for flag, file in (("--output", self.output), ("--json", self.json)):
             if file is None:
                 continue
@@ -107,10 +119,27 @@ class Request:
                 raise ConfigError(f"{flag} {path} exists: give another file, or --overwrite")
             if not path.parent.is_dir():
                 raise ConfigError(f"there is no folder {path.parent} for {flag} {path.name}: make it first")
-            if path.resolve() in {Path(one.rpartition("=")[2]).expanduser().resolve() for one in self.data}:
-                raise ConfigError(f"{flag} {path} is the file of rows: give another one")
-        if self.output and self.output == self.json:
+            if any(_is_read(path, one) for one in read):
+                raise ConfigError(f"{flag} {path} is a file that is read, of rows, rewards or settings: give another")
+        written = [Path(file).expanduser().resolve() for file in (self.output, self.json) if file]
+        if len(set(written)) < len(written):
             raise ConfigError("--output and --json are the same file: give two")
+
+
+def _paths(given: Any) -> Iterator[str]:
+    """Those of ``data.eval``: a path, a source, several of them, or sets of such under names."""
+    if isinstance(given, Mapping | tuple):
+        for item in given.values() if isinstance(given, Mapping) else given:
+            yield from _paths(item)
+    else:
+        yield str(given.path if isinstance(given, Source) else given)
+
+
+def _is_read(path: Path, name: str) -> bool:
+    """Whether an existing file is what a name stands for: a file, a folder's files, or those of a pattern."""
+    target, name = path.resolve(), str(Path(name).expanduser())
+    read = {Path(found).resolve() for found in [name, *glob(name, recursive=True)]}  # noqa: PTH207 - may be absolute
+    return path.exists() and any(target == one or (one.is_dir() and target.is_relative_to(one)) for one in read)
 
 
 def _sets(given: Sequence[str]) -> str | None:

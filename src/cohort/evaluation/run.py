@@ -74,8 +74,8 @@ class Job:
         Raises:
             CohortError: something cannot be.
         """
-        request.check_files()
         settings = request.settings()
+        request.check_files(settings)
         rewards = RewardRunner(
             [as_reward_function(name) for name in settings.reward.functions],
             settings.reward.weights,
@@ -119,7 +119,7 @@ class Job:
         count = self.settings.eval.num_generations_eval
         prompts = sum(len(own) for own in subject.evaluator.sets.values())
         self._say(f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""))
-        self._say(f"{engine.describe_model()}\nsampling: {subject.evaluator.sampling.describe()}")
+        self._say(f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}")
         self._say(f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {self.settings.run.seed}")
         with _bar(prompts * count, shown=not self.request.quiet) as advance:
             found = subject.evaluator.evaluate(engine, on_completion=advance)

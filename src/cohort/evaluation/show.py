@@ -15,7 +15,7 @@ from rich.table import Table
 
 from cohort.config import GRPOConfig
 from cohort.train import Comparison, Estimate, Evaluation, Evaluator, compare
-from cohort.train.evaluate import eval_sampling
+from cohort.train.evaluate import NO_SHARES, eval_sampling
 from cohort.train.folder import json_value, write_whole
 from cohort.train.statistics import Floats
 
@@ -30,7 +30,7 @@ OWN_COLUMNS = ("set", "samples", "pass_rate")
 def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> Comparisons:
     """Two models prompt by prompt, for every metric that both have."""
 
-    def one(first_P: Floats, second_P: Floats) -> Comparison:
+    def one(metric: str, first_P: Floats, second_P: Floats) -> Comparison:
         numbers = settings.eval
         return compare(
             first_P,
@@ -38,11 +38,12 @@ def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> C
             confidence=numbers.confidence,
             resamples=numbers.bootstrap_samples,
             seed=settings.run.seed,
+            share=metric not in NO_SHARES,
         )
 
     return {
         name: {
-            metric: one(values_P, second[name].values[metric])
+            metric: one(metric, values_P, second[name].values[metric])
             for metric, values_P in evaluation.values.items()
             if metric in second[name].values
         }
@@ -93,8 +94,17 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
     reward: better by 3.1 points, 95% interval 0.4 to 5.8 (30 prompts better, 80 equal, 10 worse; p = 0.02)
     >>> print(verdict(Comparison(Estimate(-0.5, -1.5, 0.5), 3, 0, 5, 0.3), 0.95, points=False))
     reward: no difference shown: -0.5, 95% interval -1.5 to 0.5 (3 prompts better, 0 equal, 5 worse; p = 0.3)
+    >>> nan = math.nan
+    >>> print(verdict(Comparison(Estimate(0.0, nan, nan), 0, 12, 0, 1.0), 0.95, points=True))
+    reward: no difference shown: all equal on 12 prompts
+    >>> print(verdict(Comparison(Estimate(nan, nan, nan), 0, 0, 0, 1.0), 0.95, points=True))
+    reward: no prompt was scored by both
     """
-    difference = comparison.difference
+    difference, prompts = comparison.difference, comparison.wins + comparison.ties + comparison.losses
+    if not prompts:
+        return "reward: no prompt was scored by both"
+    if comparison.ties == prompts and not difference.has_interval:
+        return f"reward: no difference shown: all equal on {prompts:,} prompts"
     scale = 100 if points else 1
     shown = comparison.shown(confidence)
     sign = -1 if shown and difference.mean < 0 else 1
@@ -103,6 +113,7 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
     said = f"{'better' if sign > 0 else 'worse'} by {mean}" if shown else f"no difference shown: {mean}"
     counts = f"{comparison.wins} prompts better, {comparison.ties} equal, {comparison.losses} worse"
     interval = f"{_share(confidence)} interval {low:.3g} to {high:.3g}"
+    interval = interval if difference.has_interval else f"the same on all {prompts:,}, no interval"
     return f"reward: {said}, {interval} ({counts}; p = {comparison.p_value:.2g})"
 
 
@@ -120,6 +131,8 @@ def _cell(estimate: Estimate | None, metric: str, *, signed: bool = False) -> st
         return "none"
     form = ("+" if signed else "") + (".1f" if metric == "length" else ".3f")
     plain = form.lstrip("+")
+    if not estimate.has_interval:
+        return f"{estimate.mean:{form}} [none]"
     # Without a space inside the interval, a narrow terminal breaks the line before it.
     return f"{estimate.mean:{form}} [{estimate.low:{plain}},{estimate.high:{plain}}]"
 

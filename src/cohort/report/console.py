@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
@@ -237,4 +238,4 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+    return "none" if value is None or math.isnan(value) else f"{value:.3f}"

@@ -117,6 +117,7 @@ class Function:
         self._required = [p.name for p in named if p.default is p.empty]
         self.logs = frozenset(LOGS) if self._takes_all else self._names & frozenset(LOGS)
         self.watches_run = "trainer_state" in self._names
+        self.names_log_extra = "log_extra" in self._names
         self.recorded = partial(call_recorded, call, logs=self.logs)
         """Called with arguments, it gives what the function returned and logged."""
 

@@ -87,7 +87,7 @@ class RewardRunner:
         with self.begin([group.prompt for group in groups], 0, state) as scoring:
             return scoring.finish(groups)
 
-    def dry_run(self, prompts: Sequence[Prompt], num_generations: int = 2) -> None:
+    def dry_run(self, prompts: Sequence[Prompt], num_generations: int = 2, state: TrainerState | None = None) -> None:
         """Call every function on a made completion of real rows, so that a broken one is found before sampling.
 
         Raises:
@@ -100,7 +100,7 @@ class RewardRunner:
         waiting.daemon = True
         waiting.start()
         try:
-            with Scoring(self, prompts, num_generations, TrainerState(), on_error="stop") as scoring:
+            with Scoring(self, prompts, num_generations, state or TrainerState(), on_error="stop") as scoring:
                 scoring.finish(groups)
         except RewardError as error:
             hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is a text"
@@ -110,6 +110,12 @@ class RewardRunner:
             ) from error.__cause__
         finally:
             waiting.cancel()
+
+    def column(self, column: str, name: str) -> str:
+        """What a column that function ``name`` logs is kept as: ``COLUMN`` where that function alone has a parameter
+        ``log_extra``, or is the only one; else ``COLUMN/NAME``. It does not depend on what is logged when."""
+        loggers = [function.name for function in self.functions if function.names_log_extra]
+        return column if (loggers or list(self.names)) == [name] else f"{column}/{name}"
 
     def describe(self) -> str:
         """Each function with its weight, what it sees and where it is called."""

@@ -224,7 +224,7 @@ class Scoring:
         lengths = [len(c.token_ids) if runner.per_token else 1 for group in groups for c in group.completions]
         columns = [[[math.nan] * length for length in lengths] for _ in runner.functions]
         errors: dict[int, str] = {}
-        gathered = _Gathered(len(place))
+        gathered = _Gathered(len(place), runner.column)
         for key, unit in self._units.items():
             places = [place[where] for where in _places(key, groups)]
             for s, value in zip(places, unit.values, strict=True):
@@ -264,13 +264,12 @@ class _Details(Exception):  # noqa: N818 - the cause of a RewardError, with the 
 class _Gathered:
     """What calls said on the side, by completion."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, column: Callable[[str, str], str]) -> None:
+        self._count, self._column = count, column
         self.extras: dict[str, list[Any]] = {}
         self.logged: dict[str, list[float]] = {}
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._owner: dict[str, Function] = {}
 
     def add(self, unit: Unit, places: Sequence[int]) -> None:
         name = unit.function.name
@@ -288,9 +287,7 @@ class _Gathered:
                     f"reward function {name} must log one value per completion as {column!r}: {len(places)}, "
                     f"got {given!r:.60}"
                 )
-            if self._owner.setdefault(column, unit.function) is not unit.function:
-                column = f"{column}/{name}"  # noqa: PLW2901 - two functions log a column of the same name
-            kept = self.extras.setdefault(column, [None] * self._count)
+            kept = self.extras.setdefault(self._column(column, name), [None] * self._count)
             for s, value in zip(places, values, strict=True):
                 kept[s] = value
 

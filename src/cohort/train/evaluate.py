@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,11 +21,16 @@ from cohort.train.statistics import Estimate, Floats, estimates, majority_at_k, 
 from cohort.train.table import completion_columns, score_columns
 from cohort.types import Completion, FinishReason, Prompt, Scores
 
+log = logging.getLogger("cohort.train")
 WINDOW = 4
-"""So many full batches of the engine are sampled, scored and put away at a time: what is held does not grow with the
-set. Completions of a prompt are never parted."""
+"""So many full batches of the engine are sampled and scored at a time: what engine and rewards hold does not grow with
+the set. The table of completions does. Completions of a prompt are never parted."""
 ANSWER = "answer"
 """The column that reward functions log a completion's answer in, for majority votes."""
+
+
+NO_SHARES = ("length",)
+"""Metrics that are no shares, even where every prompt's number is 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +105,19 @@ class Evaluator:
             context: the most tokens that the model takes; None: not known.
 
         Raises:
+            ConfigError: majority votes are asked for, and the function that says what is correct logs no answers.
             DataError: a row cannot be a prompt, or leaves no room for a completion in the model's context.
             RewardError: a function failed on a made completion.
         """
+        check_votes(config.eval, rewards)
         sampling = eval_sampling(config)
         own = config.eval.max_completion_length_eval is not None
         setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
         limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
         for prompts in made.values():
-            rewards.dry_run(tried_prompts(prompts))
+            with seeded(config.run.seed):
+                rewards.dry_run(tried_prompts(prompts), state=TrainerState(evaluating=True))
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
@@ -128,14 +137,22 @@ class Evaluator:
             RewardError: a reward function failed.
         """
         state = replace(state or TrainerState(), evaluating=True)
-        with seeded(self.seed):
-            return {n: self._evaluate(engine, prompts, state, on_completion) for n, prompts in self.sets.items()}
+        found = {}
+        for name, prompts in self.sets.items():
+            with seeded(self.seed):  # each anew: what a set gives does not depend on those before it
+                found[name] = self._evaluate(engine, prompts, state, on_completion)
+        return found
+
+    def fingerprint(self, metric: str) -> str:
+        """A hash of the prompts that a metric is measured on."""
+        found = [own.fingerprint for name, own in self.sets.items() if metric.startswith(prefix(name))]
+        return " ".join(found)
 
     def describe(self) -> str:
         """What is evaluated, and how it is sampled."""
         sets = ", ".join(f"{name} {len(own):,}".strip() for name, own in self.sets.items())
         count = self.settings.num_generations_eval
-        lines = [f"evaluation: {sets} prompts x {count}; {self.sampling.describe()}"]
+        lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}"]
         for name, own in self.sets.items():
             lines += [f"  {name and f'{name}: '}{line}" for line in describe_prompts(own)]
         return "\n".join(lines)
@@ -165,9 +182,13 @@ class Evaluator:
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))
-        values = per_prompt(scores, completions, self.settings, self.seed)
+        values = per_prompt(scores, completions, self.settings, self.seed, self._answers(scores))
         found = estimates(
-            values, confidence=self.settings.confidence, resamples=self.settings.bootstrap_samples, seed=self.seed
+            values,
+            confidence=self.settings.confidence,
+            resamples=self.settings.bootstrap_samples,
+            seed=self.seed,
+            no_shares=NO_SHARES,
         )
         counts = {
             "unscored": int(scores.rewards_S.isnan().sum()),
@@ -176,9 +197,27 @@ class Evaluator:
         }
         return Evaluation(values, found, counts, table)
 
+    def describe_sampling(self) -> str:
+        """How completions are drawn, and that some are for nothing."""
+        count = self.settings.num_generations_eval
+        same = count > 1 and self.sampling.temperature == 0
+        return self.sampling.describe() + f"; at temperature 0 a prompt's {count} completions are the same one" * same
+
+    def _answers(self, scores: Scores) -> Sequence[Any] | None:
+        """What the judge logged as answers, None if nothing: those of another function are no matter."""
+        judge = judge_of(self.settings, self.rewards.names)
+        answers = scores.extras.get(self.rewards.column(ANSWER, judge))
+        if self.settings.maj_at_k and answers is None:
+            log.warning("reward function %s logged no column %r: maj@k has no value", judge, ANSWER)
+        return answers
+
 
 def per_prompt(
-    scores: Scores, completions: Sequence[tuple[int, FinishReason]], settings: EvalConfig, seed: int
+    scores: Scores,
+    completions: Sequence[tuple[int, FinishReason]],
+    settings: EvalConfig,
+    seed: int,
+    answers: Sequence[Any] | None = None,
 ) -> dict[str, Floats]:
     """The metrics, one number per prompt each.
 
@@ -187,6 +226,7 @@ def per_prompt(
         completions: tokens and finish reason of each.
         settings: which metrics.
         seed: of drawn subsets for majority votes.
+        answers: of all completions, for majority votes; None: no votes, and no number of them.
     """
     count = settings.num_generations_eval
 
@@ -200,14 +240,12 @@ def per_prompt(
     values |= {f"rewards/{name}": _mean(rewards_PG) for name, rewards_PG in by_function.items()}
     values |= {"length": _mean(of_prompts(lengths)), "cut_share": _mean(of_prompts(cut))}
 
-    judge = settings.pass_function or scores.names[0]
-    correct_PG = correct(by_function[judge], settings.pass_threshold)
+    correct_PG = correct(by_function[judge_of(settings, scores.names)], settings.pass_threshold)
     values |= {f"pass@{k}": pass_at_k(correct_PG, k) for k in settings.pass_at_k}
-    answers = scores.extras.get(f"{ANSWER}/{judge}", scores.extras.get(ANSWER))
-    if answers is not None:
-        answers_PG = [answers[first : first + count] for first in range(0, len(answers), count)]
-        values |= {f"maj@{k}": majority_at_k(correct_PG, answers_PG, k, seed=seed) for k in settings.maj_at_k}
-    return values
+    if answers is None:
+        return values | {f"maj@{k}": np.full(len(correct_PG), np.nan) for k in settings.maj_at_k}
+    answers_PG = [answers[first : first + count] for first in range(0, len(answers), count)]
+    return values | {f"maj@{k}": majority_at_k(correct_PG, answers_PG, k, seed=seed) for k in settings.maj_at_k}
 
 
 def correct(rewards_PG: Floats, threshold: float) -> Floats:
@@ -233,6 +271,26 @@ def eval_sampling(config: GRPOConfig) -> Sampling:
     }
     given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
     return replace(Sampling.of(config.rollout), record_support=False, **given)
+
+
+def judge_of(settings: EvalConfig, functions: Sequence[str]) -> str:
+    """The reward function that says whether a completion is correct."""
+    return settings.pass_function or functions[0]
+
+
+def check_votes(settings: EvalConfig, rewards: RewardRunner) -> None:
+    """Look whether the judge can log the answers that majority votes count.
+
+    Raises:
+        ConfigError: votes are asked for, and it does not take ``log_extra``.
+    """
+    judge = judge_of(settings, rewards.names)
+    logs = {function.name: function.logs for function in rewards.functions}[judge]
+    if settings.maj_at_k and "log_extra" not in logs:
+        raise ConfigError(
+            f"eval.maj_at_k counts the answers that reward function {judge} logs, and it takes no log_extra: let it "
+            f"call log_extra({ANSWER!r}, ...), set eval.pass_function to a function that does, or eval.maj_at_k to []"
+        )
 
 
 def check_settings(settings: EvalConfig, sets: Sequence[str], functions: Sequence[str]) -> None:

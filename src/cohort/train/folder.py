@@ -255,14 +255,28 @@ class RunFolder:
         return self.path / "best"
 
     def save_best(self, state: RunState) -> None:
-        """Keep the model as the best so far, in place of the one before. One that has its name is whole."""
-        target, part = self.best, self.path / "best.part"
+        """Keep the model as the best so far, in place of the one before. One that has its name is whole, and there is
+        always one: the one before goes when the new one has its place (``best_record`` brings it back)."""
+        target, part, old = self.best, self.path / "best.part", self.path / "best.old"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         save_model(state.policy, state.tokenizer, part)
-        (part / "best.json").write_text(json.dumps(state.best.note()) + "\n", encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
+        (part / "best.json").write_text(json.dumps(state.best.record(), allow_nan=False) + "\n", encoding="utf-8")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
         part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def best_record(self) -> dict[str, Any] | None:
+        """What ``best/`` says of itself; None where there is none. One that a killed run had put aside has its name
+        again."""
+        old = self.path / "best.old"
+        if old.exists() and not self.best.exists():
+            old.rename(self.best)
+        file = self.best / "best.json"
+        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return found
 
     def load_checkpoint(self, state: RunState) -> None:
         """Put the checkpoint of ``state.step`` into a run's parts.
@@ -290,7 +304,7 @@ class RunFolder:
         state.policy.version = loop["version"]
         state.place.load_state_dict(loop["place"])
         state.adaptive.load_state_dict(loop["adaptive"])
-        state.best.load_state_dict(loop["best"])
+        state.best.load_state_dict(loop["best"], self.best_record())
         set_random_state(loop["random"])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Stream
+from cohort.errors import CohortError
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
@@ -225,13 +226,21 @@ def finish_step(
     metrics: dict[str, Any],
     place: int,
 ) -> dict[str, Any]:
-    """Evaluate if it is due, and write what there is to write. Returns the metrics, the evaluation's among them."""
+    """Evaluate if it is due, and write what there is to write. Returns the metrics, the evaluation's among them.
+
+    Raises:
+        CohortError: of the evaluation, once all else is written, with a checkpoint.
+    """
     step = metrics["step"]
     last = step == schedule.steps
-    if last or due(step, config.eval.eval_steps):
-        metrics |= evaluate_step(parts, trainer_state(schedule, step, place), config, folder)
-        last |= parts.best.exhausted
     metrics |= parts.prompts.advance(place, rollout.mean_rewards)  # the step is whole
+    failed: CohortError | None = None
+    if last or due(step, config.eval.eval_steps):
+        try:
+            metrics |= evaluate_step(parts, trainer_state(schedule, step, place), config, folder)
+        except CohortError as error:  # what was trained is not lost with what it was to be measured by
+            failed = error
+        last |= parts.best.exhausted or failed is not None
     folder.append_metrics(metrics)
     if config.report.log_completions:
         folder.write_rollout(step, rollout, batch)
@@ -239,6 +248,8 @@ def finish_step(
         folder.save_checkpoint(parts.state(step))
         if last and config.report.check_saved:
             check_saved(parts.policy, folder.checkpoint(step))
+    if failed is not None:
+        raise failed
     return metrics
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -31,14 +31,19 @@ CHUNK = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts with its confidence interval."""
+    """A mean over prompts with its confidence interval; the ends are NaN where there is none."""
 
     mean: float
     low: float
     high: float
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether anything is known of how sure the mean is."""
+        return not math.isnan(self.low)
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f} " + (f"[{self.low:.3f}, {self.high:.3f}]" if self.has_interval else "[no interval]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,10 @@ class Comparison:
     def shown(self, confidence: float) -> bool:
         """Whether a difference is shown: the interval has not 0 in it, and the permutation test agrees.
 
-        The test is asked too, as the bootstrap of few prompts is too sure: where three prompts all gained a point its
-        interval is that point, and the test's p is 1/4.
+        The test is asked too, as the bootstrap of few prompts is too sure: where three prompts gained 0.1, 0.2 and 0.3
+        its interval is above 0, and the test's p is 1/4. Where there is no interval the test decides alone.
         """
-        outside = self.difference.low > 0 or self.difference.high < 0
+        outside = self.difference.low > 0 or self.difference.high < 0 or not self.difference.has_interval
         return outside and self.p_value <= 1 - confidence
 
 
@@ -143,21 +148,28 @@ def _subsets(n: int, k: int, seed: int) -> NDArray[np.int64]:
 
 
 def estimates(
-    values: Mapping[str, Floats], *, confidence: float = 0.95, resamples: int = 2_000, seed: int = 0
+    values: Mapping[str, Floats],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2_000,
+    seed: int = 0,
+    no_shares: Collection[str] = (),
 ) -> dict[str, Estimate]:
     """Means over prompts with confidence intervals.
 
     The interval is the percentile bootstrap's: prompts are drawn with replacement ``resamples`` times, all metrics on
-    the same draws, and the interval holds the middle of the means. Where every value is 0 or 1 it is Wilson's score
-    interval instead: there the bootstrap only knows a binomial spread, and none at all where all are equal, as if 20
-    prompts without a right answer proved that there is never one. NaN values are left out; with nothing left all three
-    numbers are NaN, and one value that is neither 0 nor 1 has an unbounded interval.
+    the same draws, and the interval holds the middle of the means. Where every value is 0 or 1 the metric is taken for
+    a share, and it is Wilson's score interval instead: there the bootstrap only knows a binomial spread, and none at
+    all where all are equal, as if 20 prompts without a right answer proved that there is never one. Values that are all
+    equal and no share, or a single one, have no interval: nothing is known of how they spread. NaN values are left out;
+    with nothing left all three numbers are NaN.
 
     Args:
         values: of each metric, one number per prompt, the same prompts for all.
         confidence: of the intervals.
         resamples: how many.
         seed: of the draws.
+        no_shares: metrics that are no shares even where every value is 0 or 1, as lengths.
 
     Sources: B. Efron, "Bootstrap methods: another look at the jackknife" (1979); E. B. Wilson, "Probable inference, the
     law of succession, and statistical inference" (1927).
@@ -171,11 +183,9 @@ def estimates(
         given = values_P[~np.isnan(values_P)]
         mean = float(given.mean()) if len(given) else math.nan
         found[name] = Estimate(mean, math.nan, math.nan)
-        if len(given) and np.isin(given, (0.0, 1.0)).all():
+        if len(given) and name not in no_shares and _binary(given):
             found[name] = wilson(mean, len(given), confidence)
-        elif len(given) == 1:
-            found[name] = Estimate(mean, -math.inf, math.inf)
-        elif len(given):
+        elif not _all_equal(given):
             to_resample[name] = values_P
     if to_resample:
         means_BM = resampled_means(np.stack(list(to_resample.values()), axis=1), resamples, seed)
@@ -184,6 +194,15 @@ def estimates(
         for name, low, high in zip(to_resample, lows, highs, strict=True):
             found[name] = Estimate(found[name].mean, float(low), float(high))
     return found
+
+
+def _binary(values: Floats) -> bool:
+    return bool(np.isin(values, (0.0, 1.0)).all())
+
+
+def _all_equal(values: Floats) -> bool:
+    """But for rounding: a mean of the same rewards in another order may differ in its last bit."""
+    return not len(values) or bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
 
 
 def wilson(mean: float, count: int, confidence: float = 0.95) -> Estimate:
@@ -217,32 +236,80 @@ def resampled_means(values_PM: Floats, resamples: int, seed: int) -> Floats:
     return np.concatenate(chunks)
 
 
+def paired_shares(gained: int, lost: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Tango's score interval of the difference of two shares on the same ``count`` prompts.
+
+    All differences D whose score statistic ``(gained - lost - count D) / sqrt(count (2 q + D (1 - D)))`` is within the
+    normal quantile, with q the likeliest share of losses under D. Without gains and losses it goes as far as Wilson's.
+
+    Source: T. Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample
+    design" (Statistics in Medicine 17, 1998).
+
+    >>> low, high = paired_shares(0, 0, 20)
+    >>> round(low, 3), round(high, 3)
+    (-0.161, 0.161)
+    """
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+
+    def low(gained: int, lost: int) -> float:
+        def inside(difference: float) -> bool:
+            b = (2 * count - gained + lost) * difference - gained - lost
+            root = math.sqrt(max(0.0, b * b + 8 * count * lost * difference * (1 - difference)))
+            variance = count * ((root - b) / (2 * count) + difference * (1 - difference))
+            return gained - lost - count * difference <= z * math.sqrt(max(0.0, variance))
+
+        outside, within = -1.0, (gained - lost) / count
+        for _ in range(60):  # halves the distance, until it is rounding
+            middle = (outside + within) / 2
+            outside, within = (outside, middle) if inside(middle) else (middle, within)
+        return within
+
+    return low(gained, lost), -low(lost, gained)
+
+
 def compare(
-    first_P: Floats, second_P: Floats, *, confidence: float = 0.95, resamples: int = 2_000, seed: int = 0
+    first_P: Floats,
+    second_P: Floats,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2_000,
+    seed: int = 0,
+    share: bool = True,
 ) -> Comparison:
     """Two models' values on the same prompts, prompt by prompt: what varies between prompts cancels.
 
-    The interval of the mean difference is the percentile bootstrap's over prompts. Prompts on which either has no value
-    are left out; with none left the numbers are NaN.
+    The interval of the mean difference is the percentile bootstrap's over prompts; where all values are 0 or 1, and so
+    shares, Tango's score interval (``paired_shares``), as few differences tell the bootstrap too little. Differences
+    that are all equal, or a single one, of values that are no shares have no interval. Prompts on which either has no
+    value are left out; with none left the numbers are NaN.
+
+    Args:
+        first_P: of the one model.
+        second_P: of the other.
+        confidence: of the interval.
+        resamples: of the bootstrap and of the test.
+        seed: of both.
+        share: values that are all 0 or 1 are shares; False for lengths.
 
     >>> compare(np.array([1.0, 0.5, 0.25, 1.0]), np.array([0.5, 0.5, 0.5, 0.0])).wins
     2
     """
     both_P = ~(np.isnan(first_P) | np.isnan(second_P))
     differences_P = (first_P - second_P)[both_P]
-    difference = Estimate(math.nan, math.nan, math.nan)
-    if len(differences_P):
-        mean, low, high = float(differences_P.mean()), -math.inf, math.inf
-        if len(differences_P) > 1:
-            tail = (1 - confidence) / 2
-            means_B = resampled_means(differences_P[:, None], resamples, seed)[:, 0]
-            low, high = (float(bound) for bound in np.quantile(means_B, [tail, 1 - tail]))
-        difference = Estimate(mean, low, high)
+    wins, losses = int((differences_P > 0).sum()), int((differences_P < 0).sum())
+    low = high = math.nan
+    if len(differences_P) and share and _binary(first_P[both_P]) and _binary(second_P[both_P]):
+        low, high = paired_shares(wins, losses, len(differences_P), confidence)
+    elif not _all_equal(differences_P):
+        tail = (1 - confidence) / 2
+        means_B = resampled_means(differences_P[:, None], resamples, seed)[:, 0]
+        low, high = (float(bound) for bound in np.quantile(means_B, [tail, 1 - tail]))
+    mean = float(differences_P.mean()) if len(differences_P) else math.nan
     return Comparison(
-        difference,
-        wins=int((differences_P > 0).sum()),
+        Estimate(mean, low, high),
+        wins=wins,
         ties=int((differences_P == 0).sum()),
-        losses=int((differences_P < 0).sum()),
+        losses=losses,
         p_value=sign_flip_p(differences_P, resamples=resamples, seed=seed),
     )
 

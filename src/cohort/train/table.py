@@ -40,14 +40,11 @@ def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
 
 def score_columns(scores: Scores) -> dict[str, Any]:
     """What the reward functions said of it: unscored is null."""
-    import pyarrow
-
     columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
         columns[f"rewards/{name}"] = _reward_column(column_S)
     if scores.errors:
-        errors = [scores.errors.get(s) for s in range(len(scores.rewards_S))]
-        columns["reward_error"] = pyarrow.array(errors, pyarrow.string())
+        columns["reward_error"] = _text_column([scores.errors.get(s) for s in range(len(scores.rewards_S))])
     return columns | {f"extra/{name}": _extra_column(values) for name, values in scores.extras.items()}
 
 
@@ -75,5 +72,13 @@ def _extra_column(values: Sequence[Any]) -> Any:
 
     try:
         return pyarrow.array(values)
-    except (pyarrow.ArrowException, OverflowError, TypeError):
-        return pyarrow.array([None if value is None else str(value) for value in values], pyarrow.string())
+    except (pyarrow.ArrowException, OverflowError, TypeError, UnicodeError):
+        return _text_column(values)
+
+
+def _text_column(values: Sequence[Any]) -> Any:
+    """As text; what UTF-8 cannot hold, half a surrogate pair, is escaped."""
+    import pyarrow
+
+    texts = [None if value is None else str(value).encode("utf-8", "backslashreplace").decode() for value in values]
+    return pyarrow.array(texts, pyarrow.string())
