@@ -327,3 +327,12 @@ def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, cap
     monkeypatch.setattr(command, "load_tokenizer", coarser)
     assert evaluate(*arguments, *drops, "--against", spoilt) == 2
     assert "drops 1 prompts of one model and 0 of the other" in capsys.readouterr().err
+
+
+def test_a_model_that_is_none_is_said_to_be(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["eval", str(tmp_path / "absent")]) == 2
+    assert "is no folder here, so it is taken for a hub id" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "empty"), "--data", "rows.jsonl"]) == 2
+    assert "no reward function: give --reward NAME" in (said := capsys.readouterr().err)
+    assert "holds neither a model nor a run" in said

@@ -491,3 +491,10 @@ def test_what_takes_for_ever_is_killed_and_unscored():
 
 def test_final_numbers_are_decimals():
     assert final_number("#### 1,234.50") == Decimal("1234.50")
+
+
+def test_gsm8k_logs_the_number_for_votes():
+    logged = []
+    for text in ("#### 1,200.0", "#### 1200", "#### -0.50", "none"):
+        gsm8k(text, "#### 1200", log_extra=lambda column, value: logged.append((column, value)))
+    assert logged == [("answer", value) for value in ("1200", "1200", "-0.5", None)]

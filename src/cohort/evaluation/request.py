@@ -73,12 +73,20 @@ class Request:
         if self.reward:
             given = ["--reward.weights", "none", *given]  # the run's are of its own functions
         config = load_config(source, given) if source else apply_overrides({}, given)
-        where = f" ({source} names none: the run may have been given them in Python)" if source else ""
+        where = f" ({source} names none: the run may have been given them in Python)" if source else self._no_run()
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
         if not config.reward.functions:
             raise ConfigError(f"no reward function: give --reward NAME{where}")
         return config
+
+    def _no_run(self) -> str:
+        """Why there are no settings of a run, where that is not plain to see."""
+        path = Path(self.model).expanduser()
+        if not path.exists():
+            return f" ({self.model} is no folder here, so it is taken for a hub id: there is no run to take it from)"
+        held = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
+        return "" if held else f" ({self.model} holds neither a model nor a run)"
 
     def _source(self) -> str | None:
         """The file of settings: what was given, or that of the run which the model comes from."""

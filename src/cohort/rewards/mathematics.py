@@ -44,17 +44,21 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 
-def gsm8k(completion: Any, answer: Any, prefill: str = "") -> float | None:
+def gsm8k(completion: Any, answer: Any, prefill: str = "", log_extra: Log | None = None) -> float | None:
     """1 when the number after the last ``####`` equals the one after the answer's, 0 otherwise.
 
     The column ``answer`` is as GSM8K has it: worked steps that end in ``#### number``. Numbers are compared by value:
-    ``#### 1,200.0`` equals ``#### 1200``. A row whose answer has no number cannot be scored: None.
+    ``#### 1,200.0`` equals ``#### 1200``. A row whose answer has no number cannot be scored: None. The completion's
+    number is logged as the column ``answer``.
 
     >>> [gsm8k(text, "24+0\\n#### 24") for text in ("12*2=24\\n#### 24", "#### 25", "24")]
     [1.0, 0.0, 0.0]
     """
     gold = final_number(answer) if isinstance(answer, str) else None
-    return None if gold is None else float(final_number(turn_text(completion, prefill)) == gold)
+    said = final_number(turn_text(completion, prefill))
+    if log_extra:
+        log_extra("answer", None if said is None else f"{said.normalize():f}")
+    return None if gold is None else float(said == gold)
 
 
 @reward(per="sample", isolated=True, timeout=VERIFY_SECONDS)
