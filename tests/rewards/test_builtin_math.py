@@ -457,7 +457,7 @@ def test_in_a_worker_process_as_in_a_run():
         [0.0, 0.0, -0.75],
         [1.0, 0.0, 0.75],
     ]
-    assert scores.extras["answer"] == ["2*sqrt(2)", "3", None, "2*sqrt(2)"]
+    assert scores.extras["answer/math"] == ["2*sqrt(2)", "3", None, "2*sqrt(2)"]
 
 
 @needs_gsm8k

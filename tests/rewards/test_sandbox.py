@@ -5,6 +5,7 @@ Every attempt is bounded, so that it would do no harm where the sandbox failed.
 
 import asyncio
 import ctypes
+import dataclasses
 import errno
 import os
 import signal
@@ -21,6 +22,7 @@ import pytest
 
 from cohort.errors import RewardError
 from cohort.rewards import sandbox as sandbox_module
+from cohort.rewards.bubblewrap import interpreter
 from cohort.rewards.launch import Result
 from cohort.rewards.sandbox import Sandbox, run_program
 from cohort.rewards.syscalls import DENIED, system_call_filter
@@ -159,6 +161,19 @@ def test_from_inside_an_event_loop():
         return BOX.run_sync("print(1)").stdout
 
     assert asyncio.run(inside()) == "1\n"
+
+
+@needs_bwrap
+def test_packages_below_tmp_are_there(tmp_path, monkeypatch):
+    """As those of an environment in /tmp are: the sandbox has a /tmp of its own."""
+    (tmp_path / "own_package.py").write_text("value = 7")
+    found = dataclasses.replace(interpreter(sys.executable), packages=(str(tmp_path),))
+    monkeypatch.setattr("cohort.rewards.launch.interpreter", lambda _: found)
+    result = dataclasses.replace(BOX, packages=True).run_sync(
+        f"import own_package\nprint(own_package.value)\nopen({str(tmp_path / 'new')!r}, 'w')"
+    )
+    assert result.stdout == "7\n"
+    assert "Read-only file system" in result.stderr
 
 
 @needs_bwrap

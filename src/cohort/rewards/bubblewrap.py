@@ -80,11 +80,12 @@ def arguments(
         given += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once ``start.py`` is another user
     else:
         given += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    # First, as an environment may lie below it: what comes later lies on top.
+    given += ["--perms", "1777", "--size", str(files << 20), "--tmpfs", "/tmp"] if files else ["--dir", "/tmp"]
     shown = [*SYSTEM, *python.libraries, python.executable, *(python.packages if packages else ())]
     given += _shown([path for path in shown if os.path.exists(path)])  # noqa: PTH110
     given += ["--ro-bind", str(INSIDE), f"{HERE}/inside", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     given += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-    given += ["--perms", "1777", "--size", str(files << 20), "--tmpfs", "/tmp"] if files else ["--dir", "/tmp"]
     return [*given, "--chdir", "/tmp", "--remount-ro", "/"]  # its root is in memory too, and of no limited size
 
 
