@@ -167,6 +167,7 @@ def test_from_inside_an_event_loop():
 def test_packages_below_tmp_are_there(tmp_path, monkeypatch):
     """As those of an environment in /tmp are: the sandbox has a /tmp of its own."""
     (tmp_path / "own_package.py").write_text("value = 7")
+    tmp_path.chmod(0o755)  # the program is another user
     found = dataclasses.replace(interpreter(sys.executable), packages=(str(tmp_path),))
     monkeypatch.setattr("cohort.rewards.launch.interpreter", lambda _: found)
     result = dataclasses.replace(BOX, packages=True).run_sync(
