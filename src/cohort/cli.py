@@ -9,6 +9,7 @@ STARTED = time.time()  # before anything heavy is imported: what the command tak
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
@@ -17,6 +18,9 @@ from cohort.errors import CohortError, ConfigError  # noqa: E402
 
 if TYPE_CHECKING:
     from cohort.trainer import GRPOTrainer
+
+PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+"""The exit code when nobody reads standard output any more, as of other programs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads what is printed
         with contextlib.suppress(OSError, ValueError):  # at its exit Python flushes once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return PIPE_CLOSED
     except OSError as error:  # the disk is full, a folder is gone: not a mistake in what was asked for
         print(f"cohort: error: {error}", file=sys.stderr)
         return 1

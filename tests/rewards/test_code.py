@@ -11,15 +11,8 @@ from cohort.errors import DataError, RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
 from cohort.rewards.kinds import kind_of
-from cohort.rewards.sandbox import Sandbox
 from cohort.types import Completion, FinishReason, Group, Prompt
-
-try:
-    Sandbox().check()
-    NONE = ""
-except RewardError as error:
-    NONE = str(error)[:200]
-needs_bwrap = pytest.mark.skipif(bool(NONE), reason=NONE)
+from tests.rewards.test_sandbox import needs_bwrap
 
 
 def score(program: str, tests, **arguments):
@@ -630,9 +623,8 @@ def test_outputs():
     assert not same_output("A", "a")
 
 
+@needs_bwrap
 def test_a_program_that_goes_on_needs_a_text():
-    if NONE:
-        pytest.skip(NONE)
     with pytest.raises(RewardError, match="prompts that are strings, got list"):
         asyncio.run(code("x", ["assert True"], prompt=[], continues=True))
 

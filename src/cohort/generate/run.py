@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import signal
 import sys
 import threading
@@ -35,8 +34,6 @@ from cohort.types import Completion, FinishReason, Group, Prompt
 WINDOW = 4
 """So many full batches go to the engine in one call. It begins with the longest prompts, so what is written in order
 can wait for the end of its call; and at the end of a call the batch shrinks."""
-PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
-"""The exit code when nobody reads standard output any more, as of other programs."""
 
 
 def generate(request: Request) -> int:
@@ -44,19 +41,15 @@ def generate(request: Request) -> int:
     loaded, the cheapest first.
 
     Returns:
-        The exit code: 0; 130 after Ctrl-C, which lets what has ended be written; 141 when standard output is closed.
+        The exit code: 0; 130 after Ctrl-C, which lets what has ended be written.
 
     Raises:
         CohortError: something that was asked for cannot be. ``NonFiniteError``: completions could not be drawn; the
             others are written.
+        BrokenPipeError: nobody reads standard output any more.
     """
-    try:
-        with flags_in_errors():
-            return Job.prepare(request).run()
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # at its exit Python flushes once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+    with flags_in_errors():
+        return Job.prepare(request).run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ class Scoring:
             what = f"reward function {function.name} failed on {len(failures)} of {len(values)} completions"
             several = len({group.prompt.uid for unit in units for group in unit.groups}) > 1
             if self._stops or times >= (1 if several else MOST_BARREN):
-                raise RewardError(f"{what}; the first: {first.message}") from _Details.of(first)
+                raise RewardError(f"{what}; the first: {first.message}") from _Details(first.details)
             log.warning("%s: they are unscored. The first:\n%s", what, first.details)
 
     def _scores(self, groups: Sequence[Group]) -> Scores:
@@ -256,9 +256,7 @@ class Scoring:
 
 
 class _Details(Exception):  # noqa: N818 - the cause of a RewardError, with the traceback of where it was called
-    @classmethod
-    def of(cls, failed: Failed) -> _Details:
-        return cls(failed.details)
+    pass
 
 
 class _Gathered:
