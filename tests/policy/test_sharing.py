@@ -66,7 +66,7 @@ SHARING_EXPERTS = {
     "olmoe": ("olmoe", ATTENTION | EXPERTS),
     "granitemoe": ("granitemoe", ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-NO_INTERFACE = "its attention cannot be exchanged"
+NO_INTERFACE = "its attention cannot be replaced"
 PADDED = {
     "falcon": ("falcon", COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, NO_INTERFACE),
     "gptj": ("gptj", GPT | {"rotary_dim": 4}, NO_INTERFACE),

@@ -20,24 +20,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cohort.policy.attention import packed_attention
+from cohort.policy.compute import ComputeModel
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.kernels import UpdateKernels, kernels_for
 from cohort.policy.layout import Layout
 
-if TYPE_CHECKING:
-    from cohort.policy.policy import Policy
-
 SHARED = "prompts computed once per group, completions packed"
-
-
-class NotShared(Exception):  # noqa: N818 - not an error: another way is taken
-    """A model's attention cannot be exchanged; the message says why."""
 
 
 class Prefixes:
@@ -122,20 +116,20 @@ class SharedPasses:
     """See the module.
 
     Args:
-        policy: the model.
+        model: the model.
         head: from hidden states to logits.
         body: what runs its layers.
     """
 
     shared = True
 
-    def __init__(self, policy: Policy, head: Head, body: Body) -> None:
-        self.policy = policy
+    def __init__(self, model: ComputeModel, head: Head, body: Body) -> None:
+        self.model = model
         self.head = head
         self.body = body
-        self.kernels, without = kernels_for(policy)
+        self.kernels, without = kernels_for(model)
         self.description = SHARED
-        if policy.device.type == "cpu":
+        if model.device.type == "cpu":
             self.description += ", native kernels" if self.kernels else f", no native kernels: {without}"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
@@ -143,7 +137,7 @@ class SharedPasses:
         keys_values: dict[int, tuple[Tensor, Tensor]] = {}
         ids = [prompt[:-1] for prompt in prompt_ids if len(prompt) > 1]
         if ids:
-            layout = Layout([len(prompt) for prompt in ids], self.policy.device)
+            layout = Layout([len(prompt) for prompt in ids], self.model.device)
             self._run(ids, PackedPass(layout, self.kernels, read=keys_values))
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
 
@@ -152,12 +146,12 @@ class SharedPasses:
         prompts = prefixes.prompt_ids
         rows = [(prompts[p][-1], *ids[:-1]) for p, ids in zip(prompt_S, completion_ids, strict=True)]
         layout = Layout(
-            [len(row) for row in rows], self.policy.device, prompt_S, [len(prompt) - 1 for prompt in prompts]
+            [len(row) for row in rows], self.model.device, prompt_S, [len(prompt) - 1 for prompt in prompts]
         )
         return self._run(rows, PackedPass(layout, self.kernels, prefixes=prefixes.keys_values))
 
     def _run(self, rows: Sequence[Sequence[int]], packed: PackedPass) -> Hidden:
-        ids_N = torch.tensor([token for row in rows for token in row], device=self.policy.device)
+        ids_N = torch.tensor([token for row in rows for token in row], device=self.model.device)
         count, positions_N = len(ids_N), packed.layout.positions_N
         found = self.body(in_like_shapes(ids_N), in_like_shapes(positions_N), packed)
         return Hidden(found.states_NH[:count], tuple(logits[:count] for logits in found.router_logits))
@@ -237,14 +231,14 @@ class PlainPasses:
     """Prompt and completion together, padded on the right, by the model's own forward pass.
 
     Args:
-        policy: the model.
+        model: the model.
         head: from hidden states to logits; one without a linear layer takes the model's own logits.
     """
 
     shared = False
 
-    def __init__(self, policy: Policy, head: Head) -> None:
-        self.policy = policy
+    def __init__(self, model: ComputeModel, head: Head) -> None:
+        self.model = model
         self.head = head
         self.description = "prompts computed with every completion, padded"
         if head.linear is None:
@@ -260,21 +254,21 @@ class PlainPasses:
         shortest = min(map(len, prompt_ids))
         rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids, strict=True)]
         # Padded on the right without an attention mask: under causal attention no real token sees what follows it.
-        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.policy.device)
+        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.model.device)
         # Position t predicts token t+1, so the first one needed belongs to the shortest prompt's last token.
         keep = input_ids.shape[1] - shortest + 1
         taken = torch.zeros(len(rows), keep, dtype=torch.bool)
         for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             start = len(prompt) - shortest
             taken[row, start : start + len(completion)] = True
-        compute = self.policy.compute
-        with compute(), same_when_recomputed(self.policy.model, compute):
+        compute = self.model.compute
+        with compute(), same_when_recomputed(self.model.model, compute):
             if self.head.linear is None:
-                hidden = self.policy.logits(input_ids, keep=keep, use_cache=False).logits
+                hidden = self.model.logits(input_ids, keep=keep, use_cache=False).logits
             else:
-                decoder = base_of(self.policy.model).get_decoder()
+                decoder = base_of(self.model.model).get_decoder()
                 hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[:, -keep:]
-        return Hidden(hidden[taken.to(self.policy.device)])
+        return Hidden(hidden[taken.to(self.model.device)])
 
 
 def base_of(model: Any) -> Any:

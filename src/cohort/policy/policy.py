@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from cohort.policy.adapters import (
     REFERENCE,
@@ -22,124 +18,29 @@ from cohort.policy.adapters import (
     keep_in_compute_dtype,
 )
 from cohort.policy.choose import choose_passes
+from cohort.policy.compute import ComputeModel
 from cohort.policy.distribution import Distribution
-from cohort.policy.head import CompletionStates, Head, TokenLogps
+from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import Precision
-from cohort.policy.passes import Passes, PlainPasses, Prefixes
+from cohort.policy.passes import Passes, Prefixes
 from cohort.types import Support
 
 
-class Policy:
-    """A model with the dtype it computes in and the number of updates it has seen.
-
-    Args:
-        model: a transformers causal language model. Used as it is, not copied: training it changes it.
-        precision: what it computes in.
-        dropout: False sets every dropout of the model to 0, the attention's too.
-        adapter: of a model with adapters, the one that is part of this policy; None: none is.
-
-    The model stands in evaluation mode except inside ``training()``.
-    """
+class Policy(ComputeModel):
+    """A model with the number of updates it has seen, and the log-probs that it gives to completions. See
+    ``ComputeModel`` for its arguments."""
 
     def __init__(
         self, model: Any, precision: Precision, *, dropout: bool = False, adapter: str | None = TRAINED
     ) -> None:
-        self.model = model.eval()
-        self.precision = precision
+        super().__init__(model, precision, dropout=dropout, adapter=adapter)
         self.version = 0
-        """Optimizer updates these weights have seen. Completions carry it."""
-        self.dropout = dropout
-        self.router_aux_loss_coef = 0.0
-        """What the load-balancing loss of a model with experts weighs in an update; see ``policy.router``."""
-        self.native_kernels = True
-        """Whether passes on a CPU go through the kernels of ``cohort.native``, where there are such."""
-        self.adds_gradients = False
-        """See ``gradients_in_place``."""
-        self._adapter = adapter
-        if not dropout:
-            disable_dropout(model)
-        # An adapter's wrapper passes on what it does not name itself.
-        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.forward_arguments = frozenset(inspect.signature(wrapped.forward).parameters)
-        """Names that the model's forward takes."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return torch.device(next(self.model.parameters()).device)
-
-    @property
-    def vocab_size(self) -> int:
-        """V: how many logits the model gives."""
-        return int(self.model.get_output_embeddings().weight.shape[0])
-
-    @contextlib.contextmanager
-    def compute(self) -> Iterator[None]:
-        """Run the model as this policy's, in its compute dtype. Weights are cast once per outermost block, not once per
-        call in it."""
-        with self._with_adapter(), self._in_compute_dtype():
-            yield
-
-    @contextlib.contextmanager
-    def _with_adapter(self) -> Iterator[None]:
-        """The adapter of this policy, where a model has several policies' adapters."""
-        if self._adapter == TRAINED or not has_adapters(self.model):
-            yield
-        elif self._adapter is None:
-            with self.model.disable_adapter():
-                yield
-        else:
-            self.model.set_adapter(self._adapter)
-            try:
-                yield
-            finally:
-                self.model.set_adapter(TRAINED)
-
-    @contextlib.contextmanager
-    def _in_compute_dtype(self) -> Iterator[None]:
-        if self.precision.master == torch.float64:
-            with AllFloat64():
-                yield
-        elif self.precision.compute == self.precision.master:
-            yield
-        else:
-            with torch.autocast(self.device.type, self.precision.compute):
-                yield
-
-    @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Training mode for the update (gradient checkpointing and dropout need it); evaluation mode again after."""
-        self.model.train()
-        try:
-            yield
-        finally:
-            self.model.eval()
-
-    @contextlib.contextmanager
-    def gradients_in_place(self) -> Iterator[None]:
-        """Passes made in this block add the gradients of the largest matrices that there are to ``.grad`` themselves,
-        without tensors of the same size on the way: the head's, of log-probs, and a plain embedding's, where layers are
-        run lean. Only for losses of which ``backward`` is called: ``torch.autograd.grad`` would find no gradient."""
-        self.adds_gradients = True
-        try:
-            yield
-        finally:
-            self.adds_gradients = False
-
-    def logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
-        """The model's output with logits of the last ``keep`` positions only, where the model can leave out the
-        rest."""
-        if "logits_to_keep" in self.forward_arguments:
-            arguments["logits_to_keep"] = keep
-        output = self.model(input_ids=input_ids, **arguments)
-        if output.logits.shape[1] != keep:
-            output.logits = output.logits[:, -keep:]
-        return output
+        """Optimizer updates that these weights have seen. Completions carry it."""
 
     @functools.cached_property
     def passes(self) -> Passes:
-        """How the trainer runs the model; tried on a few tokens when it is first asked for."""
-        return PlainPasses(self, Head()) if self.dropout else choose_passes(self)
+        """How the trainer runs the model, chosen by a trial on a few tokens at the first access."""
+        return choose_passes(self)
 
     def states(
         self,
@@ -225,43 +126,3 @@ class Policy:
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version
-
-
-class AllFloat64(TorchFunctionMode):
-    """Inside the block, float64 stays float64: transformers' norms and softmaxes ask for float32 whatever they get,
-    which would leave a float64 model with float32's rounding."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Take requests for float32 on float64 tensors as requests for float64."""
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass. Sampling keeps its cache: it runs in evaluation mode, where
-    transformers does not checkpoint.
-    """
-    if hasattr(model, "activation_checkpointing_enable"):  # transformers' new name for it
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability of a model to 0: ``nn.Dropout`` modules, and the floats that attention modules read
-    (``attention_dropout`` and the like), which are not modules at all.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
