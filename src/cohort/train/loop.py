@@ -27,7 +27,7 @@ from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
-from cohort.rollout import Draws, Engine, Sampling, Watch
+from cohort.rollout import Engine, RNGKey, Sampling, Watch
 from cohort.train.adapt import Adaptive
 from cohort.train.batch import assemble, assign_advantages, split_minibatches
 from cohort.train.best import Best
@@ -114,7 +114,7 @@ def run(
                         prompts,
                         schedule.num_generations,
                         sampling,
-                        Draws(config.run.seed, step),
+                        RNGKey(config.run.seed, step),
                         Watch(on_completion=scoring.take),
                     )
                 with clock("reward"):
