@@ -18,12 +18,14 @@ from cohort.policy.load import (
 from cohort.policy.passes import Prefixes
 from cohort.policy.policy import Policy
 from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
+from cohort.policy.rows import PackedRows
 
 __all__ = [
     "CompletionStates",
     "Distribution",
     "ExpertBalance",
     "Head",
+    "PackedRows",
     "Policy",
     "Precision",
     "Prefixes",

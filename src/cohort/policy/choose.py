@@ -15,6 +15,7 @@ from cohort.policy.head import Head
 from cohort.policy.kernels import kernels_for
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import Passes, PlainPasses, SharedPasses, base_of
+from cohort.policy.rows import PackedRows
 from cohort.policy.trial import first_correct, in_parentheses, own_logits, relative_gap, token_source
 
 TRIAL_PROMPTS = (7, 1, 4)
@@ -54,7 +55,9 @@ def choose_passes(model: ComputeModel) -> Passes:
 
 
 def _candidates(model: ComputeModel, head: Head) -> Iterator[tuple[str, Callable[[], Passes]]]:
-    with contextlib.suppress(UnsupportedModel, AttributeError):  # no reason is given: most families run with transformers' own layers
+    with contextlib.suppress(
+        UnsupportedModel, AttributeError
+    ):  # no reason is given: most families run with transformers' own layers
         layers = LeanLayers(model)
         yield "lean", lambda: SharedPasses(model, head, layers)
     yield "custom attention", lambda: SharedPasses(model, head, CustomAttention(model))
@@ -66,11 +69,11 @@ def logit_gap(passes: Passes, model: ComputeModel) -> float:
     """``relative_gap`` to the model's own forward pass on a few random tokens."""
     tokens = token_source(model)
     prompts = [tokens(length) for length in TRIAL_PROMPTS]
-    prompt_S = [prompt for prompt, _ in TRIAL_COMPLETIONS]
     completions = [tokens(length) for _, length in TRIAL_COMPLETIONS]
-    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), prompt_S, completions).states_NH)
+    rows = PackedRows.of([prompt for prompt, _ in TRIAL_COMPLETIONS], completions)
+    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states_NH)
     expected = [
         own_logits(model, [*prompts[prompt], *completion], len(completion) + 1)[:-1]
-        for prompt, completion in zip(prompt_S, completions, strict=True)
+        for (prompt, _), completion in zip(TRIAL_COMPLETIONS, completions, strict=True)
     ]
     return relative_gap(logits_NV, torch.cat(expected))

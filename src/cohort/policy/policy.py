@@ -23,6 +23,7 @@ from cohort.policy.distribution import Distribution
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import Precision
 from cohort.policy.passes import Passes, Prefixes
+from cohort.policy.rows import PackedRows
 from cohort.types import Support
 
 
@@ -43,31 +44,24 @@ class Policy(ComputeModel):
         return choose_passes(self)
 
     def states(
-        self,
-        prefixes: Prefixes,
-        prompt_ids: Sequence[Sequence[int]],
-        completion_ids: Sequence[Sequence[int]],
-        temperature: float,
-        supports: Sequence[Support | None] = (),
-        repetition_penalty: float = 1.0,
+        self, prefixes: Prefixes, rows: PackedRows, temperature: float, repetition_penalty: float = 1.0
     ) -> CompletionStates:
-        """What log-probs of completions are made of.
+        """The hidden states from which the log-probs of the drawn tokens of rows are computed.
 
         Args:
-            prefixes: the prompts that have been read, by ``passes.read``.
-            prompt_ids, completion_ids: the token ids of S completions and of their prompts, which are among those
-                read. No completion may be empty.
-            temperature: divides the logits, as it did in sampling.
-            supports: what their tokens were drawn from. All others count as impossible, so that whatever is computed is
-                of the distribution drawn from. Empty: the whole vocabulary.
-            repetition_penalty: as it was in sampling; see ``Distribution``. 1: none.
+            prefixes: the prompts, from ``passes.read``.
+            rows: what follows the prompts. Tokens outside a support count as impossible, so that everything computed is
+                of the distribution that was drawn from.
+            temperature: divides the logits, as in sampling.
+            repetition_penalty: as in sampling; see ``Distribution``. 1: no penalty.
         """
-        passes = self.passes
-        prompt_S = [prefixes.numbers[tuple(prompt)] for prompt in prompt_ids]
-        distribution = Distribution(prompt_ids, completion_ids, temperature, supports, repetition_penalty, self.device)
-        hidden = passes.hidden(prefixes, prompt_S, completion_ids)
+        hidden = self.passes.hidden(prefixes, rows)
         return CompletionStates(
-            hidden.states_NH, passes.head, distribution, hidden.router_logits, adds_gradient=self.adds_gradients
+            hidden.states_NH,
+            self.passes.head,
+            Distribution(rows, prefixes.prompt_ids, temperature, repetition_penalty, self.device),
+            hidden.router_logits,
+            adds_gradient=self.adds_gradients,
         )
 
     def logps(
@@ -77,20 +71,25 @@ class Policy(ComputeModel):
         temperature: float,
         supports: Sequence[Support | None] = (),
         repetition_penalty: float = 1.0,
+        drawn: Sequence[Sequence[bool]] | None = None,
     ) -> TokenLogps:
-        """Log-probs of completions' tokens, and statistics of the distributions they were drawn from.
+        """Log-probs of the drawn tokens of completions, and statistics of the distributions they were drawn from.
 
         Args:
-            prompt_ids, completion_ids: the token ids of S completions and of their prompts. No completion may be empty.
-                Equal prompts are computed once.
-            temperature, supports, repetition_penalty: as ``states`` takes them.
+            prompt_ids, completion_ids: token ids of completions and of the prompt of each. Every completion has a drawn
+                token. Equal prompts are computed once.
+            temperature, repetition_penalty: as for ``states``.
+            supports, drawn: as for ``PackedRows.of``.
 
         Returns:
-            Flat in sequence order, float32 (float64 for a float64 policy). Gradients flow through the log-probs when
-            they are enabled.
+            Flat in the order of the completions, float32 (float64 for a float64 policy). Gradients flow through the
+            log-probs where gradients are enabled.
         """
-        prefixes = self.passes.read(list(dict.fromkeys(map(tuple, prompt_ids))), attached=True)
-        return self.states(prefixes, prompt_ids, completion_ids, temperature, supports, repetition_penalty).logps()
+        prompts = [tuple(ids) for ids in prompt_ids]
+        numbers = {ids: number for number, ids in enumerate(dict.fromkeys(prompts))}
+        rows = PackedRows.of([numbers[ids] for ids in prompts], completion_ids, supports, drawn)
+        prefixes = self.passes.read(list(numbers), attached=True)
+        return self.states(prefixes, rows, temperature, repetition_penalty).logps()
 
     def reference(self, *, moves: bool = False) -> Policy:
         """The policy as it is now, to be compared with later. Of a model with adapters, the same model with them
