@@ -63,7 +63,7 @@ def packed(tensors, layout, scaling, window=None, cap=None, function=packed_atte
     prefix = None if prefixes is None else tuple(prefix)
     where = Layout(lengths, CPU, prefixes, prefix_lengths)
     if function is explicit_attention:
-        out = function(q, k, v, where, scaling, prefix or (None, None), window, cap)
+        out = function(q, k, v, *(prefix or (None, None)), where, scaling, window, cap)
     else:
         out = function(q, k, v, where, scaling=scaling, prefix=prefix, window=window, cap=cap)
     return out.transpose(0, 1)
@@ -184,7 +184,7 @@ def test_a_sequence_is_the_same_whatever_it_is_packed_with():
 
 def test_the_layout_by_hand():
     layout = Layout([3, 1, 2], CPU, [1, 0, 0], [4, 2])
-    assert layout.positions_N.tolist() == [2, 3, 4, 4, 4, 5]
+    assert layout.positions_T.tolist() == [2, 3, 4, 4, 4, 5]
     assert layout.before == (2, 4, 4)
     assert layout.longest == 6
     assert [(c.tokens, c.prefix) for c in layout.continuations] == [

@@ -70,7 +70,7 @@ def attended(tensors, layout, count=None, *, scaling=0.4, window=None, exact=Fal
     with threads(count or min(2, len(lengths) * k.shape[0])):
         if exact:
             q, k, v = (part[:, : where.tokens] for part in (q, k, v))
-            out = explicit_attention(q, k, v, where, scaling, tuple(prefix) or (None, None), window)
+            out = explicit_attention(q, k, v, *(prefix or (None, None)), where, scaling, window)
             sums = log_sums(q, k, where, scaling, prefix[0] if prefix else None, window).T
         else:
             prefix = tuple(prefix) or None
@@ -204,7 +204,7 @@ def test_what_is_left_to_torch(reason):
         given = Layout(layout[0], CPU)
         out = packed_attention(q, k, v, given, scaling=0.4, cap=cap, kernels=KERNELS)
     assert type(out.grad_fn).__name__ != "_NativeBackward"
-    expected = explicit_attention(q.double(), k.double(), v.double(), given, 0.4, cap=cap)
+    expected = explicit_attention(q.double(), k.double(), v.double(), None, None, given, 0.4, cap=cap)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)  # as above
 
 

@@ -159,7 +159,7 @@ def test_a_pass_that_computes_something_else_is_not_taken(monkeypatch):
 
     def off(self, *arguments):
         found = real(self, *arguments)
-        return found._replace(states_NH=found.states_NH.roll(1, 0))
+        return found._replace(states=found.states.roll(1, 0))
 
     monkeypatch.setattr(SharedPasses, "hidden", off)
     policy = Policy(tiny_llama(), SINGLE)
