@@ -266,7 +266,9 @@ def _gradient(
         grad_CV[count:] = 0
         return grad_CV
     logits_CV = head.logits(hidden_CH, weight_VH)
-    slope_CV = None if head.cap is None else 1 - (logits_CV / head.cap).square_()  # 1 - tanh^2
+    slope_CV = None
+    if head.cap is not None and weight_VH is not None:
+        slope_CV = 1 - (logits_CV / head.cap).square_()  # 1 - tanh^2
     scores_CV, factor = states.distribution.scores(logits_CV, span.start)
     grad_CV = torch.softmax(scores_CV, dim=-1).mul_(-grad_C[:, None])
     del scores_CV, logits_CV  # one tensor of the vocabulary's width less
