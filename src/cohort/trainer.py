@@ -9,18 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import (
-    MEASURED,
-    Data,
-    DataCursor,
-    LengthLimit,
-    PromptSet,
-    check_data,
-    curriculum_values,
-    load_data,
-    load_sets,
-    prompt_loader,
-)
+from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from cohort.objective import Objective, try_own_functions
 from cohort.policy import context_length, load_tokenizer, read_config
@@ -116,7 +105,7 @@ class GRPOTrainer:
         )
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
-        self.prompts = prompt_loader(prompts, self.tokenizer, config.data, self._limit, seed=config.run.seed)
+        self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, self.prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
@@ -126,7 +115,7 @@ class GRPOTrainer:
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
         self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, self.prompts.longest, config.rollout.max_completion_length
+            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
         )
         self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
@@ -350,10 +339,7 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
     data = load_data(train_dataset, config.data)
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
-    check_data(data)
-    Schedule.of(config, data.epoch_length)  # too few rows are known now
-    if config.data.curriculum not in (None, MEASURED):
-        curriculum_values(data, config.data.curriculum)
+    Schedule.of(config, data.epoch_length())  # too few rows are known now
     return data, load_sets(eval_dataset, config.data)
 
 
