@@ -12,7 +12,7 @@ from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
 from cohort.rewards.kinds import kind_of
 from cohort.types import Completion, FinishReason, Group, Prompt
-from tests.rewards.test_sandbox import needs_bwrap
+from tests.sandbox.needs import needs_bwrap
 
 
 def score(program: str, tests, **arguments):
