@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, RewardRunner, resolve_reward
-from cohort.rewards.messages import completion_text, turn_text, whole_text
 from cohort.rewards.format import json_schema, regex, think_format
 from cohort.rewards.language import language
 from cohort.rewards.length import cosine_length, soft_overlong
+from cohort.rewards.messages import completion_text, turn_text, whole_text
 from cohort.rewards.text import exact_match, fuzzy_match, repetition_penalty
 from cohort.types import Completion, FinishReason, Group, Prompt
 

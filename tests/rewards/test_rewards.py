@@ -9,7 +9,8 @@ import torch
 
 from cohort.errors import RewardError
 from cohort.rewards import RewardRunner, resolve_reward
-from cohort.rewards.contract import TrainerState, call_arguments as arguments
+from cohort.rewards.contract import TrainerState
+from cohort.rewards.contract import call_arguments as arguments
 from cohort.rewards.functions import unique_names
 from cohort.rewards.mathematics import final_number, gsm8k
 from cohort.types import Completion, FinishReason, Group, Prompt

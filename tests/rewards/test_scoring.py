@@ -475,7 +475,9 @@ def test_what_is_under_way_is_called_off_when_something_else_fails(runner_of, tm
     (begun,) = tmp_path.iterdir()
     assert cancelled.wait(10)
     assert not alive(int(begun.name.partition("-")[2]))
-    assert runner._caller.submit(runner.functions[0], {"completion": "c", "answer": ""}) is not None  # a worker starts afresh
+    assert (
+        runner._caller.submit(runner.functions[0], {"completion": "c", "answer": ""}) is not None
+    )  # a worker starts afresh
     end = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2:
         assert time.monotonic() < end
