@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import Source
+from cohort.data import DataCursor
 from cohort.errors import CohortError, ConfigError, DataError, RunFolderError
 from tests.train.harness import ROWS, SETTINGS, digits_reward, make_trainer, parameters
 
@@ -189,7 +190,7 @@ def test_the_settings_chat_template_is_saved_with_the_tokenizer(demo_tokenizer, 
     trainer.train()
     saved = tmp_path / "run" / "checkpoints" / "step-1" / "chat_template.jinja"
     assert saved.read_text() == template
-    assert trainer.prompts.take(0, 1)[0].text.endswith("=<|assistant|>2")
+    assert trainer.prompts.fetch(DataCursor(), 1)[0].text.endswith("=<|assistant|>2")
 
 
 def test_prompts_that_are_too_long_for_the_context(demo_tokenizer, tmp_path):
