@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import ConfigError, DataError, RewardError, SandboxError
-from cohort.rewards.builtin import completion_text
+from cohort.rewards.contract import reward
 from cohort.rewards.judging.plan import plan
-from cohort.rewards.kinds import reward
+from cohort.rewards.messages import completion_text
 from cohort.sandbox import Executor, Limits, Outcome, Program, Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -69,9 +69,8 @@ async def code(
 
     Args:
         completion, prefill, prompt, log_extra: as for every reward.
-        tests: the column of that name; ``docs/sandbox.md`` lists its forms. Inputs and outputs: ``[{"input": ...,
-            "output": ...}]`` or ``{"inputs": [...], "outputs": [...]}``, with ``"fn_name"`` the arguments and results
-            of that function. Python: a list of ``assert`` statements, or a test program. All may be JSON in a string.
+        tests: the column of that name: inputs with outputs, ``assert`` statements, or a test program, in one of the
+            forms that ``docs/sandbox.md`` lists.
         entry_point: the column of that name: what ``check(candidate)`` gets, for example ``Solution().name``.
         partial: return the share.
         unfenced: a completion without any code block is a program as a whole.
@@ -84,8 +83,7 @@ async def code(
         allow_unsandboxed: without bubblewrap, run programs without a sandbox. See ``Sandbox``.
 
     Raises:
-        RewardError: there is no sandbox, a limit is out of range, or ``continues`` is set and the prompt is not a
-            string.
+        RewardError: there is no sandbox, a limit is out of range, or a prompt to continue is not a string.
         DataError: the row's tests cannot be run.
         SandboxError: a sandbox failed, and the completion has no score. Never because of what the program did.
     """
@@ -99,9 +97,8 @@ async def code(
         raise RewardError(f"code(continues=True) needs prompts that are strings, got {type(prompt).__name__}")
     task = parse_tests(tests, entry_point)
     program = extract_program(prefill + completion_text(completion), unfenced=unfenced)
-    if program is None:
-        verdict = Verdict(0, "no program in the completion")
-    else:
+    verdict = Verdict(0, "no program in the completion")
+    if program is not None:
         program = prompt + program if continues else program
         verdict = await judge(sandbox, program, task, limits, test_timeout=test_timeout, stop_early=not partial)
     if log_extra is not None:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from multiprocessing.connection import wait
@@ -148,9 +148,8 @@ def start(
         SandboxError: the sandbox could not be made, or the run was cancelled.
     """
     ready, ready_end = pipe(stack)
-    source, stdin = (
-        sealed_file(stack, text.encode(errors="surrogatepass")) for text in (program.source, program.stdin)
-    )
+    texts = (program.source, program.stdin)
+    source, stdin = (sealed_file(stack, text.encode(errors="surrogatepass")) for text in texts)
     inherited = [ready_end, source, *pipes]
     settings: dict[str, object] = {
         "ready": ready_end.fileno(),
@@ -175,20 +174,23 @@ def start(
     else:
         command, inside, mark = [], str(INSIDE), ""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
-        for name, data in program.files.items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        _write_files(Path(folder), program.files)
     command += [python.executable, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
     command += [mark] if mark else []
     process = Process(_spawn(command, folder, stdin, inherited), limits.output, mark)
     stack.callback(process.close)
-    is_mapped = mapping is None or mapping.complete(cancelled)
-    if not (is_mapped and read_pipe(ready, cancelled)):  # the program is read only after all limits are set
+    # the program is read only after all limits are set
+    if (mapping and not mapping.complete(cancelled)) or not read_pipe(ready, cancelled):
         result = process.finish(time.monotonic() + 1, cancelled)
         raise SandboxError(f"a sandbox could not be made: {result.stderr.strip() or f'exit code {result.exit_code}'}")
     process.started, process.is_ready = time.monotonic(), True
     return process
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _spawn(command: list[str], folder: str, stdin: FileIO, inherited: list[FileIO]) -> subprocess.Popen[bytes]:
