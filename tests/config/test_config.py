@@ -278,7 +278,8 @@ def test_overrides_need_no_file():
 
 
 def test_a_part_given_as_an_object_is_taken_whole():
-    from cohort.presets.parts import KL, PPOClip
+    from cohort.presets.kl import KL
+    from cohort.presets.trust_regions import PPOClip
 
     config = GRPOConfig(preset="intellect2", trust_region=PPOClip(low=0.8, high=1.2))
     assert config.resolved_objective.trust_region == PPOClip(low=0.8, high=1.2)  # not the preset's dual = 4
