@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cohort.config import OptimConfig
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, resolve_precision
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.train import Optimizer, update
 from cohort.types import Prompt, TokenBatch
 
@@ -70,7 +70,7 @@ def main() -> None:
             wait(device)
             seconds["update", name].append(time.perf_counter() - start)
             start = time.perf_counter()
-            engines[name].generate(prompts, 8, Sampling(64), Draws(0, 0))
+            engines[name].generate(prompts, 8, Sampling(64), RNGKey(0, 0))
             wait(device)
             seconds["sample", name].append(time.perf_counter() - start)
     print(f"width {options.width}, {options.layers} layers, {torch.get_num_threads()} threads, {device}", end=": ")

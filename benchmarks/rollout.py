@@ -175,7 +175,7 @@ class TokenNames:
 def cohort_side(job: Job, model: Any, precision: str) -> Side:
     # Imported here: the vllm process runs this file in an environment that need not hold Cohort.
     from cohort.policy import Policy, resolve_precision
-    from cohort.rollout import Draws, LocalEngine, Sampling
+    from cohort.rollout import LocalEngine, RNGKey, Sampling
     from cohort.types import Prompt
 
     resolved = resolve_precision(precision, torch.device(job.device), job.shape.hidden_size)
@@ -184,7 +184,7 @@ def cohort_side(job: Job, model: Any, precision: str) -> Side:
     prompts = [Prompt(uid, uid, tuple(ids), "", "", {}) for uid, ids in enumerate(job.prompts)]
 
     def run(seed: int) -> list[int]:
-        groups = engine.generate(prompts, GROUP, Sampling(job.workload.limit), Draws(0, seed))
+        groups = engine.generate(prompts, GROUP, Sampling(job.workload.limit), RNGKey(0, seed))
         return [len(completion.token_ids) for group in groups for completion in group.completions]
 
     def renew() -> None:

@@ -20,7 +20,7 @@ import cohort.demo
 from cohort.demo.task import accuracy, problems
 from cohort.objective import PRESETS, Objective, coefficients, k3, outcome_advantages, token_weights
 from cohort.policy import Policy, end_token_ids, load_model, load_tokenizer, resolve_device, resolve_precision
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.types import Completion, Message, Prompt
 
 MODEL = str(Path(cohort.demo.__file__).parent / "model")
@@ -65,7 +65,7 @@ def train_step(
     """One step of GRPO with one update per rollout."""
     # 1. Sample a group of G completions per prompt, with the current weights.
     sampling = Sampling(max_completion_length=96, temperature=TEMPERATURE)
-    groups = engine.generate(prompts_P, NUM_GENERATIONS, sampling, Draws(SEED, step))
+    groups = engine.generate(prompts_P, NUM_GENERATIONS, sampling, RNGKey(SEED, step))
 
     # 2. Score every completion.
     completions_S = [completion for group in groups for completion in group.completions]

@@ -18,7 +18,7 @@ from cohort.data import PromptSet
 from cohort.generate import run as run_module
 from cohort.generate.show import InOrder, TextStream, record
 from cohort.policy import Policy, Precision, end_token_ids, load_model
-from cohort.rollout import Draws, LocalEngine, Purpose, Sampling
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling
 from cohort.rollout.rows import decode
 from cohort.types import Completion, FinishReason, Group
 from tests.conftest import DEMO_MODEL
@@ -42,7 +42,7 @@ def drawn(engine, contents, n=1, seed=0, chat=True, **sampling):
     rows = [{"prompt": content} for content in contents]
     prompts = PromptSet(rows, engine.tokenizer, DataConfig(format="chat" if chat else "auto")).all()
     settings = Sampling(**{"max_completion_length": 24} | sampling)
-    return [group.completions for group in engine.generate(prompts, n, settings, Draws(seed, 0, Purpose.EVAL))]
+    return [group.completions for group in engine.generate(prompts, n, settings, RNGKey(seed, 0, Purpose.EVAL))]
 
 
 def run(*arguments):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
@@ -21,7 +21,7 @@ def test_sampler_and_trainer_agree(compute, tolerance):
     # float32: TF32 is off by default, kernels differ by shape; bfloat16: 8 bits, and logits of a few units.
     policy = Policy(tiny_llama().cuda(), Precision(torch.float32, compute))
     prompts = [Prompt(i, i, ids, "", "", {}) for i, ids in enumerate([(5, 9, 20), (7,), (2, 3)])]
-    groups = LocalEngine(policy, LetterTokenizer(), (1,)).generate(prompts, 4, Sampling(20), Draws(0, 0))
+    groups = LocalEngine(policy, LetterTokenizer(), (1,)).generate(prompts, 4, Sampling(20), RNGKey(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
         logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
@@ -43,7 +43,7 @@ def test_slots_and_budgets_change_no_greedy_completion():
     policy = Policy(tiny_llama().cuda(), Precision(torch.float32, torch.float32))
     prompts = [Prompt(i, i, ids, "", "", {}) for i, ids in enumerate([(5, 9, 20), (7,), (2, 3), (4,) * 30])]
     runs = [
-        LocalEngine(policy, LetterTokenizer(), (1,), **limits).generate(prompts, 3, Sampling(20, 0.0), Draws(0, 0))
+        LocalEngine(policy, LetterTokenizer(), (1,), **limits).generate(prompts, 3, Sampling(20, 0.0), RNGKey(0, 0))
         for limits in ({}, {"max_batch_size": 2}, {"cache_tokens": 120})
     ]
     ids = [[c.token_ids for g in groups for c in g.completions] for groups in runs]

@@ -410,11 +410,13 @@ def test_a_rewards_nan_leaves_only_its_own_term_out():
     check(got[:3], *(a + 0.5 * b for a, b in zip(first, second, strict=True)))
 
 
-@pytest.mark.parametrize("over_batch", [False, True])
-def test_a_completion_without_any_reward_has_no_part(over_batch):
+@pytest.mark.parametrize(("over_batch", "baseline"), [(False, "group_mean"), (True, "group_mean"), (True, "none")])
+def test_a_completion_without_any_reward_has_no_part(over_batch, baseline):
+    # Without a group's baseline the batch's mean is not 0, and must be that of the scored completions.
+    settings = {"over_batch": over_batch, "baseline": baseline}
     rewards = torch.cat([TWO, torch.full((1, 2), NAN, dtype=torch.float64)])
-    got = combined_advantages(rewards, WEIGHTS, torch.cat([TWO_GROUPS, longs(1)]), over_batch=over_batch)
-    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=over_batch)
+    got = combined_advantages(rewards, WEIGHTS, torch.cat([TWO_GROUPS, longs(1)]), **settings)
+    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, **settings)
     check(got, *plain.tolist(), 0.0)
 
 

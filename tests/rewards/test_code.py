@@ -10,7 +10,7 @@ import pytest
 from cohort.errors import DataError, RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
-from cohort.rewards.kinds import kind_of
+from cohort.rewards.contract import call_options
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.rewards.test_sandbox import needs_bwrap
 
@@ -645,5 +645,5 @@ def test_in_the_runner_a_row_without_tests_is_unscored():
 
 
 def test_it_is_called_per_sample():
-    kind = kind_of(code)
+    kind = call_options(code)
     assert (kind.per, kind.is_async) == ("sample", True)

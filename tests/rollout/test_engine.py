@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Sampling, Watch
+from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
 from cohort.rollout.cache import round_up
 from cohort.rollout.generic import RecomputeBackend
 from cohort.rollout.grammar import _byte_letters
@@ -88,7 +88,7 @@ def test_greedy_is_transformers_generate_token_for_token(family, kind):
     texts = [(7,), tuple(range(3, 25)), (30, 31, 2)]
     ends = (1, 6)
     engine = LocalEngine(policy, LetterTokenizer(), ends, max_batch_size=3)
-    completions = flat(engine.generate(of_texts(texts), 1, Sampling(16, temperature=0.0, **ours), Draws(0, 0)))
+    completions = flat(engine.generate(of_texts(texts), 1, Sampling(16, temperature=0.0, **ours), RNGKey(0, 0)))
     for text, completion in zip(texts, completions, strict=True):
         settings = GenerationConfig(
             do_sample=False, max_new_tokens=16, eos_token_id=list(ends), pad_token_id=0, use_cache=False, **theirs
@@ -101,7 +101,7 @@ def test_greedy_is_transformers_generate_token_for_token(family, kind):
 
 
 def test_greedy_completions_of_a_group_are_one():
-    groups = engine_of(of_way("lean")).generate(PROMPTS, 5, Sampling(12, temperature=0.0), Draws(0, 0))
+    groups = engine_of(of_way("lean")).generate(PROMPTS, 5, Sampling(12, temperature=0.0), RNGKey(0, 0))
     assert all(len({c.token_ids for c in group.completions}) == 1 for group in groups)
 
 
@@ -196,7 +196,7 @@ def test_a_stop_string_ends_at_the_first_token_whose_text_completes_it(byte_leve
     texts = [Prompt(n, n, (n,), "", "", {}) for n in range(len(scripts))]
     for stop in stops:
         samplings = [Sampling(len(script), stop=(stop,)) for script in scripts]
-        for script, completion in zip(scripts, flat(engine.generate(texts, 1, samplings, Draws(0, 0))), strict=True):
+        for script, completion in zip(scripts, flat(engine.generate(texts, 1, samplings, RNGKey(0, 0))), strict=True):
             upto = [tokenizer.decode(script[: n + 1]) for n in range(len(script))]
             first = next((n for n, text in enumerate(upto) if stop in text), None)
             wanted = script if first is None else script[: first + 1]
@@ -216,7 +216,7 @@ def test_of_several_stop_strings_the_first_completed_ends(byte_level):
         (("x", "y"), 5),
     ):
         engine = scripted(tokenizer, len(tokenizer), [script], ends=())
-        (completion,) = flat(engine.generate(of_texts([(0,)]), 1, Sampling(5, stop=stops), Draws(0, 0)))
+        (completion,) = flat(engine.generate(of_texts([(0,)]), 1, Sampling(5, stop=stops), RNGKey(0, 0)))
         assert len(completion.token_ids) == length, stops
 
 
@@ -227,7 +227,7 @@ def test_a_stop_string_that_is_complete_before_the_minimum_ends_nothing(byte_lev
     # "ab" is complete at token 2, before 4 tokens are; the next one at token 7. Token 4 brings a "b" that completes
     # nothing.
     sampling = Sampling(8, stop=("ab",), min_completion_length=4)
-    (completion,) = flat(engine.generate(of_texts([(0,)]), 1, sampling, Draws(0, 0)))
+    (completion,) = flat(engine.generate(of_texts([(0,)]), 1, sampling, RNGKey(0, 0)))
     assert len(completion.token_ids) == 7
     assert completion.finish_reason is FinishReason.STOP
 
@@ -237,7 +237,7 @@ def test_an_end_token_goes_before_a_stop_string_and_before_the_limit(byte_level)
     a = by_bytes[b"a"]
     engine = scripted(tokenizer, len(tokenizer), [[a, a, 1], [a, a, a], [a, 0, a]], ends=(1, 0))
     completions = flat(
-        engine.generate(of_texts([(0,), (1,), (2,)]), 1, Sampling(3, stop=("aaa", "<end>")), Draws(0, 0))
+        engine.generate(of_texts([(0,), (1,), (2,)]), 1, Sampling(3, stop=("aaa", "<end>")), RNGKey(0, 0))
     )
     assert [c.finish_reason for c in completions] == [FinishReason.EOS, FinishReason.STOP, FinishReason.EOS]
     assert [c.token_ids for c in completions] == [(a, a, 1), (a, a, a), (a, 0)]
@@ -247,9 +247,9 @@ def test_an_end_token_goes_before_a_stop_string_and_before_the_limit(byte_level)
 @pytest.mark.parametrize("way", WAYS)
 def test_several_end_tokens_and_ends_at_the_limit(way):
     policy = of_way(way)
-    free = flat(engine_of(policy, ends=()).generate(PROMPTS, 6, Sampling(12), Draws(3, 0)))
+    free = flat(engine_of(policy, ends=()).generate(PROMPTS, 6, Sampling(12), RNGKey(3, 0)))
     ends = {1, 20, 21, 9, 5, 33}
-    held = flat(engine_of(policy, ends=ends, max_batch_size=5).generate(PROMPTS, 6, Sampling(12), Draws(3, 0)))
+    held = flat(engine_of(policy, ends=ends, max_batch_size=5).generate(PROMPTS, 6, Sampling(12), RNGKey(3, 0)))
     at_limit = 0
     for loose, ended in zip(free, held, strict=True):
         place = next((n for n, token in enumerate(loose.token_ids) if token in ends), None)
@@ -258,7 +258,7 @@ def test_several_end_tokens_and_ends_at_the_limit(way):
         if place:
             limit = Sampling(place + 1)
             one = Prompt(free.index(loose) // 6, 0, PROMPTS[free.index(loose) // 6].token_ids, "", "", {})
-            (group,) = engine_of(policy, ends=ends).generate([one], 6, limit, Draws(3, 0)) if at_limit < 2 else [None]
+            (group,) = engine_of(policy, ends=ends).generate([one], 6, limit, RNGKey(3, 0)) if at_limit < 2 else [None]
             if group is not None:
                 assert group.completions[free.index(loose) % 6].finish_reason is FinishReason.EOS
                 at_limit += 1
@@ -269,7 +269,7 @@ def test_several_end_tokens_and_ends_at_the_limit(way):
 def test_prompts_of_1_to_100_tokens_in_one_call(way):
     policy = of_way(way)
     texts = of_texts([[3 + (7 * n + place) % 30 for place in range(n)] for n in (1, 100, 2, 64, 17, 33, 8)])
-    groups = engine_of(policy, max_batch_size=4).generate(texts, 2, Sampling(6), Draws(0, 0))
+    groups = engine_of(policy, max_batch_size=4).generate(texts, 2, Sampling(6), RNGKey(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
         trained, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
@@ -286,49 +286,49 @@ def test_a_prompt_that_does_not_fit_is_named():
     with pytest.raises(
         DataError, match=r"prompt 41 \('the text of it'\) has 120 tokens.* may have 9 .*context holds 128"
     ):
-        engine.generate([*PROMPTS, *long], 2, Sampling(9), Draws(0, 0))
-    assert len(engine.generate(long, 2, Sampling(8), Draws(0, 0))) == 1
+        engine.generate([*PROMPTS, *long], 2, Sampling(9), RNGKey(0, 0))
+    assert len(engine.generate(long, 2, Sampling(8), RNGKey(0, 0))) == 1
     # Each prompt's own limit counts.
-    mixed = engine.generate([*PROMPTS[:1], *long], 1, [Sampling(100), Sampling(8)], Draws(0, 0))
+    mixed = engine.generate([*PROMPTS[:1], *long], 1, [Sampling(100), Sampling(8)], RNGKey(0, 0))
     assert len(mixed[0].completions[0].token_ids) > 8 or mixed[0].completions[0].finish_reason is FinishReason.EOS
 
 
 def test_an_empty_prompt_is_named():
     with pytest.raises(DataError, match="prompt 1 has no tokens"):
-        engine_of(of_way("lean")).generate(of_texts([(3,), ()]), 2, Sampling(9), Draws(0, 0))
+        engine_of(of_way("lean")).generate(of_texts([(3,), ()]), 2, Sampling(9), RNGKey(0, 0))
 
 
 @pytest.mark.parametrize("way", WAYS[:4])
 def test_a_budget_that_holds_no_completion_is_an_error_and_one_that_holds_one_is_enough(way):
     policy = of_way(way)
-    plain = flat(engine_of(policy).generate(PROMPTS, 2, Sampling(9), Draws(0, 0)))
+    plain = flat(engine_of(policy).generate(PROMPTS, 2, Sampling(9), RNGKey(0, 0)))
     multiple = engine_of(policy).backend.token_multiple
     least = round_up(7, multiple) + round_up(9, multiple)
     assert (multiple, least) in {(32, 64), (1, 16)}
-    tight = flat(engine_of(policy, cache_tokens=least).generate(PROMPTS, 2, Sampling(9), Draws(0, 0)))
+    tight = flat(engine_of(policy, cache_tokens=least).generate(PROMPTS, 2, Sampling(9), RNGKey(0, 0)))
     assert [c.token_ids for c in tight] == [c.token_ids for c in plain]
     needs = rf"a prompt of 7 needs keys and values of {least} tokens.*cache_tokens is {least - 1}"
     with pytest.raises(ConfigError, match=needs):
-        engine_of(policy, cache_tokens=least - 1).generate(PROMPTS, 2, Sampling(9), Draws(0, 0))
+        engine_of(policy, cache_tokens=least - 1).generate(PROMPTS, 2, Sampling(9), RNGKey(0, 0))
 
 
 def test_no_completion_asked_for_and_a_token_that_the_model_has_not_are_errors():
     engine = engine_of(of_way("lean"))
     with pytest.raises(ConfigError, match="num_generations must be at least 1, got 0"):
-        engine.generate(PROMPTS, 0, Sampling(4), Draws(0, 0))
+        engine.generate(PROMPTS, 0, Sampling(4), RNGKey(0, 0))
     with pytest.raises(DataError, match="token ids from 3 to 37, and the model has 37 tokens"):
-        engine.generate(of_texts([(3, 37)]), 1, Sampling(4), Draws(0, 0))
+        engine.generate(of_texts([(3, 37)]), 1, Sampling(4), RNGKey(0, 0))
 
 
 def test_an_engine_in_use_says_so():
     engine = engine_of(of_way("lean"))
 
     def again(*_):
-        engine.generate(PROMPTS, 1, Sampling(2), Draws(0, 0))
+        engine.generate(PROMPTS, 1, Sampling(2), RNGKey(0, 0))
 
     with pytest.raises(ConfigError, match="sampling already"):
-        engine.generate(PROMPTS, 1, Sampling(4), Draws(0, 0), Watch(on_completion=again))
-    assert len(engine.generate(PROMPTS, 1, Sampling(4), Draws(0, 0))) == len(PROMPTS)
+        engine.generate(PROMPTS, 1, Sampling(4), RNGKey(0, 0), Watch(on_completion=again))
+    assert len(engine.generate(PROMPTS, 1, Sampling(4), RNGKey(0, 0))) == len(PROMPTS)
 
 
 def test_memory_follows_the_budget():
@@ -336,7 +336,7 @@ def test_memory_follows_the_budget():
     cells = []
     real = engine.backend.begin
     engine.backend.begin = lambda capacity: (real(capacity), cells.append(engine.backend.cache.tokens))
-    engine.generate(PROMPTS, 3, Sampling(40), Draws(0, 0))
+    engine.generate(PROMPTS, 3, Sampling(40), RNGKey(0, 0))
     assert cells[0] <= 200
 
 
@@ -370,18 +370,18 @@ def test_settings_out_of_range_are_errors_by_name(settings, word):
 
 def test_a_forced_token_that_the_model_has_not_is_an_error():
     with pytest.raises(ConfigError, match="forced_ids"):
-        engine_of(of_way("lean")).generate(PROMPTS, 1, Sampling(4, forced_ids=(37,)), Draws(0, 0))
+        engine_of(of_way("lean")).generate(PROMPTS, 1, Sampling(4, forced_ids=(37,)), RNGKey(0, 0))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_as_many_settings_as_prompts(count):
     with pytest.raises(ConfigError, match=f"{count} sampling settings for 4 prompts"):
-        engine_of(of_way("lean")).generate(PROMPTS, 1, [Sampling(4)] * count, Draws(0, 0))
+        engine_of(of_way("lean")).generate(PROMPTS, 1, [Sampling(4)] * count, RNGKey(0, 0))
 
 
 def test_no_prompts_give_no_groups():
-    assert engine_of(of_way("lean")).generate([], 3, Sampling(4), Draws(0, 0)) == []
-    assert engine_of(of_way("lean")).generate([], 3, [], Draws(0, 0)) == []
+    assert engine_of(of_way("lean")).generate([], 3, Sampling(4), RNGKey(0, 0)) == []
+    assert engine_of(of_way("lean")).generate([], 3, [], RNGKey(0, 0)) == []
 
 
 # What goes wrong in one row
@@ -401,12 +401,12 @@ def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way,
     )
     texts = [prompt for prompt in PROMPTS if poison not in prompt.token_ids]
     sampling = Sampling(16, **settings)
-    free = flat(engine_of(of_way(way), max_batch_size=7).generate(texts, 12, sampling, Draws(0, 0)))
+    free = flat(engine_of(of_way(way), max_batch_size=7).generate(texts, 12, sampling, RNGKey(0, 0)))
     engine = engine_of(policy, max_batch_size=7)
     if way == "no cache":
         engine.backend = RecomputeBackend(policy)
     assert type(engine.backend) is type(engine_of(of_way(way)).backend)
-    poisoned = flat(engine.generate(texts, 12, sampling, Draws(0, 0)))
+    poisoned = flat(engine.generate(texts, 12, sampling, RNGKey(0, 0)))
     errors = 0
     for loose, held in zip(free, poisoned, strict=True):
         place = loose.token_ids.index(poison) if poison in loose.token_ids[:-1] else None
@@ -425,14 +425,14 @@ def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way,
 def test_a_prompt_of_no_numbers_ends_its_group_and_no_other():
     policy = Policy(tiny_llama(), FLOAT32)
     engine = engine_of(policy)
-    clean = flat(engine.generate(PROMPTS, 3, Sampling(8), Draws(0, 0)))
+    clean = flat(engine.generate(PROMPTS, 3, Sampling(8), RNGKey(0, 0)))
     policy.model.model.embed_tokens.register_forward_hook(
         lambda module, args, output: output.masked_fill((args[0] == 31)[..., None], torch.nan)
     )
     for size in (2, 256):
         engine.max_batch_size = size
         for group, wanted in zip(
-            engine.generate(PROMPTS, 3, Sampling(8, stop=("\x7f",)), Draws(0, 0)),
+            engine.generate(PROMPTS, 3, Sampling(8, stop=("\x7f",)), RNGKey(0, 0)),
             [clean[n : n + 3] for n in (0, 3, 6, 9)],
             strict=True,
         ):
@@ -452,7 +452,7 @@ def test_others_are_bit_equal_beside_a_row_that_fails():
         lambda module, args, output: output.masked_fill((args[0] == 20)[..., None], torch.nan)
     )
     texts = [prompt for prompt in PROMPTS if 20 not in prompt.token_ids]
-    free, held = (flat(engine_of(p).generate(texts, 12, Sampling(16), Draws(0, 0))) for p in (policy, poisoned))
+    free, held = (flat(engine_of(p).generate(texts, 12, Sampling(16), RNGKey(0, 0))) for p in (policy, poisoned))
     same = [one for one, other in zip(free, held, strict=True) if other.finish_reason is not FinishReason.ERROR]
     assert 0 < len(same) < len(free)
     for one, other in zip(free, held, strict=True):
@@ -486,8 +486,8 @@ def test_events_add_up_to_the_completions(way):
     events = Events()
     engine = engine_of(of_way(way), max_batch_size=5)
     sampling = [Sampling(9, stop=("e",)), Sampling(12), Sampling(4, top_k=9), Sampling(7, temperature=0.3)]
-    plain = engine.generate(PROMPTS, 4, sampling, Draws(0, 0))
-    groups = engine.generate(PROMPTS, 4, sampling, Draws(0, 0), events.watch())
+    plain = engine.generate(PROMPTS, 4, sampling, RNGKey(0, 0))
+    groups = engine.generate(PROMPTS, 4, sampling, RNGKey(0, 0), events.watch())
     assert flat(groups) == flat(plain)  # watching changes no draw
     told = {}
     for event in events.tokens:
@@ -512,9 +512,9 @@ def test_events_add_up_to_the_completions(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_called_off_what_is_done_is_whole_and_the_rest_is_the_beginning_of_what_it_would_be(way, step):
     engine = engine_of(of_way(way), max_batch_size=5)
-    whole = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    whole = flat(engine.generate(PROMPTS, 4, Sampling(9), RNGKey(0, 0)))
     events = Events(cancel_at=step)
-    groups = engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0), events.watch())
+    groups = engine.generate(PROMPTS, 4, Sampling(9), RNGKey(0, 0), events.watch())
     cut = flat(groups)
     assert events.asked == step + 1
     assert all(len(group.completions) == 4 for group in groups)
@@ -536,7 +536,7 @@ def test_called_off_what_is_done_is_whole_and_the_rest_is_the_beginning_of_what_
     assert all(groups[index].completions[sample] == completion for (index, sample), completion in told.items())
     begun = {(event.prompt_index, event.sample) for event in events.tokens}
     assert begun <= set(told)
-    again = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    again = flat(engine.generate(PROMPTS, 4, Sampling(9), RNGKey(0, 0)))
     assert [c.token_ids for c in again] == [c.token_ids for c in whole]
 
 
@@ -544,7 +544,7 @@ def test_called_off_what_is_done_is_whole_and_the_rest_is_the_beginning_of_what_
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_of_who_watches_leaves_the_engine_as_it_was(way, kind):
     engine = engine_of(of_way(way), max_batch_size=5)
-    plain = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+    plain = flat(engine.generate(PROMPTS, 4, Sampling(9), RNGKey(0, 0)))
     calls = itertools.count()
 
     def fail(*_):
@@ -552,18 +552,20 @@ def test_an_exception_of_who_watches_leaves_the_engine_as_it_was(way, kind):
             raise RuntimeError("who watches")
 
     with pytest.raises(RuntimeError, match="who watches"):
-        engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0), Watch(**{kind: fail}))
-    again = flat(engine.generate(PROMPTS, 4, Sampling(9), Draws(0, 0)))
+        engine.generate(PROMPTS, 4, Sampling(9), RNGKey(0, 0), Watch(**{kind: fail}))
+    again = flat(engine.generate(PROMPTS, 4, Sampling(9), RNGKey(0, 0)))
     assert [(c.token_ids, c.finish_reason) for c in again] == [(c.token_ids, c.finish_reason) for c in plain]
 
 
 def test_who_watches_may_use_another_engine_over_the_same_policy():
     policy = of_way("lean")
     engine, other = engine_of(policy), LocalEngine(policy, LetterTokenizer(), (1,))
-    plain = flat(engine.generate(PROMPTS, 2, Sampling(6), Draws(0, 0)))
+    plain = flat(engine.generate(PROMPTS, 2, Sampling(6), RNGKey(0, 0)))
     inner = []
-    watch = Watch(on_completion=lambda *_: inner.append(flat(other.generate(PROMPTS[:1], 1, Sampling(3), Draws(1, 0)))))
-    assert flat(engine.generate(PROMPTS, 2, Sampling(6), Draws(0, 0), watch)) == plain
+    watch = Watch(
+        on_completion=lambda *_: inner.append(flat(other.generate(PROMPTS[:1], 1, Sampling(3), RNGKey(1, 0))))
+    )
+    assert flat(engine.generate(PROMPTS, 2, Sampling(6), RNGKey(0, 0), watch)) == plain
     assert len({completions[0].token_ids for completions in inner}) == 1
 
 
@@ -587,11 +589,11 @@ OWN = [
 def test_settings_of_each_prompt_are_those_it_would_have_alone(way, dtype):
     texts = of_texts([(5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3), (9, 8), (3, 3), (8, 14, 20), (11,)])
     engine = engine_of(of_way(way, dtype), max_batch_size=7)
-    together = engine.generate(texts, 3, OWN, Draws(4, 0))
+    together = engine.generate(texts, 3, OWN, RNGKey(4, 0))
     # float64: settings as exact as alone, but norms that are float32's.
     bound = 1e-5 if dtype is torch.float32 else 1e-7
     for text, sampling, group in zip(texts, OWN, together, strict=True):
-        (alone,) = engine.generate([text], 3, sampling, Draws(4, 0))
+        (alone,) = engine.generate([text], 3, sampling, RNGKey(4, 0))
         for one, other in zip(group.completions, alone.completions, strict=True):
             assert (one.token_ids, one.finish_reason, one.text) == (other.token_ids, other.finish_reason, other.text)
             assert one.num_forced == other.num_forced

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.types import Prompt
 from tests.rollout.test_local_engine import LetterTokenizer
 
@@ -41,7 +41,7 @@ def test_sampler_and_trainer_agree(family):
     policy = Policy(model, Precision(torch.float32, torch.float32))
     engine = LocalEngine(policy, LetterTokenizer(), (1,))
     prompts = [Prompt(i, i, ids, "", "", {}) for i, ids in enumerate(PROMPTS)]
-    groups = engine.generate(prompts, 3, Sampling(16), Draws(0, 0))
+    groups = engine.generate(prompts, 3, Sampling(16), RNGKey(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
         logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
@@ -55,7 +55,7 @@ def test_recurrent_models_are_sampled_too_and_the_way_is_named():
     policy = Policy(AutoModelForCausalLM.from_config(config), Precision(torch.float32, torch.float32))
     engine = LocalEngine(policy, LetterTokenizer(), (1,))
     assert engine.backend.description.startswith("without a cache: every token computes the whole text anew")
-    (group,) = engine.generate([Prompt(0, 0, PROMPTS[0], "", "", {})], 4, Sampling(8), Draws(0, 0))
+    (group,) = engine.generate([Prompt(0, 0, PROMPTS[0], "", "", {})], 4, Sampling(8), RNGKey(0, 0))
     with torch.no_grad():
         logps, *_ = policy.logps([PROMPTS[0]] * 4, [c.token_ids for c in group.completions], 1.0)
     sampled = torch.tensor([lp for c in group.completions for lp in c.sampler_logps])

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.backend import Capacity
 from cohort.rollout.choose import logit_gap
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
@@ -163,7 +163,7 @@ def engine_of(family):
 
 
 def completions(engine, samples=3, length=12):
-    groups = engine.generate(PROMPTS, samples, Sampling(length), Draws(0, 0))
+    groups = engine.generate(PROMPTS, samples, Sampling(length), RNGKey(0, 0))
     return [(g.prompt.token_ids, c) for g in groups for c in g.completions]
 
 

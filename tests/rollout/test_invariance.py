@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, round_up
 from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
@@ -41,7 +41,7 @@ def in_float64(family):
 def completions(engine, prompts, samples, sampling, max_batch_size=1000, cache_tokens=None):
     """By prompt number and sample."""
     engine.max_batch_size, engine.cache_tokens = max_batch_size, cache_tokens
-    groups = engine.generate(prompts, samples, sampling, Draws(0, 7))
+    groups = engine.generate(prompts, samples, sampling, RNGKey(0, 7))
     return {(g.prompt.uid, place): c for g in groups for place, c in enumerate(g.completions)}
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.errors import ModelError
 from cohort.policy import Policy, Precision
 from cohort.policy.anatomy import Anatomy
-from cohort.rollout import Draws, LocalEngine, Sampling
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.backend import Capacity
 from cohort.rollout.generic import RefillBackend, TurnsBackend
 from cohort.rollout.lean import LeanBackend
@@ -282,7 +282,7 @@ def test_refilled_rows_are_rows_alone_and_agree_with_the_trainer(family, native)
     for size in (3, 1):
         engine = in_float32(family)[1]
         engine.max_batch_size = size
-        runs.append(engine.generate(prompts(*PROMPTS[1:]), 2, Sampling(8, 1.1), Draws(1, 0)))
+        runs.append(engine.generate(prompts(*PROMPTS[1:]), 2, Sampling(8, 1.1), RNGKey(1, 0)))
     pairs = [(g.prompt.token_ids, c) for g in runs[0] for c in g.completions]
     others = [c for g in runs[1] for c in g.completions]
     assert [c.token_ids for _, c in pairs] == [c.token_ids for c in others]
@@ -502,7 +502,7 @@ def test_what_is_not_plain_takes_another_path_and_says_so(kind):
     assert isinstance(engine.backend, RefillBackend)
     assert "lean" in engine.backend.description
     assert word in engine.backend.description
-    groups = engine.generate(prompts(*PROMPTS), 2, Sampling(8), Draws(0, 0))
+    groups = engine.generate(prompts(*PROMPTS), 2, Sampling(8), RNGKey(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
         trained, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
@@ -561,7 +561,7 @@ def test_a_model_that_computes_something_else_is_found_out():
 
 
 def ids(engine):
-    groups = engine.generate(prompts(*PROMPTS), 2, Sampling(12), Draws(0, 0))
+    groups = engine.generate(prompts(*PROMPTS), 2, Sampling(12), RNGKey(0, 0))
     return [c.token_ids for g in groups for c in g.completions]
 
 

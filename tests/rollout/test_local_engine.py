@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, Purpose, RowSettings, Sampling, draw_tokens
+from cohort.rollout import LocalEngine, Purpose, RNGKey, RowSettings, Sampling, draw_tokens
 from cohort.types import FinishReason, Prompt
 from tests.conftest import tiny_llama
 
@@ -36,14 +36,14 @@ PROMPTS = prompts((5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3))
 
 
 def test_groups_come_back_in_the_prompts_order(float32_policy):
-    groups = engine(float32_policy).generate(PROMPTS, 3, Sampling(12), Draws(0, 0))
+    groups = engine(float32_policy).generate(PROMPTS, 3, Sampling(12), RNGKey(0, 0))
     assert [group.prompt.uid for group in groups] == [0, 1, 2, 3]
     assert all(len(group.completions) == 3 for group in groups)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_sampler_and_trainer_log_probs_agree(float32_policy, temperature):
-    groups = engine(float32_policy).generate(PROMPTS, 4, Sampling(20, temperature), Draws(0, 0))
+    groups = engine(float32_policy).generate(PROMPTS, 4, Sampling(20, temperature), RNGKey(0, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
         logps, *_ = float32_policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], temperature)
@@ -53,7 +53,7 @@ def test_sampler_and_trainer_log_probs_agree(float32_policy, temperature):
 
 
 def test_an_end_token_ends_a_completion_and_belongs_to_it(float32_policy):
-    groups = engine(float32_policy).generate(PROMPTS, 16, Sampling(30), Draws(1, 0))
+    groups = engine(float32_policy).generate(PROMPTS, 16, Sampling(30), RNGKey(1, 0))
     completions = [c for g in groups for c in g.completions]
     ended = [c for c in completions if c.finish_reason is FinishReason.EOS]
     cut = [c for c in completions if c.finish_reason is FinishReason.LENGTH]
@@ -65,24 +65,24 @@ def test_an_end_token_ends_a_completion_and_belongs_to_it(float32_policy):
 
 
 def test_an_end_token_as_the_last_allowed_token_is_an_end(float32_policy):
-    completions = engine(float32_policy).generate(PROMPTS, 32, Sampling(30), Draws(1, 0))
+    completions = engine(float32_policy).generate(PROMPTS, 32, Sampling(30), RNGKey(1, 0))
     ended = next(c for g in completions for c in g.completions if c.finish_reason is FinishReason.EOS)
     limit = len(ended.token_ids)
-    again = engine(float32_policy).generate(PROMPTS, 32, Sampling(limit), Draws(1, 0))
+    again = engine(float32_policy).generate(PROMPTS, 32, Sampling(limit), RNGKey(1, 0))
     same = next(c for g in again for c in g.completions if c.token_ids == ended.token_ids)
     assert same.finish_reason is FinishReason.EOS
 
 
 def test_several_end_tokens(float32_policy):
-    groups = engine(float32_policy, ends=(1, 20, 21)).generate(PROMPTS, 16, Sampling(30), Draws(1, 0))
+    groups = engine(float32_policy, ends=(1, 20, 21)).generate(PROMPTS, 16, Sampling(30), RNGKey(1, 0))
     last = {c.token_ids[-1] for g in groups for c in g.completions if c.finish_reason is FinishReason.EOS}
     assert last == {1, 20, 21}
 
 
 def test_a_stop_string_ends_a_completion_and_its_tokens_stay(float32_policy):
-    free = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(20), Draws(2, 0))
+    free = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(20), RNGKey(2, 0))
     stop = free[0].completions[0].text[4:6]  # two letters: the stop string spans two tokens
-    stopped = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(20, stop=(stop,)), Draws(2, 0))
+    stopped = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(20, stop=(stop,)), RNGKey(2, 0))
     for loose, held in zip(
         (c for g in free for c in g.completions), (c for g in stopped for c in g.completions), strict=True
     ):
@@ -94,7 +94,7 @@ def test_a_stop_string_ends_a_completion_and_its_tokens_stay(float32_policy):
 
 def test_a_special_token_may_be_a_stop_string(float32_policy):
     letters = LetterTokenizer().decode([20], skip_special_tokens=False)
-    groups = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(30, stop=("`", letters)), Draws(1, 0))
+    groups = engine(float32_policy, ends=()).generate(PROMPTS, 8, Sampling(30, stop=("`", letters)), RNGKey(1, 0))
     last = {c.token_ids[-1] for g in groups for c in g.completions if c.finish_reason is FinishReason.STOP}
     assert last == {1, 20}  # token 1 is special: it is no part of the text, and spells "`"
     assert all(1 not in c.token_ids[:-1] for g in groups for c in g.completions)
@@ -103,17 +103,17 @@ def test_a_special_token_may_be_a_stop_string(float32_policy):
 @pytest.mark.parametrize("max_batch_size", [1, 3, 5, 8, 1000])
 def test_the_batch_size_changes_no_sample(max_batch_size):
     policy = Policy(tiny_llama().double(), Precision(torch.float64, torch.float64))
-    whole = engine(policy).generate(PROMPTS, 4, Sampling(15), Draws(0, 3))
-    turns = engine(policy, max_batch_size=max_batch_size).generate(PROMPTS, 4, Sampling(15), Draws(0, 3))
+    whole = engine(policy).generate(PROMPTS, 4, Sampling(15), RNGKey(0, 3))
+    turns = engine(policy, max_batch_size=max_batch_size).generate(PROMPTS, 4, Sampling(15), RNGKey(0, 3))
     ids = [c.token_ids for g in whole for c in g.completions]
     assert [c.token_ids for g in turns for c in g.completions] == ids
 
 
 def test_a_sample_does_not_depend_on_what_else_is_drawn():
     policy = Policy(tiny_llama().double(), Precision(torch.float64, torch.float64))
-    together = engine(policy).generate(PROMPTS, 4, Sampling(15), Draws(0, 3))
+    together = engine(policy).generate(PROMPTS, 4, Sampling(15), RNGKey(0, 3))
     for group in together:
-        (alone,) = engine(policy).generate([group.prompt], 2, Sampling(15), Draws(0, 3))
+        (alone,) = engine(policy).generate([group.prompt], 2, Sampling(15), RNGKey(0, 3))
         assert [c.token_ids for c in alone.completions] == [c.token_ids for c in group.completions[:2]]
 
 
@@ -123,14 +123,14 @@ def test_steps_purposes_and_seeds_draw_differently(float32_policy):
             c.token_ids for g in engine(float32_policy).generate(PROMPTS, 4, Sampling(15), draws) for c in g.completions
         ]
 
-    runs = [ids(Draws(0, 0)), ids(Draws(0, 1)), ids(Draws(1, 0)), ids(Draws(0, 0, Purpose.EVAL))]
-    assert ids(Draws(0, 0)) == runs[0]
+    runs = [ids(RNGKey(0, 0)), ids(RNGKey(0, 1)), ids(RNGKey(1, 0)), ids(RNGKey(0, 0, Purpose.EVAL))]
+    assert ids(RNGKey(0, 0)) == runs[0]
     assert len({tuple(run) for run in runs}) == 4
 
 
 def test_first_tokens_follow_the_models_distribution(float32_policy):
     (prompt,) = prompts((5, 9, 20))
-    (group,) = engine(float32_policy, max_batch_size=4000).generate([prompt], 4000, Sampling(1, 1.3), Draws(0, 0))
+    (group,) = engine(float32_policy, max_batch_size=4000).generate([prompt], 4000, Sampling(1, 1.3), RNGKey(0, 0))
     with torch.no_grad():
         logits = float32_policy.model(torch.tensor([prompt.token_ids])).logits[0, -1]
     expected = torch.softmax(logits.double() / 1.3, -1).numpy() * 4000
@@ -144,22 +144,22 @@ def test_first_tokens_follow_the_models_distribution(float32_policy):
 
 
 def test_the_models_own_generation_defaults_are_never_read(float32_policy):
-    plain = engine(float32_policy).generate(PROMPTS, 4, Sampling(12), Draws(0, 0))
+    plain = engine(float32_policy).generate(PROMPTS, 4, Sampling(12), RNGKey(0, 0))
     float32_policy.model.generation_config = GenerationConfig(temperature=0.01, top_k=1, repetition_penalty=9.0)
-    again = engine(float32_policy).generate(PROMPTS, 4, Sampling(12), Draws(0, 0))
+    again = engine(float32_policy).generate(PROMPTS, 4, Sampling(12), RNGKey(0, 0))
     assert [g.completions for g in plain] == [g.completions for g in again]
 
 
 def test_sampling_runs_without_dropout_and_leaves_evaluation_mode():
     policy = Policy(tiny_llama(attention_dropout=0.5), Precision(torch.float32, torch.float32), dropout=True)
-    runs = [engine(policy).generate(PROMPTS, 4, Sampling(12), Draws(0, 0)) for _ in range(2)]
+    runs = [engine(policy).generate(PROMPTS, 4, Sampling(12), RNGKey(0, 0)) for _ in range(2)]
     assert [g.completions for g in runs[0]] == [g.completions for g in runs[1]]
     assert not policy.model.training
 
 
 def test_completions_carry_the_version_of_the_weights(float32_policy):
     float32_policy.version = 17
-    groups = engine(float32_policy).generate(PROMPTS[:1], 2, Sampling(3), Draws(0, 0))
+    groups = engine(float32_policy).generate(PROMPTS[:1], 2, Sampling(3), RNGKey(0, 0))
     assert {c.weights_version for c in groups[0].completions} == {17}
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.rollout import Draws, Purpose, philox4x32
+from cohort.rollout import Purpose, RNGKey, philox4x32
 
 # Known answers published with Random123 (kat_vectors, philox4x32 10): counter, key, output.
 ONES = 0xFFFFFFFF
@@ -34,29 +34,29 @@ def test_published_vectors(counter, key, expected):
 )
 def test_a_draw_does_not_depend_on_its_neighbours(seed, step, keys, start):
     uids, samples = (np.array(column, np.uint64) for column in zip(*keys, strict=True))
-    together = Draws(seed, step).uniforms(uids, samples, start, 7)
+    together = RNGKey(seed, step).uniforms(uids, samples, start, 7)
     for row in range(len(keys)):
-        alone = Draws(seed, step).uniforms(uids[row : row + 1], samples[row : row + 1], start + 3, 2)
+        alone = RNGKey(seed, step).uniforms(uids[row : row + 1], samples[row : row + 1], start + 3, 2)
         assert alone.tolist() == together[row : row + 1, 3:5].tolist()
 
 
 def test_every_part_of_the_key_matters():
     one, two = np.array([1], np.uint64), np.array([2], np.uint64)
     draws = [
-        Draws(0, 0).uniforms(one, one, 0, 1),
-        Draws(1, 0).uniforms(one, one, 0, 1),
-        Draws(0, 1).uniforms(one, one, 0, 1),
-        Draws(0, 0, Purpose.EVAL).uniforms(one, one, 0, 1),
-        Draws(0, 0).uniforms(two, one, 0, 1),
-        Draws(0, 0).uniforms(one, two, 0, 1),
-        Draws(0, 0).uniforms(one, one, 1, 1),
+        RNGKey(0, 0).uniforms(one, one, 0, 1),
+        RNGKey(1, 0).uniforms(one, one, 0, 1),
+        RNGKey(0, 1).uniforms(one, one, 0, 1),
+        RNGKey(0, 0, Purpose.EVAL).uniforms(one, one, 0, 1),
+        RNGKey(0, 0).uniforms(two, one, 0, 1),
+        RNGKey(0, 0).uniforms(one, two, 0, 1),
+        RNGKey(0, 0).uniforms(one, one, 1, 1),
     ]
     assert len({float(draw[0, 0]) for draw in draws}) == len(draws)
 
 
 def test_uniforms_are_uniform():
     uids = np.arange(1000, dtype=np.uint64)
-    values = Draws(3, 4).uniforms(uids, np.zeros_like(uids), 0, 100).ravel()
+    values = RNGKey(3, 4).uniforms(uids, np.zeros_like(uids), 0, 100).ravel()
     assert values.min() >= 0
     assert values.max() < 1
     counts = np.histogram(values, bins=20, range=(0, 1))[0]

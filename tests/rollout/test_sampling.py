@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import Draws, LocalEngine, RowSettings, Sampling, draw_tokens
+from cohort.rollout import LocalEngine, RNGKey, RowSettings, Sampling, draw_tokens
 from cohort.rollout.sampling import BLOCK, invert, joined_support, keep_min_p, keep_top_k, keep_top_p, support_of
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
@@ -327,7 +327,9 @@ def test_a_large_vocabulary():
     vocabulary, rows = 151_936, 64
     assert vocabulary % BLOCK == 0
     logits_V = some_logits(vocabulary, 0, torch.float32)
-    uniforms = torch.from_numpy(Draws(3, 0).uniforms(np.zeros(rows, np.uint64), np.arange(rows, dtype=np.uint64), 0, 1))
+    uniforms = torch.from_numpy(
+        RNGKey(3, 0).uniforms(np.zeros(rows, np.uint64), np.arange(rows, dtype=np.uint64), 0, 1)
+    )
     for size in (vocabulary, vocabulary - 1):
         drawn = drawn_of(logits_V[:size], Sampling(1), uniforms[:, 0])
         exact_V = torch.softmax(logits_V[:size].double(), -1)
@@ -360,7 +362,7 @@ def test_draws_are_as_frequent_as_they_should_be(name):
     logits_V = some_logits(300, 21, torch.float32)
     seen = range(0, 300, 2)
     seen_V = torch.arange(300) % 2 == 0
-    numbers = Draws(5, 2).uniforms(np.arange(200, dtype=np.uint64), np.zeros(200, np.uint64), 0, 100).reshape(-1)
+    numbers = RNGKey(5, 2).uniforms(np.arange(200, dtype=np.uint64), np.zeros(200, np.uint64), 0, 100).reshape(-1)
     drawn = drawn_of(logits_V, sampling, numbers, seen_SV=seen_V.expand(len(numbers), -1))
     wanted, _ = reference(logits_V, sampling, seen if sampling.repetition_penalty != 1 else ())
     # Four deviations above the mean: the numbers are fixed, and a wrong distribution is off by hundreds.
@@ -501,7 +503,7 @@ THROUGH = {name: SETTINGS[name] for name in ("plain", "hot", "greedy", "top-k", 
 def test_completions_are_as_frequent_as_they_should_be_and_carry_their_probabilities(small, name):
     sampling = Sampling(LENGTH, **THROUGH[name])
     engine = LocalEngine(small, WORDS, (1, 2), max_batch_size=1500)
-    (group,) = engine.generate(prompts(PROMPT), SAMPLES, sampling, Draws(11, 0))
+    (group,) = engine.generate(prompts(PROMPT), SAMPLES, sampling, RNGKey(11, 0))
     wanted = every_completion(small, sampling)
     assert sum(math.exp(sum(logps)) for logps, _ in wanted.values()) == pytest.approx(1)
     counts = dict.fromkeys(wanted, 0)
@@ -526,7 +528,7 @@ def test_the_recorded_support_gives_the_trainer_the_samplers_log_probs(small, na
     if sampling.temperature == 0:
         pytest.skip("a greedy draw has no log-probs to train on")
     engine = LocalEngine(small, WORDS, (1, 2), max_batch_size=5)  # rows of different age beside each other
-    groups = engine.generate(prompts(PROMPT, (6, 6, 4), (4,)), 8, sampling, Draws(12, 0))
+    groups = engine.generate(prompts(PROMPT, (6, 6, 4), (4,)), 8, sampling, RNGKey(12, 0))
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     for _, completion in pairs:
         if completion.support is not None:
@@ -549,13 +551,13 @@ def test_the_recorded_support_gives_the_trainer_the_samplers_log_probs(small, na
 def test_no_support_is_kept_where_it_is_not_asked_for(small):
     engine = LocalEngine(small, WORDS, (1, 2))
     sampling = Sampling(LENGTH, top_k=3, record_support=False)
-    (group,) = engine.generate(prompts(PROMPT), 4, sampling, Draws(0, 0))
+    (group,) = engine.generate(prompts(PROMPT), 4, sampling, RNGKey(0, 0))
     assert all(c.support is None and c.full_logps is not None for c in group.completions)
 
 
 def test_a_penalty_over_tokens_of_the_prompt_counts_them(small):
     engine = LocalEngine(small, LetterTokenizer(), ())
-    (group,) = engine.generate(prompts(PROMPT), 400, Sampling(2, repetition_penalty=1e6), Draws(0, 0))
+    (group,) = engine.generate(prompts(PROMPT), 400, Sampling(2, repetition_penalty=1e6), RNGKey(0, 0))
     logits_V = next_logits(small, [PROMPT])[0]
     wanted, _ = reference(logits_V, Sampling(2, repetition_penalty=1e6), PROMPT)
     counts = np.bincount([c.token_ids[0] for c in group.completions], minlength=7)

@@ -14,7 +14,7 @@ from cohort.errors import NonFiniteError, PolicyMismatchError
 from cohort.objective import PRESETS
 from cohort.presets.parts import Unlikeliness
 from cohort.rewards import RewardRunner
-from cohort.rollout import Draws, Sampling
+from cohort.rollout import RNGKey, Sampling
 from cohort.train import Rollout, assemble, assign_advantages, policy_logps, select
 from cohort.train.check import check_sampler_gap
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Support
@@ -38,12 +38,12 @@ class PlainEngine:
         self.calls = 0
 
     @torch.no_grad()
-    def generate(self, prompts, num_generations, sampling, draws, watch=None):
+    def generate(self, prompts, num_generations, sampling, key, watch=None):
         self.calls += 1
-        return [Group(p, tuple(self.complete(p, i, sampling, draws) for i in range(num_generations))) for p in prompts]
+        return [Group(p, tuple(self.complete(p, i, sampling, key) for i in range(num_generations))) for p in prompts]
 
-    def complete(self, prompt, sample, sampling, draws):
-        generator = torch.Generator().manual_seed(1000 * prompt.uid + 10 * sample + 7 * draws.step)
+    def complete(self, prompt, sample, sampling, key):
+        generator = torch.Generator().manual_seed(1000 * prompt.uid + 10 * sample + 7 * key.step)
         if reason := self.broken(prompt.uid, sample):
             return Completion((), (), reason, "", self.policy.version)
         ids, sampler, full, listed = [], [], [], []
@@ -188,7 +188,7 @@ def replayed_batch(policy, objective):
 
     sampling = Sampling(8, top_k=4, temperature=1.0)
     prompts = [Prompt(p, p, tuple(range(2, 4 + p)), "", "", {}) for p in range(4)]
-    groups = PlainEngine(shifted_policy(), Decoder()).generate(prompts, 3, sampling, Draws(0, 0))
+    groups = PlainEngine(shifted_policy(), Decoder()).generate(prompts, 3, sampling, RNGKey(0, 0))
     batch = assemble(groups, CPU)
     old_N = policy_logps(shifted_policy(), batch, 1.0, 10_000)
     torch.testing.assert_close(old_N, batch.sampler_logps_N, rtol=0, atol=1e-12)

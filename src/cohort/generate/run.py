@@ -28,7 +28,7 @@ from cohort.policy import (
     resolve_device,
     resolve_precision,
 )
-from cohort.rollout import Draws, LocalEngine, Purpose, Sampling, TokenEvent, Watch
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 WINDOW = 4
@@ -140,7 +140,7 @@ class Job:
         )
 
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
-        count, draws = self.request.n, Draws(self.request.seed, 0, Purpose.EVAL)
+        count, key = self.request.n, RNGKey(self.request.seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
 
         def on_token(event: TokenEvent) -> None:
@@ -163,7 +163,7 @@ class Job:
                 watch = Watch(
                     on_token if stream or meter.live else None, partial(on_completion, first), cancelled=interrupted
                 )
-                groups = engine.generate(prompts, count, samplings, draws, watch)
+                groups = engine.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):
                 for sample, completion in enumerate(group.completions):
                     results.put(index, sample, completion)  # of those that were never begun nothing was heard yet

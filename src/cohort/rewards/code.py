@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.errors import DataError, RewardError, SandboxError
-from cohort.rewards.builtin import completion_text
+from cohort.rewards.contract import reward
 from cohort.rewards.inside.plan import plan
-from cohort.rewards.kinds import reward
 from cohort.rewards.launch import pipe, started
+from cohort.rewards.messages import completion_text
 from cohort.rewards.sandbox import Sandbox, bubblewrap, slot
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)

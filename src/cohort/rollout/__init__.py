@@ -2,15 +2,15 @@
 
 from cohort.rollout.engine import Engine, Sampling, TokenEvent, Watch
 from cohort.rollout.local import LocalEngine
-from cohort.rollout.philox import Draws, Purpose, philox4x32
+from cohort.rollout.philox import Purpose, RNGKey, philox4x32
 from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
 
 __all__ = [
     "Drawn",
-    "Draws",
     "Engine",
     "LocalEngine",
     "Purpose",
+    "RNGKey",
     "RowSettings",
     "Sampling",
     "TokenEvent",

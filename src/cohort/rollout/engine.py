@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
-from cohort.rollout.philox import Draws
+from cohort.rollout.philox import RNGKey
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 
@@ -170,19 +170,19 @@ class Engine(Protocol):
         prompts: Sequence[Prompt],
         num_generations: int,
         sampling: Sampling | Sequence[Sampling],
-        draws: Draws,
+        key: RNGKey,
         watch: Watch | None = None,
     ) -> list[Group]:
         """``num_generations`` completions of each prompt, in the prompts' order.
 
-        The same prompts, settings and draws under the same weights give the same completions, whatever else is decoded
+        The same prompts, settings and key under the same weights give the same completions, whatever else is decoded
         beside them (up to the rounding of a differently shaped matrix product).
 
         Args:
             prompts: what to complete.
             num_generations: completions per prompt.
             sampling: one for all, or one per prompt.
-            draws: the random numbers.
+            key: of the random numbers.
             watch: who wants to be told while it runs.
         """
         ...

@@ -19,7 +19,7 @@ from cohort.rollout.backend import Backend, Capacity, order_after_removal
 from cohort.rollout.budget import plan
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Sampling, TokenEvent, Watch
-from cohort.rollout.philox import Draws
+from cohort.rollout.philox import RNGKey
 from cohort.rollout.rows import Row, Rows
 from cohort.rollout.sampling import Drawn, draw_tokens
 from cohort.rollout.stops import StopStrings
@@ -66,7 +66,7 @@ class LocalEngine:
         prompts: Sequence[Prompt],
         num_generations: int,
         sampling: Sampling | Sequence[Sampling],
-        draws: Draws,
+        key: RNGKey,
         watch: Watch | None = None,
     ) -> list[Group]:
         """See ``Engine.generate``.
@@ -97,7 +97,7 @@ class LocalEngine:
             raise ConfigError(
                 "this engine is sampling already: do not call it from who watches it, or make a second one"
             )
-        work = _Work(self, prompts, num_generations, samplings, draws, watch or Watch(), capacity)
+        work = _Work(self, prompts, num_generations, samplings, key, watch or Watch(), capacity)
         self._sampling = True
         try:
             self.backend.begin(capacity)
@@ -174,7 +174,7 @@ class _Work:
         prompts: Sequence[Prompt],
         num_generations: int,
         samplings: Sequence[Sampling],
-        draws: Draws,
+        key: RNGKey,
         watch: Watch,
         capacity: Capacity,
     ) -> None:
@@ -190,7 +190,7 @@ class _Work:
         self._done: list[dict[int, Completion]] = [{} for _ in prompts]
         self._rows = Rows(
             capacity,
-            draws,
+            key,
             sorted(engine.end_token_ids),
             engine.policy.vocab_size,
             keeps_seen=any(one.repetition_penalty != 1 for one in samplings),

@@ -53,7 +53,7 @@ class Purpose(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class RNGKey:
     """The random numbers of one call of an engine: those of a step of a run."""
 
     seed: int
@@ -70,8 +70,8 @@ class Draws:
             count: how many positions.
 
         >>> one = np.ones(1, np.uint64)
-        >>> whole = Draws(7, 0).uniforms(one, one, 0, 4)
-        >>> bool((Draws(7, 0).uniforms(one, one, 2, 2) == whole[:, 2:]).all())
+        >>> whole = RNGKey(7, 0).uniforms(one, one, 0, 4)
+        >>> bool((RNGKey(7, 0).uniforms(one, one, 2, 2) == whole[:, 2:]).all())
         True
         """
         starts = np.array(start, dtype=np.uint64).reshape(-1, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cohort.errors import ConfigError
 from cohort.rollout.backend import Capacity, moves_for_removal
 from cohort.rollout.engine import Sampling
-from cohort.rollout.philox import Draws
+from cohort.rollout.philox import RNGKey
 from cohort.rollout.sampling import Drawn, RowSettings, joined_support, support_of
 from cohort.rollout.stops import StopStrings
 from cohort.types import Completion, FinishReason, Prompt
@@ -47,7 +47,7 @@ class Rows:
 
     Args:
         capacity: how many rows, how many tokens.
-        draws: the random numbers.
+        key: of the random numbers.
         end_token_ids: tokens that end a completion.
         vocabulary: V.
         keeps_seen: whether some row has a repetition penalty.
@@ -57,7 +57,7 @@ class Rows:
     def __init__(
         self,
         capacity: Capacity,
-        draws: Draws,
+        key: RNGKey,
         end_token_ids: Sequence[int],
         vocabulary: int,
         *,
@@ -66,7 +66,7 @@ class Rows:
     ) -> None:
         shape = (capacity.rows, capacity.completion_length)
         self.rows: list[Row] = []
-        self._draws = draws
+        self._key = key
         self._tokens_ST = torch.zeros(shape, dtype=torch.long, device=like.device)
         self._logps_ST = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._full_logps_ST = torch.zeros_like(self._logps_ST)
@@ -123,7 +123,7 @@ class Rows:
             np.array(column, np.uint64)
             for column in zip(*((row.prompt.uid, row.sample, row.length) for row in rows), strict=True)
         )
-        return torch.from_numpy(self._draws.uniforms(uids, samples, starts, count)).to(self._uniforms_SW.device)
+        return torch.from_numpy(self._key.uniforms(uids, samples, starts, count)).to(self._uniforms_SW.device)
 
     def settings(self) -> RowSettings:
         """Each row's sampling settings."""

@@ -15,7 +15,7 @@ from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet, describe_prompts
 from cohort.errors import ConfigError
 from cohort.rewards import RewardRunner, TrainerState
-from cohort.rollout import Draws, Engine, Purpose, Sampling, Watch
+from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
 from cohort.train.random_state import seeded
 from cohort.train.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.train.table import completion_columns, score_columns
@@ -162,19 +162,19 @@ class Evaluator:
     ) -> Evaluation:
         import pyarrow
 
-        count, draws = self.settings.num_generations_eval, Draws(self.seed, 0, Purpose.EVAL)
+        count, key = self.settings.num_generations_eval, RNGKey(self.seed, 0, Purpose.EVAL)
         size = max(1, WINDOW * self.batch_size // count)
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
             some = [prompts.prompt(index, uid=index) for index in range(first, min(first + size, len(prompts)))]
             with self.rewards.begin(some, count, state) as scoring:
 
-                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.take) -> None:
+                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.on_completion) -> None:
                     take(index, sample, completion)
                     if on_completion:
                         on_completion()
 
-                groups = engine.generate(some, count, self.sampling, draws, Watch(on_completion=ended))
+                groups = engine.generate(some, count, self.sampling, key, Watch(on_completion=ended))
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))

@@ -13,8 +13,9 @@ from cohort.config import DataConfig
 from cohort.data.files import Row
 from cohort.data.lengths import LengthLimit
 from cohort.data.load import Part
+from cohort.data.loader import DataCursor, ReadPosition
 from cohort.data.mixture import Turns
-from cohort.data.order import Place, Reached, check_weighted, describe_sources, pass_generator
+from cohort.data.order import check_weighted, describe_sources, pass_generator
 from cohort.data.prompts import PromptSet
 from cohort.data.render import Renderer
 from cohort.errors import DataError
@@ -26,8 +27,8 @@ DRAWS = 1024
 """Random numbers drawn at a time."""
 
 
-class StreamedPrompts:
-    """Pass after pass over streamed sources; see ``order.Stream``.
+class StreamingLoader:
+    """Pass after pass over streamed sources; see ``PromptLoader``.
 
     Sources with weights are lanes of their own; without weights all are one lane, one after another. The row that comes
     next in a lane takes the place of one that is dropped, so weights are shares of what is used. What stands at a place
@@ -45,7 +46,6 @@ class StreamedPrompts:
     def __init__(
         self, sample: PromptSet, tokenizer: Any, config: DataConfig, limit: LengthLimit | None, *, seed: int
     ) -> None:
-        self.place = Place()
         self.sample = sample
         self._data = data = sample.data
         self._limit = limit
@@ -55,7 +55,7 @@ class StreamedPrompts:
         self._turns = Turns(data.weights) if data.weights else None
         self._is_text = isinstance(sample.prompt(0, uid=0).prompt, str)
         check_weighted(sample)
-        self._begin(0, Reached([0] * (len(data.parts) if self._turns else 1)))
+        self._begin(DataCursor())
 
     epoch_length = None
 
@@ -72,21 +72,26 @@ class StreamedPrompts:
         """A hash of the prompts that were looked at."""
         return self.sample.fingerprint
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        """``count`` prompts from the place ``start`` on.
+    def fetch(self, cursor: DataCursor, count: int, skip: int = 0) -> list[Prompt]:
+        """See ``PromptLoader``.
 
         Raises:
-            DataError: a row that is reached cannot be a prompt, or a whole pass has none.
+            DataError: a row cannot be a prompt, or every row of an epoch is dropped.
         """
-        self._go_to(start)
-        return [self._take_next() for _ in range(count)]
+        self._seek(cursor, cursor.position + skip)
+        return [self._next_prompt() for _ in range(count)]
 
-    def advance(self, taken: int, rewards: Mapping[int, float]) -> dict[str, int]:  # noqa: ARG002 (of the protocol)
-        """A step is whole. Its metrics say how many rows of it were dropped and cut."""
-        self._go_to(taken)
-        now, before = self._reached, self.place.reached or Reached([])
-        self.place.taken, self.place.reached = taken, copy.deepcopy(now)
-        return {
+    def advance(
+        self,
+        cursor: DataCursor,
+        count: int,
+        rewards: Mapping[int, float],  # noqa: ARG002 (of the protocol)
+    ) -> tuple[DataCursor, dict[str, int]]:
+        """See ``PromptLoader``. The metrics count the step's dropped and truncated rows."""
+        end = cursor.position + count
+        self._seek(cursor, end)
+        before, now = cursor.read or ReadPosition([]), copy.deepcopy(self._read)
+        return DataCursor(end, now), {
             "prompts/dropped": now.dropped - before.dropped,
             "prompts/truncated": now.truncated - before.truncated,
         }
@@ -100,35 +105,37 @@ class StreamedPrompts:
             f"order: {'as the data is' if self._config.order == 'sequential' else buffered}",
         ]
 
-    def _begin(self, place: int, reached: Reached) -> None:
-        """Stand at a place up to which so many rows have been read."""
-        self._next, self._reached = place, copy.deepcopy(reached)
+    def _begin(self, cursor: DataCursor) -> None:
+        """Open the sources at a cursor, without rendering or tokenizing the rows before it."""
         listed = list(enumerate(self._data.parts))
         of_lanes = [[item] for item in listed] if self._turns else [listed]
         self._lanes = [self._lane(parts, lane) for lane, parts in enumerate(of_lanes)]
-        for rows, count in zip(self._lanes, reached.rows, strict=True):
+        self._position, self._read = cursor.position, copy.deepcopy(cursor.read or ReadPosition([0] * len(of_lanes)))
+        for rows, count in zip(self._lanes, self._read.rows, strict=True):
             next(itertools.islice(rows, count, count), None)
 
-    def _go_to(self, place: int) -> None:
-        """Stand at a place: from where the stream is, from the last whole step's end, or from the beginning."""
-        known = self.place.taken if self.place.reached and self.place.taken <= place else 0
-        if not known <= self._next <= place:
-            self._begin(known, (known and self.place.reached) or Reached([0] * len(self._lanes)))
-        while self._next < place:
-            self._take_next()
+    def _seek(self, cursor: DataCursor, position: int) -> None:
+        """Move to a position, from the present one or else from the cursor. The sources stay open between calls only
+        to save reading: what is read depends on the position alone.
+        """
+        start = cursor if cursor.read else DataCursor()
+        if not start.position <= self._position <= position:
+            self._begin(start)
+        while self._position < position:
+            self._next_prompt()
 
-    def _take_next(self) -> Prompt:
-        lane = self._turns.at(self._next)[0] if self._turns else 0
+    def _next_prompt(self) -> Prompt:
+        lane = self._turns.at(self._position)[0] if self._turns else 0
         first_epoch = None
         for number, epoch, (row_number, row) in self._lanes[lane]:
-            self._reached.rows[lane] += 1
+            self._read.rows[lane] += 1
             first_epoch = epoch if first_epoch is None else first_epoch
             if epoch > first_epoch + 1:
                 break
-            if prompt := self._prompt(number, row_number, row, self._next):
-                self._next += 1
+            if prompt := self._prompt(number, row_number, row, self._position):
+                self._position += 1
                 return prompt
-            self._reached.dropped += 1
+            self._read.dropped += 1
         where = self._data.parts[lane].where if self._turns else self._data.name
         raise DataError(f"{where}: data.overlong_prompts drops every prompt of an epoch")
 
@@ -141,7 +148,7 @@ class StreamedPrompts:
             if self._limit.rule == "drop":
                 return None
             ids = ids[-self._limit.tokens :]
-            self._reached.truncated += 1
+            self._read.truncated += 1
         if isinstance(renderer.maker.make(row, where), str) is not self._is_text:
             first = self._data.parts[0]
             raise DataError(

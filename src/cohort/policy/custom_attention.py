@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from cohort.policy.passes import Hidden, NotShared, PackedPass, base_of, same_when_recomputed
-
-if TYPE_CHECKING:
-    from cohort.policy.policy import Policy
+from cohort.policy.anatomy import UnsupportedModel
+from cohort.policy.compute import ComputeModel
+from cohort.policy.passes import Hidden, PackedPass, base_of, same_when_recomputed
 
 INTERFACE = "cohort_packed"
 """Our attention's name among transformers'."""
@@ -20,29 +19,31 @@ LENGTH_ROPES = frozenset({"dynamic", "longrope"})
 has other keys than with a completion after it."""
 
 
-class ExchangedAttention:
+class CustomAttention:
     """See the module.
 
     Args:
-        policy: the model.
+        model: the model.
 
     Raises:
-        NotShared: the model is known to be another kind.
+        UnsupportedModel: the model is known to be another kind.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self._model = base_of(policy.model)
+    def __init__(self, model: ComputeModel) -> None:
+        self.model = model
+        self._model = base_of(model.model)
         if not getattr(self._model, "_supports_attention_backend", False):
-            raise NotShared("its attention cannot be exchanged")
+            raise UnsupportedModel("its attention cannot be replaced")
         if changing := LENGTH_ROPES & _rotations(self._model):
-            raise NotShared(f"its rotary embedding is {min(changing)!r}, which changes with the sequence's length")
+            raise UnsupportedModel(
+                f"its rotary embedding is {min(changing)!r}, which changes with the sequence's length"
+            )
         _register()
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
         decoder = self._model.get_decoder()
-        asked = {"output_router_logits": True} if self.policy.router_aux_loss_coef else {}
+        asked = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
         with self._entered(), same_when_recomputed(decoder, self._entered):
             output = decoder(
                 input_ids=ids_N[None],
@@ -55,7 +56,7 @@ class ExchangedAttention:
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        with self.policy.compute(), _exchanged_attention(self._model.get_decoder()):
+        with self.model.compute(), _custom_attention(self._model.get_decoder()):
             yield
 
 
@@ -74,13 +75,13 @@ def _attention(
     """Transformers' interface of attention functions."""
     packed: PackedPass | None = others.get(INTERFACE)
     if packed is None:
-        raise NotShared("it does not hand arguments on to its attention")
+        raise UnsupportedModel("it does not hand arguments on to its attention")
     if dropout:
-        raise NotShared("attention has dropout")
+        raise UnsupportedModel("attention has dropout")
     if not getattr(module, "is_causal", True):
-        raise NotShared("attention is not causal")
+        raise UnsupportedModel("attention is not causal")
     if any(others.get(name) is not None for name in ("s_aux", "position_bias", "head_mask")):
-        raise NotShared("attention has sinks or biases")
+        raise UnsupportedModel("attention has sinks or biases")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = others["sliding_window"] if "sliding_window" in others else _window_of(module)
     out_HND = packed.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap)
@@ -91,7 +92,7 @@ def _window_of(module: Any) -> int | None:
     """The window of a layer that is not told it: none, or it is not known which layers have one."""
     config = module.config
     if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
-        raise NotShared("which of its layers see only part of the tokens is not known")
+        raise UnsupportedModel("which of its layers see only part of the tokens is not known")
     return None
 
 
@@ -108,7 +109,7 @@ def _register() -> None:
 
 
 @contextlib.contextmanager
-def _exchanged_attention(decoder: Any) -> Iterator[None]:
+def _custom_attention(decoder: Any) -> Iterator[None]:
     """Our attention instead of the model's own, within the block. Without a mask function of its name, transformers
     makes no masks."""
     before = decoder.config._attn_implementation

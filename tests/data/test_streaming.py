@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
-from cohort.data import LengthLimit, PromptSet, StreamedPrompts, load_data, prompt_stream
-from cohort.data.stream import buffer_shuffled
+from cohort.data import DataCursor, LengthLimit, PromptSet, StreamingLoader, load_data, prompt_loader
+from cohort.data.streaming import buffer_shuffled
 from cohort.errors import DataError
 from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL
@@ -24,8 +24,8 @@ TOKENIZER = load_tokenizer(str(DEMO_MODEL))
 def streamed(given, limit=None, seed=0, **settings):
     config = DataConfig(**({"streaming": True} | settings))
     data = load_data(given, config)
-    prompts = prompt_stream(PromptSet(data, TOKENIZER, config, limit=limit), TOKENIZER, config, limit, seed=seed)
-    assert isinstance(prompts, StreamedPrompts)
+    prompts = prompt_loader(PromptSet(data, TOKENIZER, config, limit=limit), TOKENIZER, config, limit, seed=seed)
+    assert isinstance(prompts, StreamingLoader)
     return prompts
 
 
@@ -56,18 +56,18 @@ def test_a_buffer_of_all_items_makes_every_order_equally_likely():
 @settings(deadline=None, max_examples=60)
 def test_every_row_once_per_pass_and_the_same_from_any_place(num_rows, buffer, seed, start, count):
     rows = numbers(num_rows)
-    taken = streamed(rows, seed=seed, shuffle_buffer=buffer).take(0, 80)
+    taken = streamed(rows, seed=seed, shuffle_buffer=buffer).fetch(DataCursor(), 80)
     assert [prompt.uid for prompt in taken] == list(range(80))
     for begin in range(0, 80 - num_rows + 1, num_rows):
         assert sorted(rows_of(taken[begin : begin + num_rows])) == list(range(num_rows))
     resumed = streamed(rows, seed=seed, shuffle_buffer=buffer)
-    assert resumed.take(start, count) == taken[start : start + count]
-    assert resumed.take(0, 2) == taken[:2]  # looked back at
-    assert resumed.take(start, count) == taken[start : start + count]
+    assert resumed.fetch(DataCursor(start), count) == taken[start : start + count]
+    assert resumed.fetch(DataCursor(), 2) == taken[:2]  # looked back at
+    assert resumed.fetch(DataCursor(start), count) == taken[start : start + count]
 
 
 def test_sequential_streams_are_read_in_order():
-    assert rows_of(streamed(numbers(3), order="sequential").take(1, 4)) == [1, 2, 0, 1]
+    assert rows_of(streamed(numbers(3), order="sequential").fetch(DataCursor(1), 4)) == [1, 2, 0, 1]
 
 
 def test_files_are_streamed_through_all_settings(tmp_path):
@@ -83,8 +83,8 @@ def test_files_are_streamed_through_all_settings(tmp_path):
         order="sequential",
     )
     # Of 3 4 ... 11 every second: 4 6 8 10; of these three.
-    assert [prompt.columns["n"] for prompt in prompts.take(0, 4)] == [4, 6, 8, 4]
-    assert rows_of(prompts.take(0, 4)) == [4, 6, 8, 4]
+    assert [prompt.columns["n"] for prompt in prompts.fetch(DataCursor(), 4)] == [4, 6, 8, 4]
+    assert rows_of(prompts.fetch(DataCursor(), 4)) == [4, 6, 8, 4]
     assert prompts.describe() == [
         f"data: {tmp_path}: streamed, data.filter, data.select",
         "prompts: streamed; of the first 3: 1 to 1 tokens, median 1, 99% at most 1",
@@ -103,7 +103,7 @@ def test_nothing_is_read_before_it_is_needed():
     prompts = streamed(IterableDataset.from_generator(rows), shuffle_buffer=10, streaming=False)
     assert max(read) < 1100  # the first 1,000 are looked at, some more by the library's own reading
     read.clear()
-    assert len(set(rows_of(prompts.take(0, 5)))) == 5
+    assert len(set(rows_of(prompts.fetch(DataCursor(), 5)))) == 5
     # The buffer's 10 and one block of draws ahead.
     assert max(read) < 10 + 1024 + 100
 
@@ -112,16 +112,18 @@ def test_the_next_row_takes_the_place_of_a_dropped_one():
     rows = [{"prompt": "1" * (9 if n % 3 == 1 else 2)} for n in range(7)]
     limit = LengthLimit(4, "data.max_prompt_length", "drop")
     prompts = streamed(rows, limit, order="sequential", max_prompt_length=4)
-    taken = prompts.take(0, 4)
+    taken = prompts.fetch(DataCursor(), 4)
     assert [(prompt.uid, prompt.row_index) for prompt in taken] == [(0, 0), (1, 2), (2, 3), (3, 5)]
-    assert prompts.advance(4, {}) == {"prompts/dropped": 2, "prompts/truncated": 0}
-    assert rows_of(prompts.take(4, 3)) == [6, 0, 2]
-    assert prompts.advance(7, {}) == {"prompts/dropped": 1, "prompts/truncated": 0}
+    cursor, metrics = prompts.advance(DataCursor(), 4, {})
+    assert metrics == {"prompts/dropped": 2, "prompts/truncated": 0}
+    assert rows_of(prompts.fetch(cursor, 2, skip=1)) == [0, 2]
+    assert rows_of(prompts.fetch(cursor, 3)) == [6, 0, 2]
+    assert prompts.advance(cursor, 3, {})[1] == {"prompts/dropped": 1, "prompts/truncated": 0}
     assert prompts.longest == 4
     assert streamed(rows, limit).longest == 2  # of those looked at; the context's end says nothing of the data
     cut = streamed([{"prompt": "123456"}], LengthLimit(4, "data.max_prompt_length", "truncate_left"))
-    assert cut.take(0, 1)[0].text == "3456"
-    assert cut.advance(1, {}) == {"prompts/dropped": 0, "prompts/truncated": 1}
+    assert cut.fetch(DataCursor(), 1)[0].text == "3456"
+    assert cut.advance(DataCursor(), 1, {})[1] == {"prompts/dropped": 0, "prompts/truncated": 1}
 
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0), (None, None)])
@@ -132,26 +134,26 @@ def test_a_stream_with_dropped_rows_goes_on_at_its_place(weights):
     ]
     limit, buffer = LengthLimit(4, "data.max_prompt_length", "drop"), {"shuffle_buffer": 4}
     straight = streamed(sources, limit, **buffer)
-    expected = straight.take(0, 60)
+    expected = straight.fetch(DataCursor(), 60)
     if weights[0]:
         assert Counter(prompt.source for prompt in expected) == {"a": 45, "b": 15}  # whatever is dropped
     first = streamed(sources, limit, **buffer)
-    dropped = 0
+    cursor, dropped = DataCursor(), 0
     for place in range(0, 40, 8):
-        first.take(0, 1)  # looked back at
-        assert first.take(place, 8) == expected[place : place + 8]
-        dropped += first.advance(place + 8, {})["prompts/dropped"]
-    straight._go_to(40)
-    assert dropped == straight._reached.dropped > 0
+        first.fetch(DataCursor(), 1)  # looked back at
+        assert first.fetch(cursor, 8) == expected[place : place + 8]
+        cursor, metrics = first.advance(cursor, 8, {})
+        dropped += metrics["prompts/dropped"]
+    assert dropped == straight.advance(DataCursor(), 40, {})[1]["prompts/dropped"] > 0
     resumed = streamed(sources, limit, **buffer)
-    resumed.place.load_state_dict(copy.deepcopy(first.place.state_dict()))
+    cursor = DataCursor.from_state(copy.deepcopy(cursor.state_dict()))
     rendered = resumed._renderers[0].token_ids
     resumed._renderers[0].token_ids = lambda *rows: rendered_rows.append(1) or rendered(*rows)
     rendered_rows = []
-    assert resumed.take(40, 20) == expected[40:60]
+    assert resumed.fetch(cursor, 20) == expected[40:60]
     assert 0 < len(rendered_rows) < 40  # of the rows before, none
-    assert resumed.take(0, 3) == expected[:3]
-    assert resumed.take(40, 5) == expected[40:45]
+    assert resumed.fetch(DataCursor(), 3) == expected[:3]
+    assert resumed.fetch(cursor, 5) == expected[40:45]
 
 
 def test_a_source_that_is_dropped_as_a_whole_is_refused():
@@ -183,7 +185,7 @@ def test_a_generator_that_raises():
 @pytest.mark.parametrize("format", ["torch", "numpy", "arrow", "pandas"])
 def test_a_stream_with_a_format(format):
     stream = Dataset.from_list(numbers(9)).to_iterable_dataset().with_format(format)
-    taken = streamed(stream, filter={"n": {"min": 3}}, order="sequential").take(0, 2)
+    taken = streamed(stream, filter={"n": {"min": 3}}, order="sequential").fetch(DataCursor(), 2)
     assert [prompt.columns for prompt in taken] == [{"prompt": "3", "n": 3}, {"prompt": "4", "n": 4}]
     assert type(taken[0].columns["n"]) is int
 
@@ -191,20 +193,20 @@ def test_a_stream_with_a_format(format):
 def test_a_row_is_looked_at_again_when_it_comes():
     many = [{"prompt": "1"}] * 1000
     late = streamed([*many, {"prompt": "1" * 9}], LengthLimit(4, "data.max_prompt_length"), order="sequential")
-    late.take(0, 1000)
+    late.fetch(DataCursor(), 1000)
     with pytest.raises(DataError, match="the training data: 1 of 1 prompts have more than 4 tokens .*row 1000, has 9"):
-        late.take(1000, 1)
+        late.fetch(DataCursor(1000), 1)
     empty = streamed([*many, {"prompt": " "}], order="sequential")
     with pytest.raises(DataError, match="the training data, row 1000: the prompt is empty"):
-        empty.take(0, 1001)
+        empty.fetch(DataCursor(), 1001)
     mixed = streamed([*many, {"prompt": [{"role": "user", "content": "1"}]}], order="sequential")
     with pytest.raises(
         DataError, match="mixed: the prompts of the training data, row 1000 and of the training data, row 0"
     ):
-        mixed.take(0, 1001)
+        mixed.fetch(DataCursor(), 1001)
     wrong = streamed(IterableRows([*many, 5]), order="sequential")
     with pytest.raises(DataError, match="row 1000: expected a mapping of columns, got int"):
-        wrong.take(0, 1001)
+        wrong.fetch(DataCursor(), 1001)
 
 
 class IterableRows:
@@ -222,7 +224,7 @@ def test_an_epoch_of_nothing_but_dropped_rows_ends():
     prompts = streamed(rows, LengthLimit(4, "data.max_prompt_length", "drop"), order="sequential")
     prompts._limit = LengthLimit(0, "data.max_prompt_length", "drop")
     with pytest.raises(DataError, match="the training data: data.overlong_prompts drops every prompt of an epoch"):
-        prompts.take(0, 1)
+        prompts.fetch(DataCursor(), 1)
 
 
 def test_a_mixture_of_streams_has_its_shares(tmp_path):
@@ -233,18 +235,18 @@ def test_a_mixture_of_streams_has_its_shares(tmp_path):
         Source(path=numbers(3), name="c", weight=1.0),
     ]
     prompts = streamed(sources, shuffle_buffer=3)
-    taken = prompts.take(0, 40)
+    taken = prompts.fetch(DataCursor(), 40)
     assert Counter(prompt.source for prompt in taken) == {"a": 24, "b": 8, "c": 8}
     own = rows_of(prompt for prompt in taken if prompt.source == "a")
     assert all(sorted(own[begin : begin + 4]) == [0, 1, 2, 3] for begin in range(0, 24, 4))
-    assert streamed(sources, shuffle_buffer=3).take(17, 5) == taken[17:22]
+    assert streamed(sources, shuffle_buffer=3).fetch(DataCursor(17), 5) == taken[17:22]
     assert prompts.epoch_length is None
     assert prompts.describe()[1] == f"  a: {tmp_path / 'a.jsonl'}: streamed, 60.0% of the prompts"
 
 
 def test_sources_without_weights_follow_one_another():
     sources = [Source(path=numbers(2), name="a"), Source(path=numbers(3), name="b")]
-    taken = streamed(sources, order="sequential").take(0, 6)
+    taken = streamed(sources, order="sequential").fetch(DataCursor(), 6)
     assert [(prompt.source, prompt.row_index) for prompt in taken] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2), ("a", 0),
     ]  # fmt: skip
