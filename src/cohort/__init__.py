@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig, Source
-    from cohort.rewards.kinds import reward
+    from cohort.rewards.contract import reward
     from cohort.trainer import GRPOTrainer
 
 # Threads that wait for one another must soon sleep, not spin: else a second busy process on the machine slows this one
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
         return GRPOTrainer
     if name == "reward":
-        from cohort.rewards.kinds import reward
+        from cohort.rewards.contract import reward
 
         return reward
     raise AttributeError(f"module 'cohort' has no attribute {name!r}")

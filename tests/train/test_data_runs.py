@@ -133,9 +133,9 @@ def test_a_streamed_run_resumes_exactly(demo_tokenizer, tmp_path):
 
 def test_streamed_data_needs_a_number_of_steps(demo_tokenizer, tmp_path):
     stream = Dataset.from_list(ROWS).to_iterable_dataset()
-    with pytest.raises(DataError, match="the training data is a stream, whose length is not known: set run.max_steps"):
+    with pytest.raises(DataError, match="the training data is streamed, so its length is unknown: set run.max_steps"):
         make_trainer(demo_tokenizer, tmp_path / "run", rows=stream)
-    with pytest.raises(ConfigError, match="data.streaming reads data whose length is not known: set run.max_steps"):
+    with pytest.raises(ConfigError, match="data.streaming reads data of unknown length: set run.max_steps"):
         GRPOConfig(streaming=True)
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=stream, max_steps=1)
     assert "prompts: streamed; of the first 20: " in trainer.describe()

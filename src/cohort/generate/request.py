@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import RolloutConfig
-from cohort.config.load import explain_errors
+from cohort.config.errors import explain_errors
 from cohort.errors import CohortError, ConfigError
 from cohort.rollout import Sampling
 
@@ -99,7 +99,7 @@ class Request:
         Raises:
             ConfigError: a number is out of its range, a stop string is empty, or a schema cannot be read.
         """
-        with explain_errors():
+        with explain_errors(RolloutConfig):
             schema = RolloutConfig(json_schema=self.json_schema).json_schema
         return Sampling(
             max_completion_length=self.max_tokens or max(DEFAULT_TOKENS, self.min_tokens),

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from cohort.errors import ModelError
 from cohort.policy import Policy
-from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, soft_cap
+from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
 from cohort.policy.kernels import why_no_kernels
 from cohort.rollout.backend import PREFILL_TOKENS, Capacity
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
@@ -111,7 +111,7 @@ class LeanBackend:
         """Parameters may have been exchanged since, and adapters switched on, off or to others."""
         try:
             anatomy = Anatomy.of(self.policy.model)
-        except UnknownAnatomy as unknown:
+        except UnsupportedModel as unknown:
             raise ModelError(
                 f"the model was changed after the engine was made, which needs a new one: {unknown}"
             ) from None

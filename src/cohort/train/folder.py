@@ -145,7 +145,7 @@ class RunFolder:
         ignored = {f"objective.{part}" for part in ("preset", *theirs.objective.parts())} if same else set()
         changed = [
             f"{section}.{key}: the run has {_said(old)}, now {_said(new)}"
-            for section in GRPOConfig.SECTIONS
+            for section in GRPOConfig.model_fields
             for key, old in getattr(theirs, section).model_dump().items()
             if (new := getattr(ours, section).model_dump()[key]) != old
             and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored

@@ -117,7 +117,7 @@ def run(
                         schedule.num_generations,
                         sampling,
                         RNGKey(config.run.seed, step),
-                        Watch(on_completion=scoring.take),
+                        Watch(on_completion=scoring.on_completion),
                     )
                 with clock("reward"):
                     scored = Rollout.of(groups, scoring.finish(groups), objective)
