@@ -289,9 +289,9 @@ def objective(options: argparse.Namespace) -> None:
         print('\ncohort objective NAME explains one; objective.preset = "NAME" trains with it')
         return
     resolved = preset(options.name).replace(**changes)
-    from cohort.objective import explain, try_own_functions
+    from cohort.objective import explain, try_user_functions
 
-    try_own_functions(resolved)
+    try_user_functions(resolved)
     print(explain(resolved))
 
 

@@ -22,7 +22,7 @@ from cohort.data import (
     prompt_loader,
 )
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
-from cohort.objective import Objective, try_own_functions
+from cohort.objective import Objective, try_user_functions
 from cohort.policy import context_length, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
@@ -94,7 +94,7 @@ class GRPOTrainer:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.objective = objective = config.resolved_objective
-        try_own_functions(objective, config.rollout.num_generations)
+        try_user_functions(objective, config.rollout.num_generations)
         self.rewards = RewardRunner(
             _reward_functions(functions),
             config.reward.weights,

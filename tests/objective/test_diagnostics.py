@@ -21,7 +21,9 @@ from cohort.objective import (
     token_statistics,
 )
 from cohort.objective.explain import coefficient_table
-from cohort.presets.parts import KL, EntropyBonus, KLMask, TVMask
+from cohort.presets import describe
+from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.trust_regions import KLMask, TVMask
 from tests.objective.batches import random_batch, update_tokens, weights_of
 
 SEEDS = range(3)
@@ -415,14 +417,14 @@ def test_the_coefficient_table(name, rows):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_explained(name):
     text = explain(PRESETS[name])
-    assert text.startswith(PRESETS[name].describe())
+    assert text.startswith(describe(PRESETS[name]))
     for word in ("ratio", "A = +1", "A = -1"):
-        assert word in text.removeprefix(PRESETS[name].describe())
+        assert word in text.removeprefix(describe(PRESETS[name]))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_numbers_of_an_explanation_are_the_tables(name):
-    text = explain(PRESETS[name]).removeprefix(PRESETS[name].describe())
+    text = explain(PRESETS[name]).removeprefix(describe(PRESETS[name]))
     text = text.replace("A = +1", "").replace("A = -1", "")
     shown = [float(word) for word in text.split() if re.fullmatch(r"-?[0-9][0-9.e-]*", word)]
     table = [number for row in coefficient_table(PRESETS[name]) for number in row]

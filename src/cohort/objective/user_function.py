@@ -9,12 +9,12 @@ from torch import Tensor
 from cohort.errors import CohortError, ConfigError
 
 
-def call_own(function: Callable[..., Tensor], name: str, *arguments: Tensor) -> Tensor:
-    """What a user's function makes of the arguments: a tensor of the first one's shape.
+def call_user_function(function: Callable[..., Tensor], name: str, *arguments: Tensor) -> Tensor:
+    """Call a user's function and check that it returns a tensor of the first argument's shape.
 
     Args:
         function: the user's.
-        name: what it is and where, for messages: "trust region file.py:rule".
+        name: its role and where it is, for messages: "trust region file.py:rule".
 
     Raises:
         ConfigError: it raises, or returns anything else.
