@@ -22,8 +22,8 @@ from cohort.train import (
     Evaluation,
     Evaluator,
     Optimizer,
-    Parts,
     RunFolder,
+    TrainerParts,
     check_settings,
     evaluate_step,
     find_budget,
@@ -146,7 +146,7 @@ class GRPOTrainer:
                 f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
             )
         folder, metric = output_folder(self.args, resume=resume), self.args.eval.metric_for_best_model
-        parts = Parts(
+        parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -166,7 +166,7 @@ class GRPOTrainer:
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
-    def _steps(self, folder: RunFolder, parts: Parts, first_step: int) -> Iterator[dict[str, Any]]:
+    def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
         whole_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
@@ -192,7 +192,7 @@ class GRPOTrainer:
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 
-    def _keep_last_whole_step(self, folder: RunFolder, parts: Parts, *, can_write: bool) -> int | None:
+    def _keep_last_whole_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
         """Write a checkpoint if everything stands as the last whole step left it; the newest one's step, if any."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
         if can_write and step > kept:
@@ -209,7 +209,7 @@ class GRPOTrainer:
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
-    def _evaluation_before(self, folder: RunFolder, parts: Parts, first_step: int) -> dict[str, Any] | None:
+    def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
         """The evaluation from before the first step: made now, or read back by a resumed run."""
         if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             return folder.first_evaluation()
@@ -268,7 +268,7 @@ class GRPOTrainer:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0
 
-    def _resume(self, folder: RunFolder, parts: Parts) -> int:
+    def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
         step = folder.check_resumable(self.args)
         parts.cursor = folder.load_checkpoint(parts.state(step))
         self.schedule = self.schedule.resumed(step, parts.cursor.position)

@@ -178,7 +178,7 @@ class Evaluator:
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
-            completions += [(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions]
+            completions += [(c.num_tokens, c.finish_reason) for group in groups for c in group.completions]
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))
