@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, RewardRunner, resolve_reward
-from cohort.rewards.builtin import completion_text, turn_text, whole_text
 from cohort.rewards.format import json_schema, regex, think_format
 from cohort.rewards.language import language
 from cohort.rewards.length import cosine_length, soft_overlong
+from cohort.rewards.messages import completion_text, turn_text, whole_text
 from cohort.rewards.text import exact_match, fuzzy_match, repetition_penalty
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -220,7 +220,7 @@ def test_json_schema_in_a_fence_in_a_file_and_begun_in_the_prompt(tmp_path):
 
 
 def test_a_schema_elsewhere_is_not_fetched():
-    with pytest.raises(RewardError, match="refers to what is not in it"):
+    with pytest.raises(RewardError, match="reference that cannot be resolved"):
         json_schema("7", schema={"$ref": "http://localhost:9/schema.json"})
 
 
@@ -284,7 +284,7 @@ def test_no_text_takes_much_time():
         "soft_overlong(max_length=9, buffer=1)", "cosine_length(max_length=9, correct='gsm8k')",
     ]  # fmt: skip
     assert {spec.partition("(")[0] for spec in functions} == set(BUILTIN_REWARDS) - {"code"}
-    completions = tuple(Completion((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
+    completions = tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
     groups = [Group(Prompt(0, 0, (5,), "?", "?", {"answer": "#### 5"}), completions)]
     config = RewardConfig(timeout=20.0, workers=1)
     with closing(RewardRunner([resolve_reward(spec) for spec in functions], settings=config)) as runner:

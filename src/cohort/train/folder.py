@@ -145,7 +145,7 @@ class RunFolder:
         ignored = {f"objective.{part}" for part in ("preset", *theirs.objective.parts())} if same else set()
         changed = [
             f"{section}.{key}: the run has {_said(old)}, now {_said(new)}"
-            for section in GRPOConfig.SECTIONS
+            for section in GRPOConfig.model_fields
             for key, old in getattr(theirs, section).model_dump().items()
             if (new := getattr(ours, section).model_dump()[key]) != old
             and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored
@@ -332,7 +332,7 @@ def _said(value: Any) -> str:
 
 def split_by_sequence(batch: TokenBatch) -> list[list[float]]:
     """The advantages of each completion's tokens."""
-    lengths = [len(ids) for ids in batch.completion_ids]
+    lengths = batch.lengths_S.tolist()
     return [numbers.tolist() for numbers in batch.advantages_N.cpu().split(lengths)] if lengths else []
 
 
