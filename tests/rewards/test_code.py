@@ -557,7 +557,7 @@ def test_the_runner_leaves_a_row_without_tests_unscored():
     prompts = [Prompt(n, n, (1,), "", "", {"tests": tests}) for n, tests in enumerate([["assert f(1) == 1"], None])]
     texts = ["```python\ndef f(x): return 1\n```", "```python\ndef f(x): return 2\n```", "no program\n```\n1/0\n```"]
     groups = [
-        Group(prompt, tuple(Completion((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts))
+        Group(prompt, tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts))
         for prompt in prompts
     ]
     scores = RewardRunner([resolve_reward("cohort.rewards.code:code")]).score(groups)
