@@ -220,9 +220,9 @@ def test_with_all_chosen_it_is_grpo():
     assert torch.equal(got, token_advantages(PRESETS["bnpo"], outcomes()))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.01])
-def test_those_not_chosen_have_advantage_zero_with_returns_to_go_too(beta):
-    objective = PRESETS["reinforce_pp"].replace(group_filter={"rule": "top_k", "k": 2}, beta=beta)
+@pytest.mark.parametrize("changes", [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.01, "scale": "none"}])
+def test_those_not_chosen_have_advantage_zero_with_returns_to_go_too(changes):
+    objective = PRESETS["reinforce_pp"].replace(group_filter={"rule": "top_k", "k": 2}, **changes)
     chosen = Outcomes(doubles(1, 0, 2), longs(0, 0, 0), longs(0, 0, 1, 2, 2, 2), 10, kl_N=torch.ones(6))
     assert token_advantages(objective, chosen)[3:].tolist() == [0.0] * 3
 

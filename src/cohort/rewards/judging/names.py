@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 def free_names(task: dict[str, Any]) -> list[tuple[str, bool]]:
     """The names that tests use and do not define, and whether each is a module of the standard library.
 
-    A name that the tests only give a value to, outside of functions, is among them: ``total = total([1])`` first uses
-    the program's. The entry point always is. Names of built-ins are the built-ins, so that a program that defines
-    ``all`` changes no test; unless nothing else is left, when the tested function itself must be named so.
+    They include the entry point, and names that the tests assign outside of functions: ``total = total([1])`` first
+    uses the program's ``total``. Names of built-ins stand for the built-ins, so that a program that defines ``all``
+    changes no test, unless there are no other names: then the tested function itself has the name of a built-in.
     """
-    texts = [] if "calls" in task else [task["tests"]] if isinstance(task["tests"], str) else task["tests"]
+    tests = task.get("tests", [])
     entry = {"Solution": False} if "calls" in task else {}
     if task.get("entry_point"):
         tree = ast.parse(task["entry_point"], "entry_point", "eval")
         entry |= {node.id: False for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used: dict[str, bool] = {}  # whether the tests give it a value
+    used: dict[str, bool] = {}  # whether the tests assign the name
     defined: set[str] = set()
-    bare: set[str] = set()  # not only ever used as ``name.attribute``
-    for text in texts:
-        whole = symtable.symtable(text, "tests.py", "exec")
-        for table in _tables(whole):
+    bare: set[str] = set()  # names that are also used other than as ``name.attribute``
+    for text in [tests] if isinstance(tests, str) else tests:
+        module = symtable.symtable(text, "tests.py", "exec")
+        for table in _tables(module):
             for symbol in table.get_symbols():
                 name = symbol.get_name()
-                if table is not whole and not symbol.is_global():
+                if table is not module and not symbol.is_global():
                     continue
                 if symbol.is_imported() or symbol.is_namespace():
                     defined.add(name)
@@ -43,12 +43,11 @@ def free_names(task: dict[str, Any]) -> list[tuple[str, bool]]:
             for child in () if isinstance(node, ast.Attribute) else ast.iter_child_nodes(node):
                 if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
                     bare.add(child.id)
-    used = {name: given for name, given in used.items() if name not in defined}
-    free = [name for name, given in used.items() if not given and name not in entry]
+    used = {name: assigned for name, assigned in used.items() if name not in defined and name not in entry}
+    free = [name for name, assigned in used.items() if not assigned]
     wanted = [*entry, *(name for name in free if not hasattr(builtins, name))] or free
-    wanted += [name for name, given in used.items() if given and name not in entry]
-    is_module = {name for name in wanted if name in sys.stdlib_module_names and name not in bare and name not in entry}
-    return [(name, name in is_module) for name in wanted]
+    wanted += [name for name, assigned in used.items() if assigned]
+    return [(name, name in sys.stdlib_module_names and name not in bare and name not in entry) for name in wanted]
 
 
 def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

@@ -1,7 +1,7 @@
-"""The program's side: run it once, then do with its functions and objects what the tests ask for.
+"""Run a program once, then call its functions and use its objects as the tests ask.
 
-The tests send names, arguments and seconds, never what they expect. Whatever the program does to this process, what
-leaves it is plain data for the other side to judge: a forged answer is worth what a wrong ``return`` is.
+The tests send names, arguments and seconds, never what they expect. Whatever the program does to this process, only
+plain data leaves it, and the tests judge that data: a forged answer is worth no more than a wrong ``return``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from types import ModuleType
 
-from . import wire  # this folder is a package of another name where it runs
+from . import wire  # relative, because the package has another name inside the sandbox
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _plain(thing: Any) -> Any:
-    """What an object of the program's own holds as the container that it extends; None: it extends none."""
+    """The content of an object that extends a container, as that container; None for other objects."""
     if isinstance(thing, dict):
         return dict(dict.items(thing))
     kinds: tuple[Any, ...] = (list, set, frozenset, deque)
@@ -41,30 +41,30 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Objects:
-    """Those that are not plain data: the other side knows them by number."""
+    """Objects that are not plain data. The tests know them by number."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}
 
     def hold(self, value: Any) -> list[Any]:
-        """Keep one; what stands for it, always the same."""
+        """Keep an object, and return the JSON data that stands for it: always the same."""
         number = self._numbers.setdefault(id(value), len(self._kept))
         if number == len(self._kept):
             self._kept.append(value)
         return ["object", number]
 
     def find(self, data: list[Any]) -> Any:
-        """The one that this stands for."""
+        """The object that JSON data stands for."""
         return self._kept[data[1]]
 
 
 def main(source: bytes, reads: int, writes: int) -> None:
-    """Run a program, and serve it until the tests are done."""
+    """Run the program, then answer requests until the tests are gone."""
     link, objects = wire.Wire(reads, writes), Objects()
     module = ModuleType("solution")
     sys.modules["solution"] = module
-    signal.signal(signal.SIGALRM, wire.too_long)
+    signal.signal(signal.SIGALRM, wire.raise_timeout)
     exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
     while True:
         try:
@@ -73,7 +73,7 @@ def main(source: bytes, reads: int, writes: int) -> None:
             return
         try:
             answer = _answer(request, objects, module)
-        except BaseException as error:  # SystemExit is no way out either
+        except BaseException as error:  # SystemExit included
             answer = _error(error, objects)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -87,34 +87,35 @@ def _answer(request: dict[str, Any], objects: Objects, module: ModuleType) -> di
             return {"missing": True}
         value = getattr(module, arguments[0])
         if isinstance(value, type) and issubclass(value, Exception):
-            return {"exception": _names(value)}
-        # a type is asked for things as the program's other functions are, built-in or not
+            return {"exception": _class_names(value)}
+        # types are objects like the program's functions, even built-in types
         return {"value": objects.hold(value) if isinstance(value, type) else wire.encode(value, objects.hold)}
     keywords = wire.decode(request["keywords"], objects.find)
     signal.setitimer(signal.ITIMER_REAL, max(request["seconds"], 0.001))
     value = OPERATIONS[operation](*arguments, **keywords)
     answer = {"value": wire.encode(value, objects.hold)}
     signal.setitimer(signal.ITIMER_REAL, 0)
-    handed = [*arguments, *keywords.values()]
-    if operation == "call" and any(isinstance(argument, wire.CHANGES) for argument in handed):
-        after = wire.encode(handed, objects.hold)
+    passed = [*arguments, *keywords.values()]
+    if operation == "call" and any(isinstance(argument, wire.MUTABLE) for argument in passed):
+        after = wire.encode(passed, objects.hold)
         before = [*request["arguments"][1], *(item for _, item in request["keywords"][1])]
         answer["changed"] = None if json.dumps(before) == json.dumps(after[1]) else after
     return answer
 
 
 def _error(error: BaseException, objects: Objects) -> dict[str, Any]:
-    """What the other side makes an exception of."""
-    answer = {"error": _names(type(error)), "text": "", "arguments": ["list", []], "attributes": ["dict", []]}
+    """An exception as JSON data, from which the tests' side makes one of its own."""
+    empty: dict[str, Any] = {"arguments": ["list", []], "attributes": ["dict", []]}
+    answer = {"error": _class_names(type(error)), "text": "", **empty}
     try:
         answer["text"] = str(error)[:1000]
         answer["arguments"] = wire.encode([a[:1000] if type(a) is str else a for a in error.args], objects.hold)
         answer["attributes"] = wire.encode(dict(vars(error)), objects.hold)
         json.dumps(answer)
-    except Exception:  # as deep as it likes
-        answer |= {"arguments": ["list", []], "attributes": ["dict", []]}
+    except Exception:  # nested too deeply, for example
+        answer |= empty
     return answer
 
 
-def _names(kind: type) -> list[list[str]]:
+def _class_names(kind: type) -> list[list[str]]:
     return [[str(base.__module__), base.__name__] for base in kind.__mro__]
