@@ -156,7 +156,7 @@ def test_rows_keep_their_columns(engine, tmp_path, capsys):
 def test_a_line_is_valid_json_for_every_row():
     import datetime
 
-    completion = Completion((1,), (-0.5,), FinishReason.EOS, "x", 0)
+    completion = Completion.of_tokens((1,), (-0.5,), FinishReason.EOS, "x", 0)
     row = {"prompt": "p", "nan": [float("nan")], "day": datetime.date(2024, 1, 2), "inner": {"a": (1, None)}}
     line = record(row, 0, 0, completion)
     assert (line["nan"], line["day"], line["inner"]) == ([None], "2024-01-02", {"a": [1, None]})
@@ -346,7 +346,7 @@ def test_an_error_keeps_the_completions_that_have_ended(tmp_path, monkeypatch, p
 def test_completions_that_cannot_be_sampled_are_an_error(capsys, monkeypatch):
     class Broken(LocalEngine):
         def generate(self, prompts, count, *_):
-            failed = Completion((5,), (-1.0,), FinishReason.ERROR, "5", 0)
+            failed = Completion.of_tokens((5,), (-1.0,), FinishReason.ERROR, "5", 0)
             return [Group(prompt, (failed,) * count) for prompt in prompts]
 
     monkeypatch.setattr(run_module, "LocalEngine", Broken)
@@ -410,7 +410,7 @@ def test_a_stream_over_byte_fallback_and_leading_spaces():
 def test_completions_are_written_in_order():
     written = []
     results = InOrder(6, 2, lambda index, sample, completion: written.append((index, sample)))
-    one = Completion((1, 2), (0.0, 0.0), FinishReason.EOS, "", 0)
+    one = Completion.of_tokens((1, 2), (0.0, 0.0), FinishReason.EOS, "", 0)
     for position in ((0, 1), (2, 0), (0, 0), (0, 0), (1, 1)):
         results.add(*position, one)
     assert written == [(0, 0), (0, 1)]

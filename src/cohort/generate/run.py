@@ -212,7 +212,7 @@ def _check_folder(model: str) -> None:
 
 
 def _not_started(prompt: Prompt, count: int) -> Group:
-    return Group(prompt, (Completion((), (), FinishReason.CANCELLED, "", 0),) * count)
+    return Group(prompt, (Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0),) * count)
 
 
 @contextlib.contextmanager

@@ -13,13 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.data import Row
 from cohort.rollout.rows import decode
 from cohort.rollout.stops import REPLACEMENT
-from cohort.types import Completion, FinishReason, Prompt
+from cohort.types import Completion, FinishReason, Prompt, Segment
 
 Write = Callable[[int, int, Completion], None]
 """Called with a prompt's index, the completion's number and the completion."""
@@ -88,7 +90,7 @@ class InOrder:
             return
         self._waiting[position] = completion
         self.reasons[completion.finish_reason] += 1
-        self._tokens += len(completion.token_ids)
+        self._tokens += completion.num_tokens
         while self._next in self._waiting:
             self._write_waiting(self._next)
 
@@ -187,18 +189,24 @@ def write_line(file: IO[str], row: Row, index: int, sample: int, completion: Com
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
-    full_logps = completion.full_logps
+    (segment,), full_logps = completion.segments, completion.full_logps
     return {
         "prompt": _as_json(row["prompt"]),
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "logps": list(completion.sampler_logps),
-        **({} if full_logps is None else {"full_logps": list(full_logps)}),
+        "token_ids": segment.token_ids.tolist(),
+        "logps": _by_token(completion.sampler_logps, segment),
+        **({} if full_logps is None else {"full_logps": _by_token(full_logps, segment)}),
         "finish_reason": str(completion.finish_reason),
         **{column: _as_json(value) for column, value in row.items() if column != "prompt"},
     }
+
+
+def _by_token(logps_N: NDArray[np.float64], segment: Segment) -> list[float | None]:
+    """One entry per token of the segment; null for tokens of the prefix, which were not drawn."""
+    logps: list[float | None] = logps_N.tolist()
+    return [None] * (len(segment.token_ids) - len(logps)) + logps
 
 
 def _as_json(value: Any) -> Any:
@@ -227,7 +235,7 @@ def headline(prompt: Prompt | None, sample: int | None, completion: Completion) 
         parts.append(f"prompt {prompt.uid} {content if len(content) <= 60 else content[:57] + '...'!r}")
     if sample is not None:
         parts.append(f"completion {sample}")
-    return f"--- {', '.join(parts)} ({completion.finish_reason}, {len(completion.token_ids)} tokens)"
+    return f"--- {', '.join(parts)} ({completion.finish_reason}, {completion.num_tokens} tokens)"
 
 
 def write_stdout(text: str) -> None:
