@@ -163,6 +163,17 @@ def cispo(mean, low: float, high: float) -> Surrogate:
     return lambda b, lp: mean(b, lambda i, n: term(b, lp, i, n))
 
 
+def ce_gppo(b: Batch, lp: Tensor) -> Tensor:
+    """mean over tokens of r A; where PPO clips, beta (bound / sg(r)) r A, beta 0.75 below and 1 above"""
+
+    def term(r, a):
+        if a < 0 and r < 0.8:
+            return 0.75 * 0.8 / fixed(r) * r * a
+        return 1.0 * 1.2 / fixed(r) * r * a if a > 0 and r > 1.2 else r * a
+
+    return token_mean(b, lambda i, n: term(torch.exp(lp[n] - b.old[n]), b.advantages_S[i]))
+
+
 def sapo(up: float, down: float) -> Surrogate:
     """mean of sigmoid(tau (r - 1)) (4 / tau) A"""
 
@@ -237,9 +248,10 @@ POLICY: dict[str, Surrogate] = {
     "gfpo": ppo(token_mean, 0.8, 1.2),
     "w_reinforce": ppo(token_mean, 0.8, 1.2),
     "passk": ppo(seq_sum, 0.8, 1.2),
+    "ce_gppo": ce_gppo,
 }
 """Of each preset."""
-STOPPED = ("gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
+STOPPED = ("ce_gppo", "gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
 """Those with a factor that carries no gradient: finite differences of the value are not their gradient."""
 TO_SAMPLER = ("grpo_v32", "vespo", "dppo_tv", "dppo_kl")
 """Those whose ratios, the KL's too, are to the sampler."""

@@ -20,7 +20,18 @@ from cohort.presets.parts import (
     Unlikeliness,
     Veto,
 )
-from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Gamma, KLMask, Mask, PPOClip, TVMask
+from cohort.presets.trust_regions import (
+    FIPO,
+    GMPO,
+    SAPO,
+    Cap,
+    Gamma,
+    GradientPreservingClip,
+    KLMask,
+    Mask,
+    PPOClip,
+    TVMask,
+)
 
 DEFAULTS = {
     "soft_overlong": None,
@@ -161,6 +172,10 @@ ROWS = {
         "sign_weights": SignWeights(positive=0.2, negative=2.0),
         **BY_TOKEN,
     },
+    "ce_gppo@1": {
+        "trust_region": GradientPreservingClip(low=0.8, high=1.2, beta_low=0.75, beta_high=1.0),
+        **BY_TOKEN,
+    },
     "passk@1": {"baseline": "second_best", "scale": None, "aggregation": "seq_sum"},
 }
 
@@ -230,6 +245,7 @@ NUMBERS = {
     "mo_grpo": ["then their weighted sum"],
     "gfpo": ["the 8 best", "shortest"],
     "w_reinforce": ["R_i - 0.5", "0.2 where A > 0", "2 where A < 0"],
+    "ce_gppo": ["0.75 * 0.8 where A < 0 and r < 0.8", "1 * 1.2 where A > 0 and r > 1.2"],
     "passk": ["G (R_max - R_second)", ": 1/B"],
 }
 
@@ -316,6 +332,7 @@ def test_a_description_says_what_was_changed():
         (TVMask(), (0.15, 0.15, 20.0)),
         (KLMask(), (0.05, 20.0)),
         (PPOClip(), (0.8, 1.2, None)),
+        (GradientPreservingClip(), (0.8, 1.2, 1.0, 1.0)),
         (GMPO(), (math.exp(-0.4), math.exp(0.4))),
         (MismatchWeight(), ("token", "truncate", 0.0, 2.0)),
         (Veto(), (1e-4, 1e4)),

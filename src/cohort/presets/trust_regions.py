@@ -214,6 +214,25 @@ class FIPO(PPOClip):
         check_bounds("fipo weight", self.weight_low, self.weight_high, why=", the weight of an on-policy token")
 
 
+class GradientPreservingClip(Rule):
+    """GPPO: a clipped token keeps the gradient of the bound, times ``beta_low`` or ``beta_high``; 0 is PPO's clip."""
+
+    rule: Literal["gppo"] = "gppo"
+    formula: ClassVar[str] = (
+        "r A; with r a constant {beta_low:g} * {low:g} where A < 0 and r < {low:g}, "
+        "{beta_high:g} * {high:g} where A > 0 and r > {high:g}"
+    )
+    source: ClassVar[str] = "GPPO (arXiv 2508.07629), CE-GPPO (2509.20712)"
+    low: Bound = 0.8
+    high: Bound = 1.2
+    beta_low: Weight = 1.0
+    beta_high: Weight = 1.0
+
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
+        check_bounds("gppo", self.low, self.high)
+
+
 class Custom(Rule):
     """A user's rule: ``function(ratio_N, advantages_N) -> phi_N``, named "module:function" or "file.py:function"."""
 
@@ -227,5 +246,6 @@ class Custom(Rule):
 
 
 TrustRegion = Annotated[
-    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | Custom, Field(discriminator="rule")
+    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | GradientPreservingClip | Custom,
+    Field(discriminator="rule"),
 ]
