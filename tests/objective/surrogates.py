@@ -174,6 +174,15 @@ def ce_gppo(b: Batch, lp: Tensor) -> Tensor:
     return token_mean(b, lambda i, n: term(torch.exp(lp[n] - b.old[n]), b.advantages_S[i]))
 
 
+def topr(b: Batch, lp: Tensor) -> Tensor:
+    """(1/B) sum over A >= 0 of A log pi(o) + (1/B) sum over A < 0 of sg(min(pi(o) / pi_old(o), 1)) A log pi(o)"""
+
+    def weight(i):
+        return 1.0 if b.advantages_S[i] >= 0 else torch.clamp(fixed(product(lp, b.old, b.tokens[i])), max=1.0)
+
+    return seq_sum(b, lambda i, n: weight(i) * b.advantages_S[i] * lp[n])
+
+
 def sapo(up: float, down: float) -> Surrogate:
     """mean of sigmoid(tau (r - 1)) (4 / tau) A"""
 
@@ -249,16 +258,17 @@ POLICY: dict[str, Surrogate] = {
     "w_reinforce": ppo(token_mean, 0.8, 1.2),
     "passk": ppo(seq_sum, 0.8, 1.2),
     "ce_gppo": ce_gppo,
+    "topr": topr,
 }
 """Of each preset."""
-STOPPED = ("ce_gppo", "gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
+STOPPED = ("ce_gppo", "topr", "gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
 """Those with a factor that carries no gradient: finite differences of the value are not their gradient."""
 TO_SAMPLER = ("grpo_v32", "vespo", "dppo_tv", "dppo_kl")
 """Those whose ratios, the KL's too, are to the sampler."""
 MEAN = {
     **dict.fromkeys(POLICY, token_mean),
     **dict.fromkeys(("default", "grpo", "grpo_r1", "grpo_v32", "gspo", "gspo_token", "gmpo", "sapo"), seq_mean),
-    **dict.fromkeys(("rloo", "luspo", "maxrl", "passk"), seq_sum),
+    **dict.fromkeys(("rloo", "luspo", "maxrl", "passk", "topr"), seq_sum),
     "dr_grpo": constant,
     "scalerl": prompt_mean,
 }

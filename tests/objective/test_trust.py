@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from cohort.errors import ConfigError
-from cohort.objective import PRESETS, Cause, coefficients, importance_ratio, ppo_clip_multiplier, trust_region
+from cohort.objective import (
+    PRESETS,
+    Cause,
+    Outcomes,
+    coefficients,
+    importance_ratio,
+    ppo_clip_multiplier,
+    token_advantages,
+    trust_region,
+)
 from cohort.objective.trust import bernoulli_kl, custom_rule, ppo_clip_sides, ppo_clip_value
 from cohort.presets.trust_regions import (
     FIPO,
@@ -19,6 +28,7 @@ from cohort.presets.trust_regions import (
     KLMask,
     Mask,
     PPOClip,
+    Taper,
     TVMask,
 )
 from tests.objective.batches import coefficients_of, random_batch
@@ -134,6 +144,21 @@ def test_a_gradient_preserving_clip_keeps_the_bounds_gradient():
     assert got.side_N.tolist() == [-1, 0, 1, 0, 0, 0]
     silent = apply(GradientPreservingClip(beta_low=0.0, beta_high=0.0), [0.5, 1.5, 1.0], [-1.0, 1.0, 1.0])
     assert silent.phi_N.tolist() == apply(PPOClip(), [0.5, 1.5, 1.0], [-1.0, 1.0, 1.0]).phi_N.tolist() == [0, 0, 1]
+
+
+def test_a_taper_clamps_the_weight_by_the_advantages_sign():
+    ratios, advantages = [0.25, 4.0, 0.25, 4.0, 4.0], [1.0, 1.0, -1.0, -1.0, 0.0]
+    got = apply(Taper(), ratios, advantages)  # log-probs are -1
+    assert got.phi_N.tolist() == pytest.approx([1.0, 1.0, 0.25, 1.0, 1.0], rel=1e-14)
+    assert got.value_N.tolist() == pytest.approx([-1.0, -1.0, 0.25, 1.0, 0.0], rel=1e-14)
+    assert got.side_N.tolist() == [-1, 1, 0, 1, 1]
+    wide = Taper(positive_low=0.5, positive_high=2.0, negative_low=0.5, negative_high=3.0)
+    assert apply(wide, ratios, advantages).phi_N.tolist() == pytest.approx([0.5, 2.0, 0.5, 3.0, 2.0], rel=1e-14)
+
+
+def test_toprs_advantages_are_its_rewards_of_one_and_minus_one():
+    outcomes = Outcomes(doubles(1.0, 0.0), torch.tensor([3, 3]), torch.tensor([0, 0, 1]), max_length=4)
+    assert token_advantages(PRESETS["topr"], outcomes).tolist() == [1.0, 1.0, -1.0]
 
 
 def test_no_trust_region_is_the_ratio():

@@ -16,6 +16,7 @@ for the log only, the surrogate's value. ``side_N`` says where a rule silenced a
     kl_mask     min(r, cap); 0 where KL(p_a || p) > threshold and moving on  phi A
     gmpo        G = exp(mean of clipped log r); 0 where the token is clipped G A
     fipo        ppo_clip times a detached weight of the later log-ratios     the same times ppo_clip's value
+    taper       clip(r, low, high) by the sign of A, a constant weight       phi A l
     gppo        r; the clipped bound times beta_low, beta_high where clipped phi A
 """
 
@@ -45,6 +46,7 @@ from cohort.presets.trust_regions import (
     Mask,
     PPOClip,
     Rule,
+    Taper,
     TVMask,
 )
 
@@ -193,6 +195,14 @@ def _(rule: GradientPreservingClip, at: Ratios) -> Trusted:
     below_N, above_N = ppo_clip_sides(at.ratio_N, at.advantages_N, rule.low, rule.high)
     phi_N = at.ratio_N.masked_fill(below_N, rule.beta_low * rule.low).masked_fill(above_N, rule.beta_high * rule.high)
     return Trusted(phi_N, phi_N * at.advantages_N, _sides(at.ratio_N, below_N, above_N))
+
+
+@apply.register
+def _(rule: Taper, at: Ratios) -> Trusted:
+    up_N = at.advantages_N >= 0
+    low_N = by_sign(up_N, rule.positive_low, rule.negative_low, at.ratio_N)
+    high_N = by_sign(up_N, rule.positive_high, rule.negative_high, at.ratio_N)
+    return _constant_weight(at.ratio_N.clamp(low_N, high_N), at, at.ratio_N < low_N, at.ratio_N > high_N)
 
 
 @apply.register

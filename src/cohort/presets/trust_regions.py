@@ -233,6 +233,23 @@ class GradientPreservingClip(Rule):
         check_bounds("gppo", self.low, self.high)
 
 
+class Taper(Rule):
+    """TOPR: the ratio, clamped by the advantage's sign, is a weight. By default A >= 0 has weight 1 at any ratio,
+    and A < 0 the ratio, at most 1."""
+
+    rule: Literal["taper"] = "taper"
+    formula: ClassVar[str] = (
+        "clip(r, a, b) A log(policy), the clipped ratio a constant weight; [a, b] = "
+        "[{positive_low:g}, {positive_high:g}] where A >= 0, [{negative_low:g}, {negative_high:g}] where A < 0"
+    )
+    source: ClassVar[str] = "TOPR (arXiv 2503.14286)"
+    constant_weight: ClassVar[bool] = True
+    positive_low: Annotated[float, Field(ge=0, le=1)] = 1.0
+    positive_high: Annotated[float, Field(ge=1)] = 1.0
+    negative_low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    negative_high: Annotated[float, Field(ge=1)] = 1.0
+
+
 class Custom(Rule):
     """A user's rule: ``function(ratio_N, advantages_N) -> phi_N``, named "module:function" or "file.py:function"."""
 
@@ -246,6 +263,6 @@ class Custom(Rule):
 
 
 TrustRegion = Annotated[
-    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | GradientPreservingClip | Custom,
+    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | GradientPreservingClip | Taper | Custom,
     Field(discriminator="rule"),
 ]
