@@ -194,7 +194,7 @@ def test_closing_ends_all_calls_and_the_next_call_starts_afresh():
 def test_an_idle_worker_that_died_is_replaced(workers):
     for pid in {workers.submit(os.getpid, {}).result() for _ in range(8)}:
         os.kill(pid, signal.SIGKILL)
-        wait_for_end(pid)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert [workers.submit(double, {"x": 1}).result() for _ in range(4)] == [2] * 4
 
 

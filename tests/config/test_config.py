@@ -24,7 +24,8 @@ from cohort.config.errors import foreign_names
 from cohort.config.section import setting_paths
 from cohort.errors import ConfigError
 from cohort.presets import PRESETS
-from cohort.presets.parts import KL, PPOClip
+from cohort.presets.kl import KL
+from cohort.presets.trust_regions import PPOClip
 from cohort.rollout import Sampling
 
 
@@ -170,7 +171,9 @@ def test_overrides_are_merged_into_the_tables_of_the_file(tmp_path):
         ("", ["seed"], "expected --section.key value, got 'seed'"),
         ("", ["--run.seed", "x"], "command line: run.seed: input should be a valid integer.*, got 'x'"),
         ("", ["--rollout.prompts_per_step", "0"], "prompts_per_step: input should be greater than or equal to 1"),
-        ("", ["--eval.pass_at_k", "1,x"], "eval.pass_at_k: input should be a valid integer.*, got 'x'"),
+        ("", ["--eval.pass_at_k", "1,x"], "eval.pass_at_k.1: input should be a valid integer.*, got 'x'"),
+        ("", ["--eval.pass_at_k", "[0]"], "eval.pass_at_k.0: input should be greater than or equal to 1, got 0"),
+        ("", ["--data.eval", '{ "a/b" = "x" }'], "data.eval: an evaluation set's name .* got 'a/b'"),
         ("", ["--model.precision", "fp16"], "precision: input should be 'auto'"),
         ("", ["--rollout.json_schema", "nowhere.json"], "rollout.json_schema: cannot read nowhere.json: No such file"),
         ("", ["--optim.per_device_train_batch_size", "4"], "batches follow from rollout.prompts_per_step"),

@@ -322,24 +322,24 @@ def test_groups_are_told_apart_by_id_whatever_their_order_and_size(baseline, sca
 
 def test_statistics_of_two_groups():
     statistics = group_statistics(torch.tensor([1.0, 3.0, 4.0, 4.0]), longs(0, 0, 1, 1))
-    assert statistics.mean_R.tolist() == [2.0, 4.0]
-    assert statistics.std_R.tolist() == [pytest.approx(2**0.5), 0.0]
-    assert statistics.degenerate_R.tolist() == [False, True]
-    assert statistics.count_R.tolist() == [2.0, 2.0]
+    assert statistics.mean_P.tolist() == [2.0, 4.0]
+    assert statistics.std_P.tolist() == [pytest.approx(2**0.5), 0.0]
+    assert statistics.degenerate_P.tolist() == [False, True]
+    assert statistics.count_P.tolist() == [2.0, 2.0]
 
 
 def test_statistics_of_equal_rewards_have_no_spread_from_rounding():
     # E[x^2] - E[x]^2 would have one.
-    assert group_statistics(torch.full((8,), 1e6 + 0.1, dtype=torch.float64), ONE_GROUP).degenerate_R.all()
+    assert group_statistics(torch.full((8,), 1e6 + 0.1, dtype=torch.float64), ONE_GROUP).degenerate_P.all()
     near = group_statistics(doubles(1e6, 1e6 + 1e-6), longs(0, 0))
-    assert near.std_R.item() == pytest.approx(1e-6 / 2**0.5, rel=1e-3)  # 1e-6 itself is rounded at 1e6
-    assert not near.degenerate_R.any()
+    assert near.std_P.item() == pytest.approx(1e-6 / 2**0.5, rel=1e-3)  # 1e-6 itself is rounded at 1e6
+    assert not near.degenerate_P.any()
 
 
 def test_a_single_scored_member_has_no_sample_std():
     statistics = group_statistics(doubles(1.0, NAN), longs(0, 0))
-    assert torch.isnan(statistics.std_R).all()
-    assert statistics.degenerate_R.all()
+    assert torch.isnan(statistics.std_P).all()
+    assert statistics.degenerate_P.all()
 
 
 # Several rewards ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from cohort.types import Completion, FinishReason, Group, Prompt
 def completion(text, reason=FinishReason.EOS, ids=None):
     """A completion with one token per character."""
     ids = tuple(range(len(text))) or (0,) if ids is None else ids
-    return Completion(ids, (0.0,) * len(ids), reason, text, 0)
+    return Completion.of_tokens(ids, (0.0,) * len(ids), reason, text, 0)
 
 
 def prompt(uid=0, messages=None, prefill="", **columns):
