@@ -99,16 +99,16 @@ def show_results(
         question = f"{row['question']}\n= {row['answer']}"
         table.add_row(question, *(_marked(text, row["answer"]) for text in (old, new)))
     console.print(table)
-    console.print(f"accuracy on {EVAL_PROBLEMS} held-out problems (one sample each, 95% interval):")
-    console.print(f"  before  {_percent(before.reward)}")
-    console.print(f"  after   {_percent(after.reward)}")
     console.print(
+        f"accuracy on {EVAL_PROBLEMS} held-out problems (one sample each, 95% interval):\n"
+        f"  before  {_percent(before.reward)}\n"
+        f"  after   {_percent(after.reward)}\n"
         f"{summary['updates']} updates on {summary['completions']:,} completions in {summary['seconds']:.0f} s, "
-        f"the first after {summary['seconds_to_first_update']:.1f} s"
+        f"the first after {summary['seconds_to_first_update']:.1f} s\n"
+        f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)"
     )
-    console.print(f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)")
     console.print(
-        "\nNext, on your own model, data and reward:\n"
+        "\nNext, with your own model, data and reward:\n"
         "  cohort config > my.toml        every setting with its meaning\n"
         "  cohort train my.toml --model.path MODEL --data.train FILE.jsonl \\\n"
         "      --reward.functions FILE.py:FUNCTION",
