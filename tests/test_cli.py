@@ -129,7 +129,6 @@ def test_the_valid_run_starts(good):
 
 MISTAKES = {
     "unknown key": (["--rollout.num_generation", "4"], "did you mean --rollout.num_generations?"),
-    "one generation": (["--rollout.num_generations", "1"], "num_generations is 1, and scale 'group_std' compares"),
     "data file missing": (["--data.train", "nope.jsonl"], "no data file nope.jsonl"),
     "no data": (["--data.train", ""], "set data.train"),
     "column missing": (["--data.prompt_column", "question"], "no column 'question'; the row has: prompt, answer"),
@@ -142,14 +141,12 @@ MISTAKES = {
     ),
     "reward count": (["--reward.functions", "reward.py:short"], "one reward per completion: 4, got 1"),
     "reward raises": (["--reward.functions", "reward.py:crash"], "raised RuntimeError: boom"),
-    "reward type": (["--reward.functions", "reward.py:text"], "must return numbers or None; result 0 is 'good'"),
     "model folder missing": (["--model.path", "./nope"], "no model folder ./nope"),
     "no model": (["--model.path", ""], "set model.path"),
     "too long for the model": (
         ["--rollout.max_completion_length", "5000"],
         "no room for a prompt in the model's context of 2,048",
     ),
-    "a prompt too long": (["--rollout.max_completion_length", "2047"], "9 of 9 prompts have more than 1 tokens"),
     "nothing to resume": (["--resume"], "there is no run folder"),
 }
 
