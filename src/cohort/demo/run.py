@@ -13,8 +13,9 @@ from rich.table import Table
 
 from cohort.config import load_config
 from cohort.demo.task import accuracy, problems
+from cohort.evaluation import Estimate, Evaluation
 from cohort.report.console import announce
-from cohort.train import Estimate, Evaluation, RunFolder
+from cohort.runs import RunFolder
 from cohort.trainer import GRPOTrainer
 
 MODEL = Path(__file__).parent / "model"

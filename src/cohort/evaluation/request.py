@@ -13,7 +13,7 @@ from cohort.config import GRPOConfig, apply_overrides, load_config
 from cohort.config.data import Source
 from cohort.errors import ConfigError, ModelError
 from cohort.flags import EvalFlags
-from cohort.train import RunFolder
+from cohort.runs import RunFolder
 
 SETTINGS = {
     "data": "data.eval",
