@@ -128,8 +128,8 @@ class RunFolder:
         if longer and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
             raise RunFolderError(
                 f"cannot resume {self.path} with another run.max_steps or run.num_epochs: the learning rate's schedule "
-                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run whose "
-                "model.path is the checkpoint"
+                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run "
+                "whose model.path is the checkpoint"
             )
         return steps[-1]
 
