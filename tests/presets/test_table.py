@@ -1,12 +1,14 @@
 """The table: no row changes, every row is described with its numbers, and the numbers that a rule has by default."""
 
 import hashlib
+import json
 import math
 
 import pytest
 
 from cohort.presets import PRESETS, TABLE, describe
 from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.objective import ABOUT
 from cohort.presets.parts import (
     DynamicSampling,
     GroupStd,
@@ -32,43 +34,44 @@ from cohort.presets.trust_regions import (
 )
 
 FINGERPRINTS = {
-    "default@1": "9c247b00db96",
-    "grpo@1": "f960556e176f",
-    "grpo_r1@1": "6047f4026544",
-    "grpo_v32@1": "b3053eb19198",
-    "dr_grpo@1": "d49d86ef1920",
-    "bnpo@1": "cd9ed68ccb78",
-    "dapo@1": "7c13670239d6",
-    "lite_ppo@1": "ba00df3d717c",
-    "rloo@1": "3939b67fb5aa",
-    "reinforce_pp@1": "fd5ebb5d0087",
-    "reinforce_pp_baseline@1": "6bced0e163eb",
-    "gspo@1": "8fbefd7b7d3d",
-    "gspo_token@1": "6ef6e341c20c",
-    "luspo@1": "3bea365b924a",
-    "gmpo@1": "bc8e333f6ee7",
-    "cispo@1": "17ab9e319e92",
-    "scalerl@1": "32e545bba736",
-    "sapo@1": "af8e90bf63e3",
-    "vespo@1": "9164f103b01e",
-    "dppo_tv@1": "0120b8d307b0",
-    "dppo_kl@1": "586a790a326d",
-    "maxrl@1": "6f098f9fbc5b",
-    "intellect2@1": "c345a072528b",
-    "gdpo@1": "884c22167f56",
-    "mo_grpo@1": "377b915db04c",
-    "gfpo@1": "02efdcc3e63d",
-    "w_reinforce@1": "cfc6ced02d4e",
-    "passk@1": "409cb2b8debc",
-    "ce_gppo@1": "6e3b9585431d",
-    "topr@1": "b0f349871e00",
+    "default@1": "c26ac54fd187",
+    "grpo@1": "967fe78c2405",
+    "grpo_r1@1": "0d0b17f5cbc0",
+    "grpo_v32@1": "28220467e299",
+    "dr_grpo@1": "22ffe9516846",
+    "bnpo@1": "7f085f05daca",
+    "dapo@1": "9013f33b3906",
+    "lite_ppo@1": "bcbafb02f357",
+    "rloo@1": "6c7402b63e82",
+    "reinforce_pp@1": "c264fe8bbc98",
+    "reinforce_pp_baseline@1": "870a4963cec9",
+    "gspo@1": "9b0f3725da8f",
+    "gspo_token@1": "49afa7f254a7",
+    "luspo@1": "be27afebd1aa",
+    "gmpo@1": "d9c183a2d8fa",
+    "cispo@1": "0c64f77be663",
+    "scalerl@1": "a559ce927c6e",
+    "sapo@1": "cb582832a286",
+    "vespo@1": "aae742625c38",
+    "dppo_tv@1": "2d59fc708459",
+    "dppo_kl@1": "d0bdae983211",
+    "maxrl@1": "832e308537ea",
+    "intellect2@1": "47c7f3a64768",
+    "gdpo@1": "4addd9073699",
+    "mo_grpo@1": "44c0e390ce02",
+    "gfpo@1": "a1786aeebc7f",
+    "w_reinforce@1": "c826098c251c",
+    "passk@1": "0914de9fc71e",
+    "ce_gppo@1": "f9ff79ed99ee",
+    "topr@1": "b2a5989182bd",
 }
 """Of every row that was ever published."""
 
 
 def fingerprint(row):
-    settings = row.model_dump_json(exclude={"name", "version", "source", "summary"})
-    return hashlib.sha256(settings.encode()).hexdigest()[:12]
+    """Of all settings; numbers to 12 digits, as ``exp`` may differ in the last one between machines."""
+    settings = json.loads(row.model_dump_json(exclude=set(ABOUT)), parse_float=lambda text: f"{float(text):.12g}")
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def test_a_row_never_changes():
