@@ -11,29 +11,15 @@ from typing import Any
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
+from cohort.evaluation import Best, Evaluation, Evaluator, check_settings, tried_prompts
 from cohort.objective import Objective, try_user_functions
-from cohort.policy import context_length, load_tokenizer, read_config
+from cohort.policy import context_length, load_policy, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.train import (
-    Adaptive,
-    Best,
-    Evaluation,
-    Evaluator,
-    Optimizer,
-    RunFolder,
-    TrainerParts,
-    check_settings,
-    evaluate_step,
-    find_budget,
-    load_policy,
-    local_engine,
-    run,
-    save_model,
-    set_seed,
-    tried_prompts,
-)
+from cohort.rollout import local_engine
+from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
+from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 
 
 class GRPOTrainer:
@@ -106,7 +92,7 @@ class GRPOTrainer:
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
-        self.schedule = Schedule.of(config, self.prompts.epoch_length)
+        self.schedule = Schedule.of(config, prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
@@ -196,7 +182,7 @@ class GRPOTrainer:
         """Write a checkpoint if everything stands as the last whole step left it; the newest one's step, if any."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
         if can_write and step > kept:
-            folder.save_checkpoint(parts.state(step))
+            folder.save_checkpoint(parts.models, parts.saved_state(step))
             kept = step
         return kept or None
 
@@ -270,7 +256,8 @@ class GRPOTrainer:
 
     def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
         step = folder.check_resumable(self.args)
-        parts.cursor = folder.load_checkpoint(parts.state(step))
+        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity)
+        parts.restore(saved, folder.best_record())
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:
             raise ConfigError(

@@ -14,11 +14,10 @@ import numpy as np
 from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet
 from cohort.errors import ConfigError
+from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
-from cohort.train.random_state import seeded
-from cohort.train.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
-from cohort.train.table import completion_columns, score_columns
+from cohort.runs import completion_columns, score_columns, seeded
 from cohort.types import Completion, FinishReason, Prompt, Scores
 
 log = logging.getLogger("cohort.train")

@@ -17,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cohort.config import GRPOConfig, LoraConfig
 from cohort.data import Data, load_sets
 from cohort.errors import DataError, NonFiniteError
+from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.request import Request, model_of
 from cohort.evaluation.show import compared, show, write_rows, write_summary
-from cohort.policy import context_length, load_tokenizer, read_config, resolve_device
+from cohort.policy import context_length, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
-from cohort.train import Evaluation, Evaluator, check_settings, load_policy, local_engine
+from cohort.rollout import local_engine
 
 
 def evaluate(request: Request) -> int:
