@@ -111,7 +111,10 @@ def test_async_calls_run_together_up_to_the_limit(runner_of, limit):
 def test_scoring_begins_when_a_completion_ends(runner_of):
     begun = {name: threading.Event() for name in ("sample", "group")}
 
+    scored, called = [], []
+
     async def sample(completion, **_):
+        scored.append(completion)
         begun["sample"].set()
         return 1.0
 
@@ -119,8 +122,6 @@ def test_scoring_begins_when_a_completion_ends(runner_of):
     async def group(completions, **_):
         begun["group"].set()
         return [1.0] * len(completions)
-
-    called = []
 
     def here(completion, **_):
         called.append(completion)
@@ -136,7 +137,7 @@ def test_scoring_begins_when_a_completion_ends(runner_of):
     assert called == []  # a plain function would delay the sampler
     scores = scoring.finish(groups)
     assert scores.rewards_S.tolist() == [3.0] * 4
-    assert called == ["a", "bb", "c", "d"]
+    assert called == sorted(scored) == ["a", "bb", "c", "d"]
 
 
 def test_unfinished_calls_are_cancelled_when_something_else_fails(runner_of, tmp_path):

@@ -81,14 +81,12 @@ class Caller:
         where = "async" if function.is_async else f"in {count} worker process{'' if count == 1 else 'es'}"
         return where + (f", at most {function.timeout:g} s" if function.timeout else "")
 
-    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Call] | None:
-        """Start a call in the background; None for a function that runs in this thread.
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Call]:
+        """Start a call in the background.
 
         Raises:
             RewardError: the function cannot be sent to a worker process.
         """
-        if not function.in_background:
-            return None
         if function.is_async:
             return _run_on_loop(self._await(function, arguments))
         if function.name not in self._isolated:

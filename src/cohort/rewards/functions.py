@@ -103,7 +103,10 @@ class Function:
         if len(completions) != len(results):
             raise RewardError(f"{self} must return one reward per completion: {len(completions)}, got {len(results)}")
         pairs = zip(results, completions, strict=True)
-        return [self._value(result, i, completion.num_tokens) for i, (result, completion) in enumerate(pairs)]
+        return [
+            self._value(result, i, completion.num_tokens if self.per_token else 1)
+            for i, (result, completion) in enumerate(pairs)
+        ]
 
     def _value(self, result: Any, index: int, tokens: int) -> Value:
         if isinstance(result, BaseException):

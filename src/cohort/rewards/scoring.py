@@ -138,7 +138,7 @@ class Scoring:
         task.cache_key = cache_key(function, groups[0].prompt, groups[0].completions[0])
         if (cached := self._caller.cached(task.cache_key)) is not None:
             self._accept(task, cached)
-        else:
+        elif function.in_background:
             task.future = self._caller.submit(function, self._arguments(task))
 
     def _arguments(self, task: Task) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Scoring:
             again: whether this is a retry, so that background calls are submitted again.
         """
         for task in tasks:
-            if again:
+            if again and task.function.in_background:
                 task.future = self._caller.submit(task.function, self._arguments(task))
         background = [task for task in tasks if task.future is not None]
         for task in tasks:
