@@ -68,7 +68,7 @@ def test_rewards_do_not_depend_on_where_functions_run(runner_of):
 
 
 def test_plain_functions_run_in_workers_if_asked_or_if_they_must_be_stoppable(runner_of):
-    @reward(isolated=True)
+    @reward(isolated=True, timeout=9.0)
     def always(completion): ...
 
     @reward(isolated=False)
@@ -85,6 +85,7 @@ def test_plain_functions_run_in_workers_if_asked_or_if_they_must_be_stoppable(ru
     ):
         runner = runner_of(always, never, plain, judge, **settings)
         assert [function.in_background for function in runner.functions] == in_background
+        assert [function.timeout for function in runner.functions] == [9.0] + [settings.get("timeout")] * 3
     assert "plain x 1 (per sample, in " in runner.describe()
     assert "never x 1 (per sample, here, after sampling)" in runner.describe()
 
@@ -325,7 +326,7 @@ def test_the_cache_depends_on_the_whole_row_and_not_on_the_progress_of_the_run(r
         assert "trainer_state" not in rest
         return float(grid[2500])
 
-    grids = [np.zeros(5000), np.ones(5000)]  # numpy prints both in the same way
+    grids = [np.zeros(5000), np.eye(1, 5000, 2500)[0]]  # numpy prints both in the same way
     groups = [Group(prompt(grid=grid), (completion("a"),)) for grid in grids]
     runner = runner_of(first, cache=True)
     for _ in range(2):
