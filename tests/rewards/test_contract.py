@@ -105,6 +105,8 @@ def test_options_of_functions_classes_and_partials():
     options = call_options(Judge())
     assert (options.per, options.is_async, options.timeout, options.isolated) == ("group", True, 9.0, None)
 
+    assert call_options(lambda completions, completion=None: [1.0]).per == "batch"
+
     def ranks(completions, k):
         return [k] * len(completions)
 
