@@ -251,7 +251,7 @@ def test_which_model_of_a_run(run_folder):
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "./a"), "are the same file"),
         (
             ("--data", "rows.jsonl", "--reward", REWARD, "--eval.confidence", "0.9999"),
-            "are too few for confidence 0.9999",
+            "is too small for confidence 0.9999",
         ),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "no/where.json"), "there is no folder no"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "a"), "are the same file"),

@@ -6,18 +6,8 @@ import pytest
 import torch
 
 from cohort.errors import ConfigError
-from cohort.objective import (
-    PRESETS,
-    Cause,
-    bernoulli_kl,
-    coefficients,
-    custom_rule,
-    importance_ratio,
-    ppo_clip_multiplier,
-    ppo_clip_sides,
-    ppo_clip_value,
-    trust_region,
-)
+from cohort.objective import PRESETS, Cause, coefficients, importance_ratio, ppo_clip_multiplier, trust_region
+from cohort.objective.trust import bernoulli_kl, custom_rule, ppo_clip_sides, ppo_clip_value
 from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TVMask
 from tests.objective.batches import coefficients_of, random_batch
 

@@ -63,7 +63,7 @@ def states_of(policy, temperature, supports):
     return policy.states(prefixes, PackedRows.of(range(4), COMPLETIONS, supports), temperature)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
     kept, supports = some_support()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
 
 
 def subset_log_probs(policy, kept, temperature):
-    """log softmax over the kept tokens alone, made of them alone: no -inf anywhere. With each one's drawn token."""
+    """log softmax over the kept tokens alone, without -inf, and the index of the drawn token among them."""
     for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
         logits = plain_rows(policy, prompt, completion)
         for row, token, tokens in zip(logits, completion, rows, strict=True):
@@ -99,7 +99,7 @@ def test_gradients_of_the_log_probs_equal_those_of_the_kept_tokens_alone(float64
     kept, supports = some_support()
     weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
     value = (float64_policy.logps(PROMPTS, COMPLETIONS, 0.7, supports).logps_N * weights).sum()
-    alone = torch.stack([log_probs[place] for log_probs, place, _ in subset_log_probs(float64_policy, kept, 0.7)])
+    alone = torch.stack([log_probs[index] for log_probs, index, _ in subset_log_probs(float64_policy, kept, 0.7)])
     assert_same_gradients(float64_policy, value, (alone * weights).sum())
 
 
@@ -114,9 +114,10 @@ def test_the_entropy_bonus_is_over_the_support(float64_policy, weight):
     assert_same_gradients(float64_policy, value, (alone * weights_N).sum())
 
 
-@pytest.mark.parametrize("weight", [1.0, 1e3])
-@pytest.mark.parametrize("top_k", [None, 1, 3, 25])
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize(
+    ("direction", "top_k", "weight"),
+    [("reverse", None, 1.0), ("reverse", 3, 1e3), ("forward", None, 1e3), ("forward", 1, 1.0), ("forward", 25, 1.0)],
+)
 def test_a_kl_over_the_vocabulary_is_over_the_support(float64_policy, direction, top_k, weight):
     kept, supports = some_support()
     reference = float64_policy.copy_frozen()
@@ -137,8 +138,7 @@ def test_a_kl_over_the_vocabulary_is_over_the_support(float64_policy, direction,
     assert_same_gradients(float64_policy, value, weight * alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("weight", [1.0, 3.0, 1e6])
+@pytest.mark.parametrize(("dtype", "weight"), [(torch.float32, 1e6), (torch.float64, 3.0)])
 def test_an_entropy_of_any_weight_has_a_gradient_where_tokens_cannot_occur(dtype, weight):
     logits = torch.tensor([[0.0, -torch.inf, math.log(3), -torch.inf]], dtype=dtype, requires_grad=True)
     (weight * entropy(logits.log_softmax(-1))).sum().backward()
@@ -186,7 +186,7 @@ def theirs(rows, prompt, completion, penalty, seen=list):
     return torch.cat([processor(ids[n], rows[n : n + 1]) for n in range(len(completion))])
 
 
-@pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
+@pytest.mark.parametrize("penalty", [0.7, 1.3])
 def test_the_penalty_is_transformers(float32_policy, penalty):
     with torch.no_grad():
         rows = [plain_rows(float32_policy, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
@@ -229,7 +229,7 @@ def test_the_penalty_of_bfloat16_logits_is_in_float32(float32_policy):
 # What a truncated draw is worth ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("top_k", "penalty"), [(3, 1.0), (5, 1.0), (4, 1.5)])
+@pytest.mark.parametrize(("top_k", "penalty"), [(3, 1.0), (4, 1.5)])
 def test_the_mean_ratio_is_one_with_replay_and_the_kept_mass_without(float64_policy, top_k, penalty):
     """All completions of two tokens that top-k can draw, each with its probability, both ratios to the trainer."""
     prompt, temperature = (5, 9), 0.8

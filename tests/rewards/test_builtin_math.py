@@ -442,7 +442,7 @@ def test_all_of_gsm8k(gsm8k_rows):
 
 
 def scored(functions, texts, answer):
-    completions = tuple(Completion((3, 1), (0.0, 0.0), FinishReason.EOS, text, 0) for text in texts)
+    completions = tuple(Completion.of_tokens((3, 1), (0.0, 0.0), FinishReason.EOS, text, 0) for text in texts)
     group = Group(Prompt(0, 0, (5,), "?", "?", {"answer": answer}), completions)
     return RewardRunner([resolve_reward(spec) for spec in functions]).score([group])
 
@@ -466,7 +466,7 @@ def test_gsm8k_in_a_worker_process(gsm8k_rows):
     groups = [
         Group(
             Prompt(number, number, (5,), "?", "?", {"answer": row["answer"]}),
-            tuple(Completion((3,), (0.0,), FinishReason.EOS, other["answer"], 0) for other in rows),
+            tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, other["answer"], 0) for other in rows),
         )
         for number, row in enumerate(rows)
     ]
@@ -482,7 +482,7 @@ def hurried(completion, answer):
 
 def test_what_takes_for_ever_is_killed_and_unscored():
     texts = [r"\boxed{9^{9^{9^9}}}", r"\boxed{3}"]
-    completions = tuple(Completion((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
+    completions = tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
     scores = RewardRunner([hurried]).score([Group(Prompt(0, 0, (5,), "?", "?", {"answer": "3"}), completions)])
     assert maths.isnan(scores.rewards_S[0])
     assert scores.rewards_S[1] == 1.0

@@ -104,7 +104,7 @@ def test_a_setting_is_never_taken_from_a_column_of_its_name(tmp_path):
         "def f(completion, level, extra=0, **rest):\n    return level + extra + len(rest)\n"
     )
     columns = {"ignore_case": True, "answer": "A", "level": 5, "extra": 7}
-    made = Completion((3,), (0.0,), FinishReason.EOS, "a", 0)
+    made = Completion.of_tokens((3,), (0.0,), FinishReason.EOS, "a", 0)
     group = Group(Prompt(0, 0, (5,), "?", "?", columns), (made,))
     specs = ["exact_match", "exact_match(ignore_case=True)", f"{tmp_path}/mine.py:f(level=1)"]
     values = RewardRunner([resolve_reward(spec) for spec in specs]).score([group]).by_function_SK.tolist()

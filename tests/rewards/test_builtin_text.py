@@ -284,7 +284,7 @@ def test_no_text_takes_much_time():
         "soft_overlong(max_length=9, buffer=1)", "cosine_length(max_length=9, correct='gsm8k')",
     ]  # fmt: skip
     assert {spec.partition("(")[0] for spec in functions} == set(BUILTIN_REWARDS) - {"code"}
-    completions = tuple(Completion((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
+    completions = tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts)
     groups = [Group(Prompt(0, 0, (5,), "?", "?", {"answer": "#### 5"}), completions)]
     config = RewardConfig(timeout=20.0, workers=1)
     with closing(RewardRunner([resolve_reward(spec) for spec in functions], settings=config)) as runner:

@@ -67,7 +67,7 @@ def test_a_conversation_goes_through_the_models_own_template(demo_tokenizer):
 
 def test_what_does_not_fit_is_unscored_not_truncated(demo_tokenizer):
     judge = RewardModel(classifier(demo_tokenizer), demo_tokenizer)
-    made = [Completion((1,), (0.0,), FinishReason.EOS, text, 0) for text in ("3", "9" * 80)]
+    made = [Completion.of_tokens((1,), (0.0,), FinishReason.EOS, text, 0) for text in ("3", "9" * 80)]
     scores = RewardRunner([judge]).score([Group(Prompt(0, 0, (1,), "1+2=", "1+2=", {}), tuple(made))])
     assert not math.isnan(scores.rewards_S[0])
     assert "prompt and completion have 84 tokens, the reward model's context 64" in scores.errors[1]

@@ -17,7 +17,7 @@ from cohort.types import Completion, FinishReason, Group, Prompt
 
 
 def completion(text, ids=(3, 1)):
-    return Completion(ids, (0.0,) * len(ids), FinishReason.EOS, text, 0)
+    return Completion.of_tokens(ids, (0.0,) * len(ids), FinishReason.EOS, text, 0)
 
 
 def groups():

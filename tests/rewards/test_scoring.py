@@ -22,7 +22,7 @@ from tests.test_workers import alive
 
 
 def ended(text, reason=FinishReason.EOS):
-    return Completion(tuple(range(len(text))) or (0,), (0.0,) * max(1, len(text)), reason, text, 0)
+    return Completion.of_tokens(tuple(range(len(text))) or (0,), (0.0,) * max(1, len(text)), reason, text, 0)
 
 
 def prompt(uid=0, **columns):

@@ -36,7 +36,7 @@ def test_which_log_probs_are_computed(demo_tokenizer, tmp_path, monkeypatch, set
     calls = []
     real = loop_module.policy_logps
     monkeypatch.setattr(
-        loop_module, "policy_logps", lambda policy, *a, **k: calls.append(policy) or real(policy, *a, **k)
+        loop_module, "policy_logps", lambda context, policy, *a: calls.append(policy) or real(context, policy, *a)
     )
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings)
     trainer.train()

@@ -45,7 +45,7 @@ def explanations(error: ValidationError, schema: type[BaseModel], path: str = ""
 
 
 def _explanation(item: Any, schema: type[BaseModel], path: str) -> str:
-    path = path or ".".join(str(part) for part in item["loc"])
+    path = ".".join(str(part) for part in (*([path] if path else []), *item["loc"]))
     match item["type"]:
         case "extra_forbidden":
             return f"unknown setting {path}{suggestion(path, schema)}"

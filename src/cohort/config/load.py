@@ -134,18 +134,15 @@ def _read(text: str, field: FieldInfo) -> Any:
     A list may be TOML or text with commas.
     """
     adapter = TypeAdapter[Any](field.rebuild_annotation())
-    forms: list[Any] = [None] if text.lower() == "none" else [parse_value(text)] if text.startswith(("[", "{")) else []
-    for form in forms:
+    form = None if text.lower() == "none" else parse_value(text) if text.startswith(("[", "{")) else text
+    for value in (form, text):
         try:
-            return adapter.validate_python(form)
-        except ValidationError:
-            pass  # a string may look like a list, a table or "none"
-    try:
-        return adapter.validate_python(text)
-    except ValidationError as error:
-        if error.errors()[0]["type"] != "tuple_type":
-            raise
-    return adapter.validate_python(_split(text))
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            kind = error.errors()[0]["type"]
+            if value is not None and not kind.endswith("_type"):
+                raise
+    return adapter.validate_python(_split(text) if kind == "tuple_type" else text)
 
 
 def _split(text: str) -> list[str]:

@@ -152,7 +152,7 @@ def _check_same_prompts(subjects: Sequence[Subject]) -> None:
     first, *others = (subject.evaluator.sets for subject in subjects)
     for other in others:
         for name, prompts in first.items():
-            if not np.array_equal(prompts.places, other[name].places):
+            if not np.array_equal(prompts.row_indices, other[name].row_indices):
                 raise DataError(
                     f"{prompts.name}: data.overlong_prompts drops {prompts.dropped} prompts of one model and "
                     f"{other[name].dropped} of the other, which are then not compared on the same: set "

@@ -84,6 +84,11 @@ class Norm:
             raise UnsupportedModel(f"a norm is a {type(module).__name__}")
         return cls(module.weight, float(eps), shifted)
 
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """What normed values are multiplied by."""
+        weight = self.weight.to(dtype)
+        return 1 + weight if self.shifted else weight
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

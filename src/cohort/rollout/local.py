@@ -217,7 +217,7 @@ class _Work:
             self._end(dict.fromkeys(range(len(self._rows)), FinishReason.CANCELLED))
         version = self._engine.policy.version
         for index, sample in self._queue:
-            self._done[index][sample] = Completion((), (), FinishReason.CANCELLED, "", version)
+            self._done[index][sample] = Completion.of_tokens((), (), FinishReason.CANCELLED, "", version)
         self._queue.clear()
         return [[done[sample] for sample in sorted(done)] for done in self._done]
 

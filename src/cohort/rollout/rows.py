@@ -224,18 +224,18 @@ def _completion(
     tokenizer: Any,
     version: int,
 ) -> Completion:
-    # The token of an error was not drawn: it is no part of the completion.
-    length = row.length - (reason is FinishReason.ERROR)
-    reweighted = row.sampling.reweights or bool(row.sampling.forced_ids)
-    return Completion(
-        token_ids=tuple(tokens[:length]),
-        sampler_logps=tuple(logps[:length]),
-        finish_reason=reason,
-        text=decode(tokenizer, tokens[:length]),
-        weights_version=version,
-        full_logps=tuple(full_logps[:length]) if reweighted else None,
-        support=joined_support(row.support[:length]) if row.support else None,
-        num_forced=min(length, len(row.sampling.forced_ids)),
+    # The token of an error was not drawn, so it is not part of the completion.
+    length, given = row.length - (reason is FinishReason.ERROR), len(row.sampling.forced_ids)
+    reweighted = row.sampling.reweights or bool(given)
+    return Completion.of_tokens(
+        tokens[:length],
+        logps[given:length],
+        reason,
+        decode(tokenizer, tokens[:length]),
+        version,
+        drawn=[n >= given for n in range(length)] if given else None,
+        full_logps=full_logps[given:length] if reweighted else None,
+        support=joined_support(row.support[given:length]) if row.support else None,
     )
 
 

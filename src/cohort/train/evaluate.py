@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import EvalConfig, GRPOConfig
-from cohort.data import Data, LengthLimit, PromptSet, describe_prompts
+from cohort.data import Data, LengthLimit, PromptSet
 from cohort.errors import ConfigError
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
@@ -154,7 +154,7 @@ class Evaluator:
         count = self.settings.num_generations_eval
         lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}"]
         for name, own in self.sets.items():
-            lines += [f"  {name and f'{name}: '}{line}" for line in describe_prompts(own)]
+            lines += [f"  {name and f'{name}: '}{line}" for line in own.describe()]
         return "\n".join(lines)
 
     def _evaluate(
@@ -178,7 +178,7 @@ class Evaluator:
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
-            completions += [(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions]
+            completions += [(c.num_tokens, c.finish_reason) for group in groups for c in group.completions]
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))

@@ -332,7 +332,7 @@ def _said(value: Any) -> str:
 
 def split_by_sequence(batch: TokenBatch) -> list[list[float]]:
     """The advantages of each completion's tokens."""
-    lengths = [len(ids) for ids in batch.completion_ids]
+    lengths = batch.lengths_S.tolist()
     return [numbers.tolist() for numbers in batch.advantages_N.cpu().split(lengths)] if lengths else []
 
 

@@ -1,4 +1,4 @@
-"""From settings to a policy and to what samples from it."""
+"""The policy and the engine of the settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cohort.rollout import LocalEngine, Sampling
 
 
 def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
-    """A policy from a folder, a hub id or a loaded model, with the precision and the switches of the settings."""
+    """Load the policy from a folder, a hub id or a loaded model, with the precision and options of the settings."""
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
     if isinstance(model, str):
@@ -50,7 +50,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:
-    """The sampler of the settings. A grammar that does not compile is answered here, before anything is sampled."""
+    """The engine of the settings. Raises here, before anything is sampled, if a grammar does not compile."""
     engine = LocalEngine(
         policy,
         tokenizer,

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from cohort.types import Group, Scores
+from cohort.types import Completion, Group, Scores
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
     """What was sampled. ``full_logps`` only where some completion has them."""
-    import pyarrow
-
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     columns: dict[str, Any] = {
         "group": [prompt.uid for prompt, _ in pairs],
@@ -24,18 +23,43 @@ def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
         "completion": [completion.text for _, completion in pairs],
         "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
         "weights_version": [completion.weights_version for _, completion in pairs],
-        "token_ids": [list(completion.token_ids) for _, completion in pairs],
-        "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
-        "num_forced": [completion.num_forced for _, completion in pairs],
+        "sampler_logps": _lists([completion.sampler_logps for _, completion in pairs]),
+        **_token_columns([completion for _, completion in pairs]),
     }
     if any(prompt.source for prompt, _ in pairs):
         columns["source"] = [prompt.source for prompt, _ in pairs]
-    types = {"token_ids": pyarrow.list_(pyarrow.int64()), "sampler_logps": pyarrow.list_(pyarrow.float64())}
-    columns |= {name: pyarrow.array(columns[name], kind) for name, kind in types.items()}
-    full_logps = [completion.full_logps for _, completion in pairs]
-    if any(logps is not None for logps in full_logps):
-        columns["full_logps"] = pyarrow.array(full_logps, pyarrow.list_(pyarrow.float64()))
+    if any(completion.full_logps is not None for _, completion in pairs):
+        columns["full_logps"] = _lists([completion.full_logps for _, completion in pairs])
     return columns
+
+
+def _token_columns(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The token ids of all segments; which of them were drawn, unless all were; the segments' lengths, if there are
+    several."""
+    import pyarrow
+
+    ids = [[segment.token_ids for segment in completion.segments] for completion in completions]
+    columns = {"token_ids": _lists([np.concatenate([np.zeros(0, np.int64), *some]) for some in ids], pyarrow.int64())}
+    if any(segment.drawn is not None for completion in completions for segment in completion.segments):
+        columns["drawn"] = _lists(
+            [
+                np.concatenate(
+                    [np.ones(len(s.token_ids), np.bool_) if s.drawn is None else s.drawn for s in completion.segments]
+                )
+                for completion in completions
+            ],
+            pyarrow.bool_(),
+        )
+    if any(len(completion.segments) != 1 for completion in completions):
+        columns["segment_lengths"] = [[len(one) for one in some] for some in ids]
+    return columns
+
+
+def _lists(arrays: Sequence[Any], kind: Any = None) -> Any:
+    """A column of lists of numbers, float64 unless said otherwise; None is null."""
+    import pyarrow
+
+    return pyarrow.array(arrays, pyarrow.list_(kind or pyarrow.float64()))
 
 
 def score_columns(scores: Scores) -> dict[str, Any]:

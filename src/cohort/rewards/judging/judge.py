@@ -196,6 +196,17 @@ class Link:
             vars(value)["_known"] = 3 if name[:1].isupper() else 2
         return True, value
 
+    def attribute(self, name: str) -> Any:
+        """The value of a name that the program must define.
+
+        Raises:
+            AttributeError: it does not.
+        """
+        found, value = (False, None) if name.startswith("__") else self.look_up(name)
+        if not found:
+            raise AttributeError(f"the program does not define {name}")
+        return value
+
     def find(self, data: list[Any]) -> Remote:
         """The stand-in for an object of the program: always the same."""
         kind, number = data
@@ -272,22 +283,6 @@ def _restore(ours: Any, theirs: Any) -> None:
         (ours.update if isinstance(ours, (dict, set)) else ours.extend)(theirs)
 
 
-class _Solution(ModuleType):
-    """The module of ``from solution import name``."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__("solution")
-        self._link = link
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found, value = self._link.look_up(name)
-        if not found:
-            raise AttributeError(f"the program does not define {name}")
-        return value
-
-
 def main(source: bytes, reads: int, writes: int) -> None:
     """Run the tests of a task, given as JSON."""
     results = os.dup(1)
@@ -301,7 +296,8 @@ def main(source: bytes, reads: int, writes: int) -> None:
     report({"tests": sum(step.counts for step in steps)})
     link = Link(wire.Wire(reads, writes))
     signal.signal(signal.SIGALRM, wire.raise_timeout)
-    sys.modules["solution"] = _Solution(link)
+    sys.modules["solution"] = solution = ModuleType("solution")  # for ``from solution import name``
+    vars(solution)["__getattr__"] = link.attribute
     sys.modules["tests"] = module = ModuleType("tests")
     names = module.__dict__
     names["__builtins__"] = _safe_builtins()
