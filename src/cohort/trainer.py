@@ -106,7 +106,7 @@ class GRPOTrainer:
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
-        self.schedule = Schedule.of(config, self.prompts.epoch_length)
+        self.schedule = Schedule.of(config, prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.

@@ -105,7 +105,7 @@ def test_turns_are_a_function_of_the_position(weights, position):
 def test_an_epoch_of_a_mixture_ends_when_every_row_was_used(sources, seed):
     sizes, weights = zip(*sources, strict=True)
     prompts = mixture(sizes, [weight / 4 for weight in weights], seed=seed)
-    length = prompts.epoch_length
+    length = prompts.prompts.epoch_length
     assert length == prompts.prompts.data.epoch_length()  # which is known without a tokenizer
     assert length == max(-(-size * sum(weights) // weight) for size, weight in sources)
     fetched = prompts.fetch(START, 2 * length)
@@ -118,7 +118,7 @@ def test_an_epoch_of_a_mixture_ends_when_every_row_was_used(sources, seed):
 
 def test_without_weights_every_row_of_every_source_is_used_once():
     prompts = mixture([3, 5], [None, None])
-    assert prompts.epoch_length == 8
+    assert prompts.prompts.epoch_length == 8
     expected = [("0", n) for n in range(3)] + [("1", n) for n in range(5)]
     assert sorted((p.source, p.row_index) for p in prompts.fetch(START, 8)) == expected
     assert prompts.describe()[:2] == ["data: 2 sources, one after another, every row once per epoch", "  0: 3 rows"]

@@ -175,7 +175,7 @@ def test_where_the_limit_comes_from():
     limit = LengthLimit.of(DataConfig(max_prompt_length=500), 1024, 600)
     assert (limit.tokens, limit.why) == (424, "the model's context of 1,024 less rollout.max_completion_length, 600")
     with pytest.raises(DataError, match="4 tokens .the model's context of 8 .*Either lower rollout.max_completion_len"):
-        LengthLimit.of(DataConfig(), 8, 4).check(1, 2, "row 1", 5, "the training data")
+        LengthLimit.of(DataConfig(), 8, 4).check(np.array([4, 5]), "the training data", str)
     with pytest.raises(DataError, match=r"max_completion_length .600. leaves no room .* context of 600 tokens"):
         LengthLimit.of(DataConfig(), 600, 600)
 

@@ -86,7 +86,7 @@ def test_files_are_streamed_through_all_settings(tmp_path):
         "order: as the data is",
     ]
     assert "order: shuffled within 1,000 rows, anew for each epoch" in streamed(numbers(3)).describe()
-    assert prompts.epoch_length is prompts.prompts.data.epoch_length() is None
+    assert prompts.prompts.epoch_length is prompts.prompts.data.epoch_length() is None
 
 
 def test_nothing_is_read_before_it_is_needed():

@@ -21,7 +21,6 @@ from cohort.errors import DataError
 
 Row = Mapping[str, Any]
 
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst")
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -40,7 +39,7 @@ EXPECTED = ".jsonl, .json, .csv or .parquet file"
 def file_format(path: Path) -> str | None:
     """The suffix of a data file, without the compression; None if the file cannot be read."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    return suffix if suffix in FORMATS and (suffix != ".parquet" or path.suffix == suffix) else None
+    return suffix if suffix in READERS and (suffix != ".parquet" or path.suffix == suffix) else None
 
 
 def read_file(path: Path) -> list[Row] | pyarrow.Table:
@@ -65,16 +64,10 @@ def iterate_file(path: Path) -> Iterator[Row]:
     Raises:
         DataError: as ``read_file``; an unsupported format raises before the first row is read.
     """
-    match file_format(path):
-        case ".jsonl":
-            return _iterate_jsonl(path)
-        case ".json":
-            return iter(_read_json(path))
-        case ".csv":
-            return _iterate_csv(path)
-        case ".parquet":
-            return _iterate_parquet(path)
-    raise DataError(f"cannot read {path}: expected a {EXPECTED}, which may be compressed ({', '.join(COMPRESSED)})")
+    reader = READERS.get(file_format(path) or "")
+    if reader is None:
+        raise DataError(f"cannot read {path}: expected a {EXPECTED}, which may be compressed ({', '.join(COMPRESSED)})")
+    return reader(path)
 
 
 def folder_files(folder: Path, split: str) -> list[Path]:
@@ -164,7 +157,7 @@ def _checked_row(row: Any, where: str) -> Row:
     return row
 
 
-def _read_json(path: Path) -> Sequence[Row]:
+def _iterate_json(path: Path) -> Iterator[Row]:
     """A list of objects, an object of columns, or either under the single key "data"."""
     text = "".join(line for _, line in _lines(path))
     try:
@@ -176,16 +169,17 @@ def _read_json(path: Path) -> Sequence[Row]:
         if isinstance(inner, dict) or (isinstance(inner, list) and (not inner or isinstance(inner[0], dict))):
             value = inner
     if isinstance(value, list):
-        return [_checked_row(row, f"{path}, item {index}") for index, row in enumerate(value)]
-    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        yield from (_checked_row(row, f"{path}, item {index}") for index, row in enumerate(value))
+    elif isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
         if len({len(column) for column in value.values()}) > 1:
             lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
             raise DataError(f"{path}: the columns have different lengths: {lengths}")
-        return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
-    raise DataError(
-        f"{path}: expected a list of objects, an object of columns (lists of the same length), or either under the "
-        f'key "data"; got {"an object" if isinstance(value, dict) else type(value).__name__}'
-    )
+        yield from (dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True))
+    else:
+        raise DataError(
+            f"{path}: expected a list of objects, an object of columns (lists of the same length), or either under the "
+            f'key "data"; got {"an object" if isinstance(value, dict) else type(value).__name__}'
+        )
 
 
 def _iterate_csv(path: Path) -> Iterator[Row]:
@@ -213,3 +207,6 @@ def _iterate_parquet(path: Path) -> Iterator[Row]:
     with _explained(path), pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(1000):
             yield from batch.to_pylist()
+
+
+READERS = {".jsonl": _iterate_jsonl, ".json": _iterate_json, ".csv": _iterate_csv, ".parquet": _iterate_parquet}

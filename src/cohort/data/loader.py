@@ -92,11 +92,6 @@ class PromptLoader(ABC):
         """
 
     @property
-    def epoch_length(self) -> int | None:
-        """Prompts until every row has been used at least once; None if that is unknown."""
-        return self.prompts.epoch_length
-
-    @property
     def fingerprint(self) -> str:
         """Hash of the prompts; of streamed data, of the first prompts."""
         return self.prompts.fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,24 +60,25 @@ class LengthLimit:
             limits.append(cls(context - max_completion_length, why, config.overlong_prompts))
         return min(limits, key=lambda limit: limit.tokens, default=None)
 
-    def check(self, count: int, total: int, longest: str, length: int, name: str) -> None:
+    def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
         """Apply the rule "error".
 
         Args:
-            count, total: number of overlong prompts, and of all.
-            longest, length: the row of the longest prompt, and its tokens.
+            lengths: tokens of prompts.
             name: what errors call the data.
+            row_name: what errors call the row of a prompt, by its index.
 
         Raises:
             DataError: the rule is "error" and there are overlong prompts.
         """
+        count, longest = int((lengths > self.tokens).sum()), int(lengths.argmax())
         if not count or self.rule != "error":
             return
         remedy = "raise data.max_prompt_length" if "max_prompt" in self.why else "lower rollout.max_completion_length"
         raise DataError(
-            f"{name}: {count:,} of {total:,} prompts have more than {self.tokens:,} tokens ({self.why}); the longest, "
-            f"{longest}, has {length:,}. Either {remedy}, or set data.overlong_prompts to 'drop', which leaves such "
-            "rows out, or to 'truncate_left', which keeps the last tokens of such prompts"
+            f"{name}: {count:,} of {len(lengths):,} prompts have more than {self.tokens:,} tokens ({self.why}); the "
+            f"longest, {row_name(longest)}, has {lengths[longest]:,}. Either {remedy}, or set data.overlong_prompts to "
+            "'drop', which leaves such rows out, or to 'truncate_left', which keeps the last tokens of such prompts"
         )
 
 
@@ -212,13 +213,15 @@ class PromptSet:
         number = int(np.searchsorted(self._bounds, row_index, side="right")) - 1
         return number, int(row_index - self._bounds[number])
 
-    def _apply(self, limit: LengthLimit) -> None:
-        over = self.lengths > limit.tokens
-        count, longest = int(over.sum()), int(self.lengths.argmax())
-        number, row_index = self._locate(longest)
+    def _row_name(self, index: int) -> str:
+        number, row_index = self._locate(index)
         source = self.data.sources[number]
-        where = f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
-        limit.check(count, len(self), where, int(self.lengths[longest]), self.name)
+        return f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
+
+    def _apply(self, limit: LengthLimit) -> None:
+        limit.check(self.lengths, self.name, self._row_name)
+        over = self.lengths > limit.tokens
+        count = int(over.sum())
         if limit.rule != "drop":
             self._starts = np.maximum(self._starts, self._ends - limit.tokens)
             self.truncated = count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -63,13 +63,7 @@ class RowTable(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
             return [rename(row, self.new_names) for row in _fetch(self.stored, start, stop)]
@@ -107,8 +101,7 @@ def _fetch(stored: Any, start: int, stop: int) -> list[Row]:
     if isinstance(stored, list):
         return stored[start:stop]
     if isinstance(stored, pyarrow.Table):
-        rows: list[Row] = stored.slice(start, stop - start).to_pylist()
-        return rows
+        return list(stored.slice(start, stop - start).to_pylist())
     try:
         columns = stored[start:stop]
     except Exception as error:  # of the user's own transform

@@ -100,7 +100,7 @@ class StreamingLoader(PromptLoader):
         where = f"{source.where}, row {row_number}"
         (ids,) = prompts.renderers[number].token_ids([row], [where])
         if limit is not None and len(ids) > limit.tokens:
-            limit.check(1, 1, f"row {row_number}", len(ids), source.where)
+            limit.check(np.array([len(ids)]), source.where, lambda _: f"row {row_number}")
             if limit.rule == "drop":
                 return None
             ids = ids[-limit.tokens :]
