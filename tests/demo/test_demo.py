@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cohort.cli import main
+from cohort.config import load_config, to_toml
 from cohort.demo import run as demo
 from cohort.demo.task import DIGITS, accuracy, is_held_out, problems, solution
 from tests.conftest import DEMO_MODEL
@@ -64,14 +65,9 @@ def run_short_demo(folder):
 
 
 def test_a_short_demo(tmp_path, monkeypatch, capsys):
-    real = demo.demo_config
-
-    def two_steps(seed, output_dir):
-        sections = real(seed, output_dir).model_dump(exclude_unset=True).values()
-        settings = {key: value for section in sections for key, value in section.items()}
-        return demo.GRPOConfig(**settings | {"max_steps": 2, "prompts_per_step": 4, "progress": False})
-
-    monkeypatch.setattr(demo, "demo_config", two_steps)
+    config = load_config(demo.SETTINGS, ["--run.max_steps=2", "--rollout.prompts_per_step=4", "--report.progress=no"])
+    (tmp_path / "short.toml").write_text(to_toml(config))
+    monkeypatch.setattr(demo, "SETTINGS", tmp_path / "short.toml")
     monkeypatch.setattr(demo, "EVAL_PROBLEMS", 120)
     summary, metrics = run_short_demo(tmp_path / "a")
     low, high = summary["accuracy_before_interval"]

@@ -376,14 +376,14 @@ def test_other_prompts_or_rewards_are_not_a_resumed_run(demo_tokenizer, tmp_path
 def test_an_ending_schedule_is_not_stretched(demo_tokenizer, tmp_path):
     settings = {"lr_scheduler_type": "linear"}
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings).train()
-    with pytest.raises(RunFolderError, match="was laid out for the run's end"):
+    with pytest.raises(RunFolderError, match="depends on the end of the run"):
         make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, **settings).train(resume=True)
 
 
 def test_a_trainer_runs_once(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1)
     trainer.train()
-    with pytest.raises(RunFolderError, match="has begun"):
+    with pytest.raises(RunFolderError, match="has started"):
         trainer.train()
 
 

@@ -4,6 +4,7 @@ from cohort.rollout.engine import Engine, Sampling, TokenEvent, Watch
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.philox import Purpose, RNGKey, philox4x32
 from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
+from cohort.rollout.setup import local_engine
 
 __all__ = [
     "Drawn",
@@ -16,5 +17,6 @@ __all__ = [
     "TokenEvent",
     "Watch",
     "draw_tokens",
+    "local_engine",
     "philox4x32",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,7 +52,7 @@ class Adaptive:
         """The state as a checkpoint stores it."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``."""
         for name, value in state.items():
             setattr(self, name, value)

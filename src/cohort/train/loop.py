@@ -24,17 +24,16 @@ from torch import Tensor
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
+from cohort.evaluation import Best, Evaluator
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampling, Watch
+from cohort.runs import Models, RunFolder, SavedState, check_saved
 from cohort.train.adapt import Adaptive
-from cohort.train.best import Best
 from cohort.train.check import check_sampler_gap
 from cohort.train.context import StepContext
-from cohort.train.evaluate import Evaluator
-from cohort.train.folder import RunFolder, RunState
 from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
@@ -42,7 +41,6 @@ from cohort.train.memory import OutOfMemory, TokenBudget
 from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
-from cohort.train.saved import check_saved
 from cohort.train.update import NonFinite, UpdateResult, term_norms, update
 from cohort.types import TokenBatch
 
@@ -71,19 +69,28 @@ class TrainerParts:
     cursor: DataCursor = field(default_factory=DataCursor)
     """Position in the data after the last complete step. The loop advances it once per step."""
 
-    def state(self, step: int) -> RunState:
-        """The contents of a checkpoint."""
-        return RunState(
+    @property
+    def models(self) -> Models:
+        """The models, as checkpoints store them."""
+        return Models(self.policy, self.reference, self.tokenizer)
+
+    def saved_state(self, step: int) -> SavedState:
+        """The state of everything else."""
+        return SavedState(
             step,
-            self.policy,
-            self.reference,
-            self.optimizer,
-            self.adaptive,
-            self.best,
-            self.cursor,
-            self.tokenizer,
+            self.optimizer.state_dict(),
+            self.cursor.state_dict(),
+            self.adaptive.state_dict(),
+            self.best.state_dict(),
             self.identity,
         )
+
+    def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
+        """The inverse of ``saved_state``; ``best_record`` is that of the run's folder."""
+        self.optimizer.load_state_dict(state.optimizer)
+        self.cursor = DataCursor.from_state(state.cursor)
+        self.adaptive.load_state_dict(state.adaptive)
+        self.best.load_state_dict(state.best, best_record)
 
 
 def run(
@@ -255,9 +262,9 @@ def finish_step(
         last |= parts.best.exhausted or failed is not None
     folder.append_metrics(metrics)
     if config.report.log_completions:
-        folder.write_rollout(step, rollout, batch)
+        folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
     if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.state(step))
+        folder.save_checkpoint(parts.models, parts.saved_state(step))
         if last and config.report.check_saved:
             check_saved(parts.policy, folder.checkpoint(step))
     if failed is not None:
@@ -277,9 +284,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
-            folder.write_evaluation(step, name, evaluation)
-    if parts.best.takes(step, metrics):
-        folder.save_best(parts.state(step))
+            folder.write_evaluation(step, name, evaluation.table)
+    if parts.best.update(step, metrics):
+        folder.save_best(parts.models, parts.best.record())
         if config.report.check_saved:
             check_saved(parts.policy, folder.best)
     return metrics

@@ -1,4 +1,4 @@
-"""Completions and their scores as columns of a table, a row per completion: what rollouts/ and evaluations/ hold."""
+"""Completions and their scores as columns, one row per completion: the tables in rollouts/ and evaluations/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cohort.types import Completion, Group, Scores
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
-    """What was sampled. ``full_logps`` only where some completion has them."""
+    """The sampled completions. ``full_logps`` only if some completion has them."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     columns: dict[str, Any] = {
         "group": [prompt.uid for prompt, _ in pairs],
@@ -63,7 +63,7 @@ def _lists(arrays: Sequence[Any], kind: Any = None) -> Any:
 
 
 def score_columns(scores: Scores) -> dict[str, Any]:
-    """What the reward functions said of it: unscored is null."""
+    """The rewards; null when unscored."""
     columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
         columns[f"rewards/{name}"] = _reward_column(column_S)
@@ -73,7 +73,7 @@ def score_columns(scores: Scores) -> dict[str, Any]:
 
 
 def write_table(columns: Any, target: Path) -> None:
-    """Write columns, or a table, as Parquet, so that a file of that name is whole."""
+    """Write columns or a table as Parquet, atomically."""
     import pyarrow
     import pyarrow.parquet
 
@@ -84,14 +84,14 @@ def write_table(columns: Any, target: Path) -> None:
 
 
 def _reward_column(values_S: Tensor) -> Any:
-    """The type is a number's even where every entry is null."""
+    """A column of numbers, even if every entry is null."""
     import pyarrow
 
     return pyarrow.array([None if math.isnan(value) else value for value in values_S.tolist()], pyarrow.float64())
 
 
 def _extra_column(values: Sequence[Any]) -> Any:
-    """As it is where all values are of one type; else as text."""
+    """A typed column if all values have one type, else text."""
     import pyarrow
 
     try:
@@ -101,7 +101,7 @@ def _extra_column(values: Sequence[Any]) -> Any:
 
 
 def _text_column(values: Sequence[Any]) -> Any:
-    """As text; what UTF-8 cannot hold, half a surrogate pair, is escaped."""
+    """Text; lone surrogates, which UTF-8 cannot encode, are escaped."""
     import pyarrow
 
     texts = [None if value is None else str(value).encode("utf-8", "backslashreplace").decode() for value in values]

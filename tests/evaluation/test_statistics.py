@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from cohort.train.statistics import (
+from cohort.evaluation.statistics import (
     MOST_SUBSETS,
     compare,
     estimates,
@@ -142,7 +142,7 @@ def test_intervals_of_little():
     assert str(one([0.5] * 20)) == "0.500 [no interval]"
     assert not one([0.1 + 0.2, 0.3, 0.3]).has_interval  # rounding is no spread
     assert one([1.0] * 12).has_interval
-    assert not one([1.0] * 12, no_shares=("x",)).has_interval  # lengths
+    assert not one([1.0] * 12, not_proportions=("x",)).has_interval  # lengths
     assert one([1.0, NAN]).mean == 1.0
 
 
@@ -161,7 +161,7 @@ def test_prompts_without_a_value_are_left_out_and_change_nothing_else():
 def test_resamples_do_not_depend_on_how_many_are_held(monkeypatch):
     values = np.random.default_rng(3).random((30, 2))
     whole = resampled_means(values, 200, seed=4)
-    monkeypatch.setattr("cohort.train.statistics.CHUNK", 30 * 7)
+    monkeypatch.setattr("cohort.evaluation.statistics.CHUNK", 30 * 7)
     # products of other shapes round differently
     assert resampled_means(values, 200, seed=4) == pytest.approx(whole, abs=1e-12)
     assert resampled_means(values, 200, seed=5) != pytest.approx(whole, abs=1e-3)
@@ -218,7 +218,7 @@ def test_equal_differences():
     assert (rewards.difference.mean, rewards.difference.has_interval, rewards.shown(0.95)) == (0.0, False, False)
     gained = compare(np.full(12, 0.75), np.full(12, 0.5))
     assert (gained.difference.mean, gained.difference.has_interval, gained.shown(0.95)) == (0.25, False, True)
-    shares, lengths = (compare(np.ones(12), np.ones(12), share=share).difference for share in (True, False))
+    shares, lengths = (compare(np.ones(12), np.ones(12), proportion=share).difference for share in (True, False))
     assert (shares.low, shares.high) == pytest.approx((-3.8415 / (12 + 3.8415), 3.8415 / (12 + 3.8415)), abs=1e-4)
     assert not lengths.has_interval
 
@@ -250,7 +250,7 @@ def test_intervals_of_rare_differences_cover_the_truth(count, more):
 def test_drawn_signs_agree_with_all_signs(monkeypatch):
     differences = np.array([0.3, 0.5, -0.2, 0.4, 0.1, 0.6, -0.1, 0.2, 0.35, -0.3])
     exact = sign_flip_p(differences)
-    monkeypatch.setattr("cohort.train.statistics.MOST_SIGNS", 0)
+    monkeypatch.setattr("cohort.evaluation.statistics.MOST_SIGNS", 0)
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)
