@@ -88,10 +88,10 @@ def test_batches_are_tokenized_like_each_conversation_alone(template):
 @pytest.mark.parametrize("given", [[TOOL], json.dumps([TOOL])])
 def test_tools_of_a_row(given):
     rows = [{"prompt": TALK, "tools": tools} for tools in (given, None, [])]
-    one, *others = prompts_of(QWEN3, [*rows, {"prompt": TALK}])
+    one, *others = prompts_of(QWEN3, [*rows, {"prompt": TALK}], chat_template_kwargs={"enable_thinking": False})
     assert one.text.startswith("<|im_start|>system\nTools:\n" + json.dumps(TOOL) + "\n")
     assert {other.text for other in others} == {one.text[one.text.index("<|im_start|>user") :]}
-    assert one.prefill == ""
+    assert one.prefill == EMPTY_THOUGHT
 
 
 CALLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}{%- for m in messages %}<{{ m.role }}>
@@ -124,6 +124,18 @@ def test_a_user_template(tmp_path, monkeypatch):
     no_brace_needed = "{{ messages[0].content }} ->{% if false %}{{ add_generation_prompt }}{% endif %}"
     (tmp_path / "mine.jinja").write_text(no_brace_needed)
     assert prompt_of(None, [USER], chat_template=str(tmp_path / "mine.jinja")).text == "1+1? ->"
+
+
+def test_a_template_of_its_own_for_tools():
+    templates = {"default": CHATML, "tool_use": QWEN3}
+    one, other = prompts_of(templates, [{"prompt": TALK, "tools": [TOOL]}, {"prompt": TALK}])
+    assert (one.text.count("Tools:"), other.text.count("Tools:")) == (1, 0)
+
+
+def test_a_header_that_depends_on_a_variable():
+    template = "{% for m in messages %}<{{ name if m.role == 'assistant' else m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<{{ name }}>Well: {% endif %}"
+    rows = [{"prompt": TALK, "chat_template_kwargs": {"name": name}} for name in ("a", "bb")]
+    assert [prompt.prefill for prompt in prompts_of(template, rows)] == ["Well: ", "Well: "]
 
 
 def test_content_in_parts_of_text():

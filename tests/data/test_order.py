@@ -160,7 +160,7 @@ def test_a_curriculum_by_a_column():
             orders.add(tuple(epoch))
     assert len(orders) == 12  # seed and epoch break the ties: 3! x 2! orders
     assert [float(LEVELS[row]["level"]) for row in rows_of(by("-level").fetch(START, 7))] == [3, 2, 2, 1, 1, 1, 0.5]
-    assert by("-level").describe()[-1] == "order: by -level, of equal ones a new order for each epoch"
+    assert by("-level").describe()[-1] == "order: by -level, ties in a new order for each epoch"
     assert by("-level").fingerprint != by("level").fingerprint
 
 
@@ -202,12 +202,16 @@ def test_a_measured_curriculum_goes_from_the_highest_reward_to_the_lowest():
     assert fetched[0] + fetched[1] == rows_of(loader(6).fetch(START, 6))  # the first epoch is shuffled
     assert fetched[2] + fetched[3] == [5, 4, 3, 2, 1, 0]  # by the rewards of the first epoch
     assert fetched[4] + fetched[5] == [0, 1, 2, 3, 4, 5]  # by those of the second
-    assert "from the highest mean reward measured to the lowest" in prompts.describe()[-1]
+    assert "from the highest measured mean reward to the lowest" in prompts.describe()[-1]
 
 
 def test_a_prompt_without_a_reward_comes_last():
     fetched, _ = steps(loader(6, MEASURED), 4, 3, lambda row, step: np.nan if row in (1, 4) else row)
+    assert sorted(fetched[0] + fetched[1]) == list(range(6))
     assert (fetched[2] + fetched[3])[:4] == [5, 3, 2, 0]
+    # Its earlier reward stays, if it had one.
+    fetched, _ = steps(loader(6, MEASURED), 6, 3, lambda row, step: np.nan if row == 5 and step > 1 else row)
+    assert fetched[4] + fetched[5] == [5, 4, 3, 2, 1, 0]
 
 
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(1, 12), st.integers(0, 9), st.booleans())

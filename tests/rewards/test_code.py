@@ -271,7 +271,6 @@ FORMS = {
     "called under the guard": "def run_tests():\n    assert f(1) == 2\nif __name__ == '__main__':\n    run_tests()",
     "through another": "def one():\n    assert f(1) == 2\ndef run():\n    one()\nrun()",
     "given arguments": "def check_one(a, b):\n    assert f(a) == b\nfor a, b in [(1, 2), (2, 3)]:\n    check_one(a, b)",
-    "in a branch": "if True:\n    def test_a():\n        assert f(1) == 2",
     "in a try": "try:\n    import math\n    def test_a():\n        assert f(1) == 2\nexcept ImportError:\n    pass",
     "runTest": "import unittest\nclass T(unittest.TestCase):\n    def runTest(self):\n        self.assertEqual(f(1), 2)\nunittest.main()",
     "inherited": "import unittest\nclass Base:\n    def test_a(self): self.assertEqual(f(1), 2)\nclass T(Base, unittest.TestCase): pass",
@@ -358,6 +357,7 @@ ASSERTS = [
     "assert f(1) in (1234567, 0.5)",
     "assert all(f(i) == 1234567 for i in range(3))",
     "assert all(map(lambda i: f(i) == 1234567, range(3)))",
+    "assert all(x == 1234567 for x in itertools.starmap(f, [(1,)]))",
     "assert isinstance(f(1), int) and f(1) > 1234566",
     "assert math.isclose(f(1), 1234567)",
     "assert len(f(1)) == 1234567",
@@ -380,7 +380,7 @@ def test_reading_memory_would_find_a_test_there():
 @needs_bwrap
 def test_the_right_answer_passes_the_same_tests():
     program = "class N(int):\n    def __len__(self): return 1234567\ndef f(x): return 1234567"
-    assert score(program, ASSERTS, partial=True)[1] == "9/11"  # ``in`` and ``len`` do not apply to an int
+    assert score(program, ASSERTS, partial=True)[1] == "10/12"  # ``in`` and ``len`` do not apply to an int
 
 
 @needs_bwrap

@@ -102,10 +102,15 @@ def test_files_of_the_parent_cannot_be_read(tmp_path, monkeypatch):
     assert set(eval(attempts([root])[root])) <= visible
 
 
-def test_nothing_outside_can_be_written_and_nothing_stays(tmp_path):
+@pytest.mark.parametrize("user", USERS)
+def test_no_folder_but_tmp_can_be_written(tmp_path, monkeypatch, user):
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     folders = [tmp_path, "/", "/cohort", "/dev", "/dev/shm", "/usr/lib", "/etc", "/proc", "/var/tmp"]
     refused([f"open('{folder}/cohort-was-here', 'w')" for folder in folders], (*REFUSED, "FileNotFoundError"))
     assert not any((Path(folder) / "cohort-was-here").exists() for folder in folders)
+
+
+def test_nothing_outside_changes_and_nothing_stays():
     inside = ROOT / "src/cohort/sandbox/inside.py"
     before = inside.read_bytes()
     refused(["open('/cohort/inside.py', 'a').write('#')", "open('/proc/sys/kernel/core_pattern', 'w')"])

@@ -15,9 +15,9 @@ from cohort.types import Prompt
 
 ORDERS = {
     "shuffled": "a new order for each epoch",
-    "sequential": "as the data is",
-    "curriculum": "by {}, of equal ones a new order for each epoch",
-    "measured": "the first epoch shuffled, each later one from the highest mean reward measured to the lowest",
+    "sequential": "in the order of the data",
+    "curriculum": "by {}, ties in a new order for each epoch",
+    "measured": "the first epoch shuffled, each later one from the highest measured mean reward to the lowest",
 }
 Reached = ReadPosition  # its name in checkpoints of earlier versions
 

@@ -65,8 +65,8 @@ class RowTable(Sequence[Row]):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            start, stop, _ = index.indices(len(self))
-            return [rename(row, self.new_names) for row in _fetch(self.stored, start, stop)]
+            start, stop, step = index.indices(len(self))
+            return [rename(row, self.new_names) for row in _fetch(self.stored, start, stop)[::step]]
         index = range(len(self))[index]
         return self[index : index + 1][0]
 
@@ -147,11 +147,7 @@ def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: st
         return _user_filter(spec)
     if missing := [column for column in spec if column not in columns]:
         raise DataError(f"{where}: data.filter names column {missing[0]!r}; there are: {', '.join(columns)}")
-    conditions = [
-        (column, _range(column, **wanted) if isinstance(wanted, Mapping) else _values(wanted))
-        for column, wanted in spec.items()
-    ]
-    return lambda row, where: all(holds(row.get(column), where) for column, holds in conditions)
+    return lambda row, where: all(_meets(row.get(column), wanted, column, where) for column, wanted in spec.items())
 
 
 def explain_none_left(rows: RowTable, spec: str | Mapping[str, Any]) -> str:
@@ -201,23 +197,15 @@ def _user_filter(spec: str) -> Keep:
     return keep
 
 
-def _values(wanted: Any) -> Callable[[Any, str], bool]:
-    allowed = wanted if isinstance(wanted, list) else [wanted]
-
-    def among(value: Any, _: str) -> bool:
+def _meets(value: Any, wanted: Any, column: str, where: str) -> bool:
+    """Whether a value meets the condition of its column. A missing value meets none."""
+    if not isinstance(wanted, Mapping):
         value = plain(value)
+        allowed = wanted if isinstance(wanted, list) else [wanted]
         # 1 == True in Python; as labels they differ.
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
-
-    return among
-
-
-def _range(column: str, min: float = -np.inf, max: float = np.inf) -> Callable[[Any, str], bool]:
-    def within(value: Any, where: str) -> bool:
-        if value is None or value == "":
-            return False
-        if (number := as_number(value)) is None:
-            raise DataError(f"{where}: data.filter asks for a number in column {column!r}, got {value!r:.60}")
-        return min <= number <= max
-
-    return within
+    if value is None or value == "":
+        return False
+    if (number := as_number(value)) is None:
+        raise DataError(f"{where}: data.filter asks for a number in column {column!r}, got {value!r:.60}")
+    return bool(wanted.get("min", -np.inf) <= number <= wanted.get("max", np.inf))

@@ -131,7 +131,7 @@ def _data_files(source: str, split: str) -> list[Path] | None:
     """The data files that a path names; None if it is for ``datasets`` to load.
 
     Raises:
-        DataError: the path names a file that does not exist or cannot be read, or as ``folder_files``.
+        DataError: the path names a file that does not exist, or as ``folder_files``.
     """
     try:
         path = Path(source).expanduser()
@@ -139,8 +139,6 @@ def _data_files(source: str, split: str) -> list[Path] | None:
     except (OSError, RuntimeError) as error:  # the name is too long, or its user does not exist
         raise DataError(f"cannot look for a file {source!r:.80}: {error!s:.80}") from None
     if is_file:
-        if file_format(path) is None:
-            iterate_file(path)  # raises the error that names the supported formats
         return [path]
     if path.is_dir():
         saved = (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()

@@ -44,7 +44,7 @@ class StreamingLoader(PromptLoader):
         self,
         cursor: DataCursor,
         count: int,
-        rewards: Mapping[int, float],  # noqa: ARG002 (of the protocol)
+        rewards: Mapping[int, float],  # noqa: ARG002 (of the base class)
     ) -> tuple[DataCursor, dict[str, int]]:
         """See ``PromptLoader``. The metrics count the step's dropped and truncated rows."""
         end = cursor.position + count
@@ -57,8 +57,8 @@ class StreamingLoader(PromptLoader):
 
     def _describe_order(self) -> str:
         if self._config.order == "sequential":
-            return "as the data is"
-        return f"shuffled within {self._config.shuffle_buffer:,} rows, anew for each epoch"
+            return "in the order of the data"
+        return f"shuffled within a buffer of {self._config.shuffle_buffer:,} rows, anew for each epoch"
 
     def _begin(self, cursor: DataCursor) -> None:
         """Open the sources at a cursor, without rendering or tokenizing the rows before it."""
@@ -69,8 +69,8 @@ class StreamingLoader(PromptLoader):
         ]
 
     def _seek(self, cursor: DataCursor, position: int) -> None:
-        """Move to a position, from the present one or else from the cursor. The sources stay open between calls only
-        to save reading: what is read depends on the position alone.
+        """Move to a position, from the present one if possible, otherwise from the cursor. The sources stay open
+        between calls only to save reading.
         """
         start = cursor if cursor.read else DataCursor()
         if not start.position <= self._position <= position:
@@ -79,23 +79,25 @@ class StreamingLoader(PromptLoader):
             self._next_prompt()
 
     def _next_prompt(self) -> Prompt:
-        lane, _ = self._turns.at(self._position)
+        # Until the prompt is made, no position is valid: after an error, the next call starts from its cursor again.
+        position, self._position = self._position, -1
+        lane, _ = self._turns.at(position)
         first_epoch = None
         for epoch, source, row_number, row in self._lanes[lane]:
             self._read.rows[lane] += 1
             first_epoch = epoch if first_epoch is None else first_epoch
             if epoch > first_epoch + 1:
                 break
-            if prompt := self._prompt(source, row_number, row):
-                self._position += 1
+            if prompt := self._prompt(source, row_number, row, position):
+                self._position = position + 1
                 return prompt
             self._read.dropped += 1
         data = self.prompts.data
         where = data.sources[lane].where if data.weights else data.name
         raise DataError(f"{where}: data.overlong_prompts drops every prompt of an epoch")
 
-    def _prompt(self, number: int, row_number: int, row: Row) -> Prompt | None:
-        """The prompt of a row, at the present position; None if it is dropped."""
+    def _prompt(self, number: int, row_number: int, row: Row, uid: int) -> Prompt | None:
+        """The prompt of a row; None if it is dropped."""
         prompts, source, limit = self.prompts, self.prompts.data.sources[number], self.prompts.limit
         where = f"{source.where}, row {row_number}"
         (ids,) = prompts.renderers[number].token_ids([row], [where])
@@ -105,7 +107,7 @@ class StreamingLoader(PromptLoader):
                 return None
             ids = ids[-limit.tokens :]
             self._read.truncated += 1
-        prompt = prompts.render(number, row, row_number, ids, self._position)
+        prompt = prompts.render(number, row, row_number, ids, uid)
         if prompt.is_conversation is not self._is_conversation:
             first = prompts.data.sources[0]
             raise DataError(

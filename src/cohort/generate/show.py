@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import stat
@@ -23,8 +22,6 @@ from cohort.rollout.rows import decode
 from cohort.rollout.stops import REPLACEMENT
 from cohort.types import Completion, FinishReason, Prompt, Segment
 
-Write = Callable[[int, int, Completion], None]
-"""Called with a prompt's index, the completion's number and the completion."""
 LOOKBACK = 16
 """Minimum number of tokens that ``TextStream`` decodes together."""
 CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -74,9 +71,15 @@ class TextStream:
 
 
 class InOrder:
-    """Passes completions on in the order of prompts and samples, in whatever order they end."""
+    """Writes completions in the order of prompts and samples, in whatever order they end.
 
-    def __init__(self, total: int, num_generations: int, write: Write) -> None:
+    Args:
+        total: number of completions.
+        num_generations: completions per prompt.
+        write: called with the prompt's index, the sample's index and the completion.
+    """
+
+    def __init__(self, total: int, num_generations: int, write: Callable[[int, int, Completion], None]) -> None:
         self.reasons: Counter[FinishReason] = Counter()
         self._total, self._num_generations, self._write = total, num_generations, write
         self._next = 0
@@ -179,12 +182,6 @@ def _is_pipe(file: IO[str]) -> bool:
         return stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
     except (OSError, ValueError):  # not a file of the operating system
         return False
-
-
-def write_line(file: IO[str], row: Row, index: int, sample: int, completion: Completion) -> None:
-    """Write a completion as a line of JSON, and flush the file."""
-    file.write(json.dumps(record(row, index, sample, completion), ensure_ascii=False) + "\n")
-    file.flush()
 
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
