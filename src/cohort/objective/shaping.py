@@ -72,8 +72,8 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
 
 
 def top_k_of_group(rule: TopK, rewards_S: Tensor, lengths_S: Tensor, group_S: Tensor) -> Tensor:
-    """Which completions are the ``k`` best scored ones of their group, boolean, shape ``[S]``. Of equal ones, the earlier
-    are chosen. A group with fewer scored members keeps them all.
+    """Which completions are the ``k`` best scored ones of their group, boolean, shape ``[S]``; of equal ones, the
+    earlier. A group with fewer scored members keeps them all.
 
     Source: GFPO (arXiv 2508.09726).
 
