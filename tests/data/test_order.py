@@ -207,7 +207,11 @@ def test_a_measured_curriculum_goes_from_the_highest_reward_to_the_lowest():
 
 def test_a_prompt_without_a_reward_comes_last():
     fetched, _ = steps(loader(6, MEASURED), 4, 3, lambda row, step: np.nan if row in (1, 4) else row)
+    assert sorted(fetched[0] + fetched[1]) == list(range(6))
     assert (fetched[2] + fetched[3])[:4] == [5, 3, 2, 0]
+    # Its earlier reward stays, if it had one.
+    fetched, _ = steps(loader(6, MEASURED), 6, 3, lambda row, step: np.nan if row == 5 and step > 1 else row)
+    assert fetched[4] + fetched[5] == [5, 4, 3, 2, 1, 0]
 
 
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(1, 12), st.integers(0, 9), st.booleans())

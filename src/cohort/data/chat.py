@@ -38,7 +38,7 @@ class Conversation:
 class ChatTemplate:
     """Renders conversations as ``apply_chat_template`` does.
 
-    The last message of the assistant is continued; after any other message comes the generation prompt.
+    If the last message is the assistant's, it is continued; otherwise the generation prompt follows.
 
     Args:
         tokenizer: the tokenizer.
@@ -60,19 +60,19 @@ class ChatTemplate:
         self._checked = False
         self._known_variables = {with_tools: self._find_variables(with_tools) for with_tools in (False, True)}
 
-    def render(self, talk: Conversation, where: str) -> str:
+    def render(self, conversation: Conversation, where: str) -> str:
         """The text of the prompt.
 
         Args:
-            talk: the conversation.
+            conversation: the conversation.
             where: what errors call the row.
 
         Raises:
             DataError: the template refuses the conversation, does not use a variable or the tools, does not show the
                 messages, or writes no generation prompt although it marks the assistant's turns.
         """
-        known = self._known_variables[bool(talk.tools)]
-        given = [*talk.variables, *(["tools"] if talk.tools else [])]
+        known = self._known_variables[bool(conversation.tools)]
+        given = [*conversation.variables, *(["tools"] if conversation.tools else [])]
         if known is not None and (unknown := [name for name in given if name not in known]):
             raise DataError(
                 f"{where}: the chat template reads no variable {unknown[0]!r}; it reads: {', '.join(sorted(known))}. "
@@ -80,31 +80,31 @@ class ChatTemplate:
             )
         try:
             text = self._apply(
-                talk.messages,
-                talk.variables,
-                talk.tools,
-                add_generation_prompt=not talk.continued,
-                continue_final_message=talk.continued,
+                conversation.messages,
+                conversation.variables,
+                conversation.tools,
+                add_generation_prompt=not conversation.continued,
+                continue_final_message=conversation.continued,
             )
         except Exception as error:  # templates raise Jinja errors of many kinds
             raise DataError(f"{where}: the chat template refused the messages: {error}") from error
         if not self._checked:  # once for all rows
-            self._check(talk.variables)
+            self._check(conversation.variables)
             self._checked = True
         return text
 
-    def prefill(self, talk: Conversation, text: str) -> str:
+    def prefill(self, conversation: Conversation, text: str) -> str:
         """The part of the assistant turn that is already in the prompt ``text``.
 
         Some templates begin the turn with "<think>" or an empty block of thoughts. The prefill is what ``text`` adds to
         the messages before the turn, without the header of an assistant turn. If the template does not render these
         probes, the prefill is the text of the message that is continued, if any.
         """
-        message = str(talk.messages[-1]["content"]) if talk.continued else ""
-        header = self._header(talk.variables)
-        before = talk.messages[:-1] if talk.continued else talk.messages
+        message = str(conversation.messages[-1]["content"]) if conversation.continued else ""
+        header = self._header(conversation.variables)
+        before = conversation.messages[:-1] if conversation.continued else conversation.messages
         try:
-            start = self._apply(before, talk.variables, talk.tools) if before else ""
+            start = self._apply(before, conversation.variables, conversation.tools) if before else ""
         except Exception:  # the template may require a user message first
             return message
         if header is None or not text.startswith(start):

@@ -148,8 +148,8 @@ def load_data(
     rows = [select_split(source.path, name, split) for source, split in zip(sources, splits, strict=True)]
     streams = not evaluation and (config.streaming or any(map(is_stream, rows)))
     loaded = []
-    for source, called, split, path in zip(sources, _names(sources, name), splits, rows, strict=True):
-        where = f"{name}, source {called!r}" if called else name
+    for source, source_name, split, path in zip(sources, _names(sources, name), splits, rows, strict=True):
+        where = f"{name}, source {source_name!r}" if source_name else name
         settings = _source_settings(source, config)
         stream = None
         if streams or is_stream(path):
@@ -158,7 +158,7 @@ def load_data(
             table, words = _read(path, settings, where, split)
         weight = None if source.weight is None else Fraction(str(source.weight))
         words = f"{path}: {words}" if isinstance(path, str) else words
-        loaded.append(LoadedSource(table, settings, called, where, weight, words, stream if streams else None))
+        loaded.append(LoadedSource(table, settings, source_name, where, weight, words, stream if streams else None))
     data = Data(tuple(loaded), name)
     _check_rows(data, mixed)
     if not evaluation and config.curriculum not in (None, "measured"):
@@ -241,8 +241,8 @@ def _check_rows(data: Data, mixed: bool) -> None:
     for source in data.sources:
         check_columns(source.rows.columns, source.where)
         maker = PromptMaker(source.config)
-        for rows, wheres in source.batches():
-            for row, where in zip(rows, wheres, strict=True):
+        for rows, row_names in source.batches():
+            for row, where in zip(rows, row_names, strict=True):
                 first.setdefault(isinstance(maker.make(row, where), str), where)
         if len(first) > 1 and not mixed:
             raise DataError(

@@ -115,8 +115,8 @@ class PromptSet:
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
-            for batch, wheres in source.batches():
-                token_ids = renderer.token_ids(batch, wheres)
+            for batch, row_names in source.batches():
+                token_ids = renderer.token_ids(batch, row_names)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
         self._flat = np.concatenate(batches)

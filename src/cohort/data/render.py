@@ -210,17 +210,17 @@ class Renderer:
             self._chat = ChatTemplate(self._tokenizer, self._config.chat_template)
         return self._chat
 
-    def token_ids(self, rows: Sequence[Row], wheres: Sequence[str]) -> list[list[int]]:
+    def token_ids(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
         """The token ids of the prompts of rows. Text gets the special tokens of the tokenizer; a conversation has those
         of its template, as with ``apply_chat_template``.
 
         Raises:
             DataError: a row cannot be a prompt, or the tokenizer refuses it.
         """
-        contents = [self.maker.make(row, where) for row, where in zip(rows, wheres, strict=True)]
+        contents = [self.maker.make(row, where) for row, where in zip(rows, row_names, strict=True)]
         texts = [
             content if isinstance(content, str) else self.chat.render(content, where)
-            for content, where in zip(contents, wheres, strict=True)
+            for content, where in zip(contents, row_names, strict=True)
         ]
         kinds = {isinstance(content, str) for content in contents}
         if len(kinds) == 1:
@@ -235,13 +235,13 @@ class Renderer:
             except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
                 if len(rows) == 1:
                     raise DataError(
-                        f"{wheres[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}"
+                        f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}"
                     ) from error
             else:
-                if empty := [where for where, ids in zip(wheres, found, strict=True) if not ids]:
+                if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
                     raise DataError(f"{empty[0]}: the prompt has no tokens")
                 return found
-        return [self.token_ids([row], [where])[0] for row, where in zip(rows, wheres, strict=True)]
+        return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
 
     def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:
         """The text of the token ids, the prompt of the row as reward functions receive it, and the prefill."""

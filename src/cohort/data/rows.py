@@ -65,8 +65,8 @@ class RowTable(Sequence[Row]):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            start, stop, _ = index.indices(len(self))
-            return [rename(row, self.new_names) for row in _fetch(self.stored, start, stop)]
+            start, stop, step = index.indices(len(self))
+            return [rename(row, self.new_names) for row in _fetch(self.stored, start, stop)[::step]]
         index = range(len(self))[index]
         return self[index : index + 1][0]
 
