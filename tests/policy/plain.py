@@ -2,10 +2,12 @@
 
 import contextlib
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Distribution, PackedRows, Policy, Precision
+from cohort.types import Support
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import disturbed
@@ -119,6 +121,33 @@ def shares(policy):
 def rows_of(prompts, completions, read, supports=(), drawn=None):
     """Completions as rows after prompts that are among those read."""
     return PackedRows.of([read.index(prompt) for prompt in prompts], completions, supports, drawn)
+
+
+def support_of(kept, vocabulary=37):
+    """A ``Support`` of the kept tokens of each position, listed as kept or, where they are most, as excluded."""
+    excluded = [2 * len(tokens) > vocabulary for tokens in kept]
+    listed = [
+        sorted(set(range(vocabulary)) - set(tokens)) if out else sorted(tokens)
+        for tokens, out in zip(kept, excluded, strict=True)
+    ]
+    ids = np.array([token for tokens in listed for token in tokens], np.int32)
+    return Support(ids, np.array([len(tokens) for tokens in listed], np.int32), np.array(excluded, np.bool_))
+
+
+def random_supports(completions, vocabulary=37, whole=3):
+    """Kept tokens of every position, the drawn one and others, many or few, and the supports. All tokens of one
+    completion are kept; it has no support."""
+    generator, every = np.random.default_rng(0), list(range(vocabulary))
+    kept = []
+    for completion in completions:
+        sizes = generator.choice([0, 1, 4, vocabulary // 2 + 2, vocabulary - 1], size=len(completion))
+        others = [generator.permutation(every)[:size].tolist() for size in sizes]
+        kept.append([sorted({token, *more}) for token, more in zip(completion, others, strict=True)])
+    kept[whole] = [every] * len(completions[whole])
+    supports = [support_of(rows, vocabulary) for rows in kept]
+    assert any(support.excluded_N.any() for support in supports)
+    supports[whole] = None
+    return kept, supports
 
 
 def distribution_of(prompts, completions, temperature=1.0, supports=(), penalty=1.0):

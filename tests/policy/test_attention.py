@@ -114,12 +114,6 @@ def test_the_explicit_formula(layout):
     assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=4, cap=2.0)
 
 
-@pytest.mark.parametrize(("layout", "window"), [("unequal", None), ("several after each prefix", 4)])
-def test_in_float32(layout, window):
-    tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2], dtype=torch.float32)
-    assert_same(tensors, LAYOUTS[layout], 1e-5, scaling=0.4, window=window)
-
-
 def test_in_bfloat16():
     layout = LAYOUTS["a prefix's sequences apart"]
     tensors = made(layout[0], layout[2], dtype=torch.bfloat16)

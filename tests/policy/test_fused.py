@@ -11,8 +11,7 @@ from cohort.native import Unavailable
 from cohort.policy import CompletionStates, Head, head
 from cohort.policy.fused import Fused
 from cohort.policy.kernels import UpdateKernels
-from tests.policy.plain import distribution_of, threads
-from tests.policy.test_head import kept_sets, supports_of
+from tests.policy.plain import distribution_of, random_supports, threads
 
 try:
     KERNELS = UpdateKernels()
@@ -172,24 +171,6 @@ def test_inputs_and_gradients_in_another_order_of_memory(dtype):
     assert_same(norm, dtype, inputs[1:], transposed=True)
 
 
-@pytest.mark.parametrize("operation", ["norm", "rotate", "gate"])
-def test_gradients_that_are_one_number_everywhere(operation):
-    """The gradient of a sum is a tensor with strides of 0."""
-    x, factor, up = leaves(randn(4, 2, 24), randn(24, seed=1), randn(4, 2, 24, seed=2))
-    angles = randn(4, 24, seed=3)
-    operations = {
-        "norm": lambda by, x, factor, up: (by.add_norm(x, up, factor, 1e-6)[1], [x, up, factor]),
-        "rotate": lambda by, x, factor, up: (by.rotate(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)), [x]),
-        "gate": lambda by, x, factor, up: (by.gate(x, up, gelu=False), [x, up]),
-    }
-    out, wanted = operations[operation](fused(), x, factor, up)
-    exact = [each.detach().double().requires_grad_() for each in (x, factor, up)]
-    expected, exact_wanted = operations[operation](EXACT, *exact)
-    grads, expected_grads = torch.autograd.grad(out.sum(), wanted), torch.autograd.grad(expected.sum(), exact_wanted)
-    for one, other in zip(grads, expected_grads, strict=True):
-        assert_near(one, other)
-
-
 @pytest.mark.parametrize(("bad", "dtype"), [(math.nan, FLOAT), (math.inf, HALF), (-math.inf, FLOAT)])
 def test_nan_and_infinity_stay_in_their_row(dtype, bad):
     sound = leaves(randn(5, 37), randn(5, 37, seed=1, dtype=dtype), randn(37, seed=2))
@@ -237,17 +218,6 @@ def test_rotation_of_another_order_of_memory():
     (x,) = leaves(randn(5, 3 * 24).unflatten(-1, (3, 24))[:, 1:])  # a part of a wider product
     assert not x.is_contiguous()
     assert_same(rotation(*tables(5, 24)), FLOAT, [x])
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rotation_of_nan_and_infinity(bad):
-    x = randn(3, 2, 74)
-    x[1, 0, 5], x[2, 1, 73] = bad, bad
-    (x,) = leaves(x)
-    (out,), _ = results(rotation(*tables(3, 74)), fused(), [x])
-    (expected,), _ = results(rotation(*tables(3, 74)), EXACT, [x.detach().double().requires_grad_()])
-    assert (~out.isfinite()).sum() == 4  # itself and its partner
-    assert torch.equal(out.isfinite(), expected.isfinite())
 
 
 # The activation
@@ -314,15 +284,6 @@ def test_activation_of_nan_and_infinity(gelu, dtype):
     assert not exact_gate[1, :3].isfinite().any()
     for one, other in zip((*found[0], *found[1]), (*sound[0], *sound[1]), strict=True):
         assert torch.equal(one[:, 3:], other[:, 3:])
-
-
-@ACTIVATIONS
-@pytest.mark.parametrize("dtypes", [(FLOAT, HALF), (HALF, FLOAT)], ids=["gate wide", "up wide"])
-def test_activation_where_one_of_the_two_is_wide(gelu, dtypes):
-    """As adapters may leave it; numbers that bfloat16 holds, so that narrowing them costs nothing."""
-    gate, up = randn(3, 48, dtype=HALF).to(dtypes[0]), randn(3, 48, seed=1, dtype=HALF).to(dtypes[1])
-    (out,) = assert_same(gating(gelu), HALF, leaves(gate, up), sums=2**-8)  # gradients too are rounded to bfloat16
-    assert out.dtype == HALF
 
 
 @ACTIVATIONS
@@ -402,8 +363,9 @@ def with_gradients(hidden, linear, targets, kernels, **settings):
 @pytest.mark.parametrize(
     ("name", "vocabulary"), [("plain", 1), ("bias", 37), ("temperature", 64), ("multiplier", 5003), ("both", 5003)]
 )
-def test_the_head_is_torchs(name, vocabulary, compute):
+def test_the_head_is_torchs(monkeypatch, name, vocabulary, compute):
     """From the same logits. 5003 tokens are more than one block of sums, and 11 such rows more than one thread's share."""
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 4)
     settings = HEADS[name]
     parts = head_parts(vocabulary, bias=settings.get("bias", False))
     found, grads = with_gradients(*parts, KERNELS, compute=compute, **settings)
@@ -417,51 +379,6 @@ def test_the_head_is_torchs(name, vocabulary, compute):
         # In bfloat16 both round the logits' gradient before the products, but the bias's only the kernel.
         bound = 2e-6 if compute == FLOAT else 2**-8
         assert (one - other).norm() <= bound * other.norm() + 1e-6
-
-
-@pytest.mark.parametrize("name", ["plain", "both"])
-def test_the_head_in_float32_is_the_formula(name):
-    settings = HEADS[name]
-    hidden, linear, targets = head_parts(5003, bias=settings.get("bias", False))
-    found, grads = with_gradients(hidden, linear, targets, KERNELS, **settings)
-    exact = nn.Linear(HIDDEN, 5003, bias=linear.bias is not None, dtype=torch.float64)
-    exact.load_state_dict(linear.state_dict())
-    leaf = hidden.double().requires_grad_()
-    scores = exact(leaf) * settings.get("multiplier", 1.0) / settings.get("temperature", 1.0)
-    log_probs = scores.log_softmax(-1)
-    expected = (
-        log_probs[range(TOKENS), targets],
-        -(log_probs.exp() * log_probs).sum(-1),
-        log_probs.exp().square().sum(-1),
-    )
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other.detach(), rtol=0, atol=1e-5)  # scores up to 20, as above
-    total = (expected[0] * torch.linspace(-1, 2, TOKENS)).sum()
-    for one, other in zip(grads, torch.autograd.grad(total, [leaf, *exact.parameters()]), strict=True):
-        assert (one - other).norm() <= 5e-6 * other.norm()
-
-
-@pytest.mark.parametrize("compute", [FLOAT, HALF], ids=["float32", "bfloat16"])
-def test_the_head_in_chunks(monkeypatch, compute):
-    parts = head_parts(37, bias=True)
-    expected, expected_grads = with_gradients(*parts, KERNELS, compute=compute)
-    monkeypatch.setattr(head, "CHUNK_TOKENS", 3)
-    found, grads = with_gradients(*parts, KERNELS, compute=compute)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # the product may add in another order
-    for one, other in zip(grads, expected_grads, strict=True):
-        # In bfloat16 each chunk's part of the weights' gradient is rounded.
-        assert (one - other).norm() <= (1e-6 if compute == FLOAT else 2**-8) * other.norm()
-
-
-def test_hidden_states_in_bfloat16():
-    hidden, linear, targets = head_parts(37, hidden_dtype=HALF)
-    found, grads = with_gradients(hidden, linear, targets, KERNELS, compute=HALF)
-    expected, expected_grads = with_gradients(hidden, linear, targets, None, compute=HALF)
-    assert [grad.dtype for grad in grads] == [HALF, FLOAT]
-    torch.testing.assert_close(found.logps_N, expected.logps_N, rtol=0, atol=1e-5)
-    for one, other in zip(grads, expected_grads, strict=True):
-        assert (one - other).norm() <= 2**-8 * other.norm()
 
 
 def test_the_head_does_not_depend_on_the_threads():
@@ -532,7 +449,7 @@ def test_a_common_shift_costs_no_more_than_the_logits_roundings(size):
 @pytest.mark.parametrize("settings", [{"cap": 1.5}, {"penalty": 1.4}, {"supports": True}, {"linear": None}], ids=str)
 def test_caps_penalties_and_supports_are_computed_by_torch(settings):
     prompts, completions = [(5, 9, 20), (7,), (3, 3), (2, 3)], [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
-    supports = supports_of(kept_sets()) if settings.get("supports") else ()
+    supports = random_supports(completions, 23, whole=2)[1] if settings.get("supports") else ()
     distribution = distribution_of(prompts, completions, 0.8, supports, settings.get("penalty", 1.0))
     hidden, linear, _ = head_parts(23, tokens=12, bias=True)
     if "linear" in settings:

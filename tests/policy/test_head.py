@@ -2,15 +2,13 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.policy import CompletionStates, Head, chunked_terms, head
-from cohort.types import Support
-from tests.policy.plain import distribution_of
+from tests.policy.plain import distribution_of, random_supports
 
 VOCABULARY, HIDDEN = 23, 6
 PROMPTS = [(5, 9, 20), (7,), (30, 3, 5, 5, 11), (2, 3)]  # 30 is beyond the vocabulary
@@ -38,32 +36,7 @@ SETTINGS = {
 }
 
 
-def kept_sets(vocabulary=VOCABULARY):
-    """What each token was drawn from; the third completion's from everything."""
-    generator = np.random.default_rng(0)
-    sizes = generator.choice([0, 1, 5, 20], size=N)
-    kept = [sorted({t, *generator.permutation(vocabulary)[:size]}) for t, size in zip(TARGETS, sizes, strict=True)]
-    kept[9] = list(range(vocabulary))
-    return kept
-
-
-def supports_of(kept, vocabulary=VOCABULARY):
-    found, start = [], 0
-    for ids in COMPLETIONS:
-        rows = kept[start : start + len(ids)]
-        start += len(ids)
-        excluded = [len(row) > vocabulary // 2 for row in rows]
-        listed = [
-            sorted(set(range(vocabulary)) - set(row)) if out else row for row, out in zip(rows, excluded, strict=True)
-        ]
-        counts = np.array([len(row) for row in listed], np.int32)
-        found.append(
-            Support(
-                np.array([token for row in listed for token in row], np.int32), counts, np.array(excluded, np.bool_)
-            )
-        )
-    found[2] = None
-    return found
+KEPT, SUPPORTS = random_supports(COMPLETIONS, VOCABULARY, whole=2)
 
 
 def parts(bias=False, dtype=torch.float64, scale=1.0):
@@ -83,13 +56,12 @@ def states_of(hidden, linear, multiplier=1.0, cap=None, compute=torch.float64, *
 
 
 def distribution(temperature=1.0, supports=False, penalty=1.0, **_):
-    given = supports_of(kept_sets()) if supports else ()
-    return distribution_of(PROMPTS, COMPLETIONS, temperature, given, penalty)
+    return distribution_of(PROMPTS, COMPLETIONS, temperature, SUPPORTS if supports else (), penalty)
 
 
 def plain_scores(logits, temperature=1.0, supports=False, penalty=1.0, **_):
     """Penalty, then support, then temperature, token by token."""
-    kept, rows, n = kept_sets(), [], 0
+    kept, rows, n = list(itertools.chain(*KEPT)), [], 0
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
         for t in range(len(completion)):
             row, seen = logits[n], torch.zeros(logits.shape[1], dtype=torch.bool)
@@ -209,16 +181,6 @@ def test_the_penalty_of_logits_that_are_zero_by_hand():
     expected = -probs * torch.tensor([0.5, 2.0, 0.5, 1.0, 1.0], dtype=torch.float64)
     expected[4] += 1
     torch.testing.assert_close(grad[0], expected, rtol=0, atol=1e-15)
-
-
-def test_float32_is_as_exact_as_log_softmax():
-    hidden, linear = parts(dtype=torch.float32, scale=3.0)
-    exact = statistics(plain_log_probs(hidden.detach().double(), linear.double()))
-    got = states_of(hidden, linear.float(), compute=torch.float32).logps()
-    assert {values.dtype for values in got} == {torch.float32}
-    for one, other in zip(got, exact, strict=True):
-        # Logits up to 30 have a rounding of 2e-6.
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "soft cap", "penalty", "all"])

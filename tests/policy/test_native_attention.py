@@ -210,31 +210,6 @@ def test_padding_is_not_read(layout, filler, dtype):
     assert_same(tensors, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize(
-    ("layout", "window"), [("several after each prefix", None), ("some prefixes empty", 7), ("long prefixes", 7)]
-)
-def test_prefixes_may_be_of_a_wider_dtype(layout, window):
-    """As leaves that gradients add up in: bfloat16 tokens after float32 prefixes."""
-    tensors = made(LAYOUTS[layout], dtype=HALF, prefix_dtype=FLOAT)
-    found = assert_same(tensors, LAYOUTS[layout], window=window)
-    assert [each.dtype for each in found] == [HALF] * 4 + [FLOAT] * 2
-
-
-def test_tensors_and_gradients_in_another_order_of_memory():
-    """Heads before tokens, as elsewhere; and the gradient of a sum, a tensor without strides."""
-    layout = LAYOUTS["several after each prefix"]
-    where, tensors = Layout(layout[0], CPU, *layout[1:]), made(layout)
-    found = []
-    for by_head in (False, True):
-        leaves = [tensor.transpose(0, 1).clone(memory_format=torch.preserve_format) for tensor in tensors]
-        leaves = [(leaf.contiguous() if by_head else leaf).requires_grad_() for leaf in leaves]
-        assert all(leaf.is_contiguous() == by_head for leaf in leaves)
-        out = packed_attention(*leaves[:3], where, scaling=0.4, prefix=tuple(leaves[3:]), kernels=KERNELS)
-        found.append([out, *torch.autograd.grad(out.sum(), leaves)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_frozen_tensors_get_no_gradient():
     layout = LAYOUTS["several after each prefix"]
     where, tensors = Layout(layout[0], CPU, *layout[1:]), made(layout)
@@ -257,13 +232,6 @@ def test_scores_of_thousands(window):
     # A rounding of a score of 3000 is one of 2e-4 of its weight; gradients are what is left of sums of numbers up to
     # 3000 (a value's product with the output's gradient, times a key), whose roundings are 2e-4 too.
     assert_same(tensors, layout, sums=5e-3, scaling=1.0, window=window)
-
-
-def test_scores_of_zero():
-    """All weights are equal."""
-    layout = LAYOUTS["several after each prefix"]
-    for size in (1e-20, 0.0):
-        assert_same(made(layout, size=size), layout)
 
 
 def sequences_of(layout):

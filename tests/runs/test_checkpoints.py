@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, Precision
-from cohort.runs import save_model
-from cohort.runs import check_saved
+from cohort.runs import check_saved, save_model
 from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, make_trainer
 

@@ -60,15 +60,14 @@ def packed_attention(
         window = None
     prefix_k, prefix_v = prefix or (None, None)
     if kernels is not None and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
-        native: Tensor = _Native.apply(  # type: ignore[no-untyped-call]
-            q_ATD, k_ATD, v_ATD, prefix_k, prefix_v, Attention(layout.work, scaling, window), kernels
-        )
+        attention = Attention(layout.work, scaling, window)
+        native: Tensor = _Native.apply(attention, kernels, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
         return native
     padding = q_ATD.shape[1] - layout.tokens
     q, k, v = (part[:, : layout.tokens] if padding else part for part in (q_ATD, k_ATD, v_ATD))
     fused = q.device.type == "cpu" or (window is None and v.dtype in {torch.bfloat16, torch.float16})
     if cap is None and fused:
-        out: Tensor = _TwoPart.apply(q, k, v, prefix_k, prefix_v, layout, scaling, window)  # type: ignore[no-untyped-call]
+        out: Tensor = _TwoPart.apply(layout, scaling, window, q, k, v, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
     else:
         dtype, out_dtype = kernel_dtype(v), v.dtype
         q, k, v, prefix_k, prefix_v = _to(dtype, q, k, v, prefix_k, prefix_v)
@@ -91,20 +90,11 @@ class _Native(torch.autograd.Function):
     """``packed_attention`` by the native kernel, whose tensors are ``[T, A, D]``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prefix_k: Tensor | None,
-        prefix_v: Tensor | None,
-        attention: Attention,
-        kernels: UpdateKernels,
-    ) -> Tensor:
-        ctx.dtypes = [part.dtype for part in (q, k, v, prefix_k, prefix_v) if part is not None]
-        q, k, v = _by_token(q, k, v)
-        prefix_k, prefix_v = _by_token(prefix_k, prefix_v)
-        out, lse = kernels.attend(attention, q, k, v, (prefix_k, prefix_v))
+    def forward(ctx: Any, attention: Attention, kernels: UpdateKernels, *given: Tensor | None) -> Tensor:
+        ctx.dtypes = [part.dtype for part in given if part is not None]
+        q, k, v = _by_token(*given[:3])
+        prefix_k, prefix_v = _by_token(*given[3:])
+        out, lse = kernels.attend(attention, (q, k, v, prefix_k, prefix_v))
         ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse)
         ctx.rest = attention, kernels
         return out.transpose(0, 1).to(ctx.dtypes[2])
@@ -112,12 +102,12 @@ class _Native(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, prefix_k, prefix_v, out, lse = ctx.saved_tensors
+        *tensors, out, lse = ctx.saved_tensors
         attention, kernels = ctx.rest
-        (grad,) = _by_token(grad.to(q.dtype))
-        grads = kernels.attend_grad(attention, grad, q, k, v, (prefix_k, prefix_v), out, lse)
+        (grad,) = _by_token(grad.to(out.dtype))
+        grads = kernels.attend_grad(attention, tensors, out, lse, grad)
         found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return *found, *(() if prefix_k is not None else (None, None)), None, None
+        return None, None, *found, *([None] * (5 - len(found)))
 
 
 def _by_token(*parts: Any) -> Sequence[Any]:
@@ -133,19 +123,10 @@ class _TwoPart(torch.autograd.Function):
     """``packed_attention`` by torch's fused kernels, which keep no scores."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prefix_k: Tensor | None,
-        prefix_v: Tensor | None,
-        layout: Layout,
-        scaling: float,
-        window: int | None,
-    ) -> Tensor:
-        given = q, k, v, prefix_k, prefix_v  # saved as they came: half precision needs half the memory
-        q, k, v, prefix_k, prefix_v = _to(kernel_dtype(v), *given)
+    def forward(ctx: Any, layout: Layout, scaling: float, window: int | None, *given: Tensor | None) -> Tensor:
+        # Tensors are saved as they came: half precision needs half the memory.
+        dtype, out_dtype = kernel_dtype(given[2]), given[2].dtype  # type: ignore[arg-type, union-attr]
+        q, k, v, prefix_k, prefix_v = _to(dtype, *given)
         out_ATD = torch.empty_like(q)
         lse_AT = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for bucket in layout.buckets:
@@ -153,7 +134,7 @@ class _TwoPart(torch.autograd.Function):
             out, lse = _attend(bucket.gather(q), bucket.gather(k), bucket.gather(v), scaling, mask, causal=True)
             bucket.scatter(out_ATD, out)
             bucket.scatter(lse_AT, lse)
-        for part in layout.continuations if prefix_k is not None and prefix_v is not None else ():
+        for part in layout.continuations if prefix_k is not None else ():
             seen = _prefix_seen(part, layout, window)
             keys, values = prefix_k[None, :, part.prefix], prefix_v[None, :, part.prefix]
             out, lse = _attend(q[None, :, part.tokens], keys, values, scaling, _additive(seen, q))
@@ -165,7 +146,7 @@ class _TwoPart(torch.autograd.Function):
                 out[0], (lse[0] - whole).exp_()[..., None].to(out.dtype)
             )
             lse_AT[:, part.tokens] = whole
-        out_ATD = out_ATD.to(given[2].dtype)
+        out_ATD = out_ATD.to(out_dtype)
         ctx.save_for_backward(*given, out_ATD, lse_AT)
         ctx.rest = layout, scaling, window
         return out_ATD
@@ -199,7 +180,7 @@ class _TwoPart(torch.autograd.Function):
                 of_prefix[1][:, part.prefix] += grads[2][0]
             totals += of_prefix
         found = [total.to(part.dtype) for total, part in zip(totals, given, strict=False)]
-        return *found, *([None] * (8 - len(found)))
+        return None, None, None, *found, *([None] * (5 - len(found)))
 
 
 def _window_mask(length: int, window: int | None, like: Tensor) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import c_int64
 from typing import NamedTuple
 
@@ -20,6 +19,11 @@ class Attention(NamedTuple):
     work: Work
     scaling: float
     window: int | None
+
+
+AttentionTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Queries, keys and values, ``[T, A, D]`` (keys and values may have fewer heads), and the prefixes' keys and values,
+``[X, A, D]``, or None and None."""
 
 
 def _require(holds: bool, what: str) -> None:
@@ -138,64 +142,39 @@ class UpdateKernels:
         count = gate.numel()
         self._gate(gate=gate, up=up, count=count, half=is_half(gate), gelu=gelu, threads=threads_for(count), **others)
 
-    def attend(
-        self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, prefix: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exps, ``[T, A, D]`` and ``[T, A]``.
-
-        Args:
-            attention: the layer's.
-            q, k, v: ``[T, A, D]``; keys and values have fewer heads.
-            prefix: keys and values of the prefixes, ``[X, A, D]`` each, or None and None.
-        """
+    def attend(self, attention: Attention, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exps, ``[T, A, D]`` and ``[T, A]``."""
+        q = tensors[0]
         out, lse = _zeros_after(q, attention.work.tokens), q.new_empty(q.shape[:2], dtype=torch.float32)
-        self._attend(attention, q, k, v, prefix, out, lse)
+        self._attend(attention, tensors, out, lse)
         return out, lse
 
     def attend_grad(
-        self,
-        attention: Attention,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prefix: Sequence[Tensor | None],
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, ...]:
+        self, attention: Attention, tensors: AttentionTensors, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> list[Tensor]:
         """Gradients of q, k, v and, in float32, of the prefixes' keys and values if there are prefixes."""
-        grads = {
-            f"grad_{name}": _zeros_after(part, attention.work.tokens)
-            for name, part in zip("qkv", (q, k, v), strict=True)
-        }
-        slotted = {}
-        if prefix[0] is not None:
-            shape = (attention.work.slots, *prefix[0].shape)
-            slotted = {f"grad_prefix_{part}": q.new_zeros(shape, dtype=torch.float32) for part in "kv"}
-        self._attend(attention, q, k, v, prefix, out, lse, grad_out=grad, **grads, **slotted)
-        return *grads.values(), *(part[0] if len(part) == 1 else part.sum(0) for part in slotted.values())
+        q, k, v, prefix_k, _ = tensors
+        grads = [_zeros_after(part, attention.work.tokens) for part in (q, k, v)]
+        if prefix_k is not None:
+            shape = (attention.work.slots, *prefix_k.shape)
+            grads += [q.new_zeros(shape, dtype=torch.float32) for _ in range(2)]
+        names = ("grad_q", "grad_k", "grad_v", "grad_prefix_k", "grad_prefix_v")
+        self._attend(attention, tensors, out, lse, grad_out=grad, **dict(zip(names, grads, strict=False)))
+        return [*grads[:3], *(part[0] if len(part) == 1 else part.sum(0) for part in grads[3:])]
 
     def _attend(
-        self,
-        attention: Attention,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        prefix: Sequence[Tensor | None],
-        out: Tensor,
-        lse: Tensor,
-        **grads: Tensor,
+        self, attention: Attention, tensors: AttentionTensors, out: Tensor, lse: Tensor, **grads: Tensor
     ) -> None:
+        q, k, v, prefix_k, prefix_v = tensors
         work, threads = attention.work, torch.get_num_threads()
         (tokens, heads, width), kv_heads = q.shape, k.shape[1]
         _require(q.dtype == k.dtype == v.dtype == out.dtype, "queries, keys and values of one dtype")
         _require(k.shape == v.shape == (tokens, kv_heads, width), "keys and values of one width and number of tokens")
         _require(heads % kv_heads == 0 and tokens >= work.tokens, "the heads and tokens of the layout")
-        prefix_k, prefix_v = prefix
-        found = [part for part in prefix if part is not None]
-        _require(bool(found) or not work.prefix_tokens, "the keys and values of the prefixes")
-        of_prefix = (work.prefix_tokens, kv_heads, width)
-        _require(all(part.shape == of_prefix and part.dtype == found[0].dtype for part in found), "prefixes alike")
+        prefix = [part for part in (prefix_k, prefix_v) if part is not None]
+        _require(bool(prefix) or not work.prefix_tokens, "the keys and values of the prefixes")
+        shape = (work.prefix_tokens, kv_heads, width)
+        _require(all(part.shape == shape and part.dtype == prefix[0].dtype for part in prefix), "prefixes alike")
         padded = -(-width // self.lanes) * self.lanes
         size = self._scratch_size(work.longest, padded, bool(grads))
         self._attention(
