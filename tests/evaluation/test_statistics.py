@@ -254,6 +254,7 @@ def test_drawn_signs_agree_with_all_signs(monkeypatch):
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)
+    assert sign_flip_p(np.ones(30), resamples=99) == 0.01  # no drawn signs are alike, and the given ones count
 
 
 def test_two_equal_models_are_called_different_as_rarely_as_said():
