@@ -12,7 +12,7 @@ from cohort.policy import Policy, Precision
 from cohort.train import assign_advantages, lay_out, packs, update
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 from tests.conftest import tiny_llama
-from tests.train.updates import CPU, context_for, whole
+from tests.train.updates import CPU, all_sequences, context_for
 
 from .tabular import Tree, assert_apart
 
@@ -58,7 +58,7 @@ def update_gradient(own, objective, p, members, token_budget):
     """Of the loss, as the real update leaves it."""
     groups, scores = rollout(p, members)
     batch = assign_advantages(lay_out(groups, CPU), scores, objective, max_completion_length=2)
-    update(context_for(own, objective, token_budget), batch, whole(batch))
+    update(context_for(own, objective, token_budget), batch, all_sequences(batch))
     zeros = [torch.zeros_like(each) if each.grad is None else each.grad for each in own.model.parameters()]
     return torch.cat([gradient.flatten() for gradient in zeros])
 
@@ -100,4 +100,4 @@ def test_the_mean_over_a_completions_tokens_is_another_gradient():
 def test_a_budget_of_one_token_cuts_everything():
     groups, _ = rollout(0, (1, 2))
     batch = lay_out(groups, CPU)
-    assert [len(pack.microbatches) for pack in packs(batch, whole(batch), 1)] == [2]
+    assert [len(pack.microbatches) for pack in packs(batch, all_sequences(batch), 1)] == [2]

@@ -1,4 +1,4 @@
-"""The real update: its gradient against the paper's objective by autograd, and that no cut of a batch changes it."""
+"""One update: its gradient against objectives written out and differentiated by autograd, and what must not change it."""
 
 import dataclasses
 import math
@@ -7,31 +7,37 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS
-from cohort.policy import enable_checkpointing
 from cohort.train import NonFinite, UpdateResult, assign_advantages, lay_out, update
 from cohort.train.update import term_norms
 from cohort.types import Scores
 from tests.policy.plain import plain_rows
-from tests.train.updates import CPU, batch_for, context_for, gradient, rollout, segments_of, shifted_policy, whole
+from tests.train.updates import (
+    CPU,
+    all_sequences,
+    batch_for,
+    context_for,
+    gradient,
+    logps_of,
+    rollout,
+    segments_of,
+    shifted_policy,
+)
 
 PAPER = PRESETS["grpo"]
 
 
-@pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize("objective", [PAPER, PRESETS["default"].replace(beta=0.04), PAPER.replace(beta=0.0)])
-@pytest.mark.parametrize("budget", [1, 13, 40, 77])
-def test_microbatches_change_nothing(float64_policy, objective, budget, old):
-    batch = batch_for(float64_policy, objective, old=old)
-    whole, whole_result = gradient(float64_policy, batch, objective, 100_000)
-    parts, parts_result = gradient(float64_policy, batch, objective, budget)
-    for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert parts_result.grad_norm == pytest.approx(whole_result.grad_norm, rel=1e-10)
-    assert parts_result.statistics.sums == pytest.approx(whole_result.statistics.sums, rel=1e-9, abs=1e-12)
+def test_old_log_probs_equal_to_the_current_ones_may_be_left_out(float64_policy):
+    """As in a rollout that is used for one update. Otherwise they are those of another policy."""
+    batch = batch_for(float64_policy, PAPER)
+    current = dataclasses.replace(batch, old_logps_N=logps_of(float64_policy, batch))
+    left_out = dataclasses.replace(batch, old_logps_N=None)
+    (expected, _), (got, _) = (gradient(float64_policy, one, PAPER, 40) for one in (current, left_out))
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def with_kl(objective):
-    """With a KL term, wherever the preset has it."""
+    """The preset with a KL term, in the place that the preset has for it."""
     length = {"aggregation_length": 8} if objective.aggregation == "constant" else {}
     return objective.replace(beta=objective.beta or 0.04, **length)
 
@@ -49,19 +55,19 @@ PRESETS_WITH_KL = [with_kl(row) for row in PRESETS.values() if row.name != "gfpo
 
 
 @pytest.mark.parametrize("objective", PRESETS_WITH_KL, ids=lambda o: o.identity)
-def test_microbatches_change_nothing_for_any_preset(float64_policy, objective):
+def test_microbatches_do_not_change_the_gradient_of_any_preset(float64_policy, objective):
     batch = batch_for(float64_policy, objective)
     more = {"reference": shifted_policy(), "entropy_coefficient": 0.01}
-    whole, whole_result = gradient(float64_policy, batch, objective, 100_000, **more)
+    uncut, uncut_result = gradient(float64_policy, batch, objective, 100_000, **more)
     parts, parts_result = gradient(float64_policy, batch, objective, 17, **more)
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(uncut, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert whole_result.grad_norm > 1e-3
-    assert parts_result.statistics.sums == pytest.approx(whole_result.statistics.sums, rel=1e-9, abs=1e-12)
+    assert uncut_result.grad_norm > 1e-3
+    assert parts_result.statistics.sums == pytest.approx(uncut_result.statistics.sums, rel=1e-9, abs=1e-12)
 
 
-def test_a_kl_and_an_entropy_over_the_vocabulary_follow_autograd(float64_policy):
-    """Both terms against a plain forward of each row, at a temperature that is not 1."""
+def test_a_kl_and_an_entropy_over_the_vocabulary_equal_autograd(float64_policy):
+    """Both terms against a plain forward pass of each row, at a temperature other than 1."""
     temperature, beta, bonus = 0.7, 0.3, 0.05
     objective = PRESETS["default"].replace(
         beta=beta, trust_region="none", kl={"estimator": "full", "correction": "none"}, aggregation="token_mean"
@@ -81,8 +87,8 @@ def test_a_kl_and_an_entropy_over_the_vocabulary_follow_autograd(float64_policy)
         torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)
 
 
-def test_the_top_entropy_threshold_is_the_minibatchs(float64_policy):
-    """Microbatches of one completion each: a threshold of their own would keep tokens of every completion."""
+def test_the_entropy_threshold_is_that_of_the_minibatch(float64_policy):
+    """In microbatches of one completion, a threshold per microbatch would keep tokens of every completion."""
     objective = PAPER.replace(beta=0.0, top_entropy=0.2)
     batch = batch_for(float64_policy, objective)
     _, result = gradient(float64_policy, batch, objective, 1)
@@ -91,17 +97,8 @@ def test_the_top_entropy_threshold_is_the_minibatchs(float64_policy):
     assert batch.num_tokens - kept <= low
 
 
-def test_the_order_of_completions_changes_nothing(float64_policy):
-    batch = batch_for(float64_policy, PAPER)
-    whole, _ = gradient(float64_policy, batch, PAPER, 50)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled, _ = gradient(float64_policy, batch, PAPER, 50, order=order)
-    for one, other in zip(whole, shuffled, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-
-
-def test_the_update_follows_the_papers_objective(float64_policy):
-    """Gradient of equation 3 (with k3) through a plain forward of each row, by autograd."""
+def test_the_gradient_is_that_of_the_paper(float64_policy):
+    """Equation 3 with k3, by autograd through a plain forward pass of each row."""
     batch = batch_for(float64_policy, PAPER)
     got, result = gradient(float64_policy, batch, PAPER, 30)
     model, total, start = float64_policy.model, 0.0, 0
@@ -126,23 +123,14 @@ def test_the_update_follows_the_papers_objective(float64_policy):
     assert sums["policy_value"] - 0.04 * sums["kl_value"] == pytest.approx(objective.item(), rel=1e-9)
 
 
-def test_gradient_checkpointing_changes_nothing(float64_policy):
-    batch = batch_for(float64_policy, PAPER)
-    plain, _ = gradient(float64_policy, batch, PAPER, 50)
-    enable_checkpointing(float64_policy.model)
-    checkpointed, _ = gradient(float64_policy, batch, PAPER, 50)
-    for one, other in zip(plain, checkpointed, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-def test_a_rollout_without_signal_moves_nothing(float64_policy):
+def test_a_rollout_without_signal_makes_no_step(float64_policy):
     groups, _ = rollout()
     equal = torch.full((12,), 0.5, dtype=torch.float64)
     plain = PAPER.replace(beta=0.0)
     scores = Scores(equal, equal[:, None], ("r",))
     batch = assign_advantages(lay_out(groups, CPU), scores, plain, max_completion_length=8)
     before = [p.clone() for p in float64_policy.model.parameters()]
-    result = update(context_for(float64_policy, plain, 50, learning_rate=0.1), batch, whole(batch))
+    result = update(context_for(float64_policy, plain, 50, learning_rate=0.1), batch, all_sequences(batch))
     assert isinstance(result, UpdateResult)
     assert result.grad_norm == 0.0
     assert float64_policy.version == 0  # no optimizer step was made
@@ -150,31 +138,31 @@ def test_a_rollout_without_signal_moves_nothing(float64_policy):
         assert torch.equal(old, new)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_step(float64_policy):
+def test_a_gradient_that_is_not_finite_makes_no_step(float64_policy):
     batch = batch_for(float64_policy, PAPER)
     float64_policy.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     before = [p.clone() for p in float64_policy.model.parameters()]
-    outcome = update(context_for(float64_policy, PAPER, 50, learning_rate=0.1), batch, whole(batch))
+    outcome = update(context_for(float64_policy, PAPER, 50, learning_rate=0.1), batch, all_sequences(batch))
     assert isinstance(outcome, NonFinite)
     assert "norm is inf" in outcome.message
     for old, new in zip(before, float64_policy.model.parameters(), strict=True):
         assert torch.equal(old, new)
 
 
-def test_the_norms_of_the_terms_are_those_of_the_update(float64_policy):
-    """Policy, KL and entropy apart; together they make the update's gradient, and measuring them changes nothing."""
+def test_term_norms_are_those_of_updates_with_one_term(float64_policy):
+    """The gradients of policy, KL and entropy bonus add up to that of the update."""
     objective = PAPER.replace(beta=0.3)
     batch, more = batch_for(float64_policy, objective), {"entropy_coefficient": 0.05}
-    norms = term_norms(context_for(float64_policy, objective, 17), batch, whole(batch), **more)
+    norms = term_norms(context_for(float64_policy, objective, 17), batch, all_sequences(batch), **more)
     together, result = gradient(float64_policy, batch, objective, 17, **more)
     only = {
         "policy": (objective.replace(beta=0.0), dataclasses.replace(batch, ref_logps_N=None), {}),
         "kl": (objective, dataclasses.replace(batch, advantages_N=torch.zeros_like(batch.advantages_N)), {}),
     }
     vectors = {}
-    for name, (one, its_batch, its_more) in only.items():
-        parts, own = gradient(float64_policy, its_batch, one, 17, **its_more)
-        assert norms[f"gradient/{name}_norm"] == pytest.approx(own.grad_norm, rel=1e-9)
+    for name, (term, its_batch, its_more) in only.items():
+        parts, result_of_term = gradient(float64_policy, its_batch, term, 17, **its_more)
+        assert norms[f"gradient/{name}_norm"] == pytest.approx(result_of_term.grad_norm, rel=1e-9)
         vectors[name] = torch.cat([part.flatten() for part in parts])
     rest = torch.cat([part.flatten() for part in together]) - vectors["policy"] - vectors["kl"]
     assert norms["gradient/entropy_norm"] == pytest.approx(float(rest.norm()), rel=1e-6)

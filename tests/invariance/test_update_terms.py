@@ -1,4 +1,4 @@
-"""Each term of an update beside the others, against the same objective written out and differentiated by autograd."""
+"""Combinations of an update's terms, against the objective written out and differentiated by autograd."""
 
 import math
 
@@ -10,13 +10,13 @@ from tests.policy.plain import plain_rows
 from tests.train.updates import batch_for, gradient, segments_of, shifted_policy
 
 TRUNCATED = (1, 6, 9)
-"""Truncated completions, which are not in the loss if the objective masks them."""
+"""Truncated completions; objectives with ``truncated="mask"`` leave them out of the loss."""
 BONUS = 0.3
 
 
 def written_out(policy, reference, batch, objective, bonus):
-    """The loss over the unmasked completions, as the formulas say it: clipped ratios at the tokens of highest entropy,
-    the reverse KL over the vocabulary weighted by the ratios of the tokens before, and the mean entropy."""
+    """The loss over the unmasked completions: clipped ratios at the tokens of highest entropy, the reverse KL over the
+    vocabulary weighted by the ratios of the tokens before, and the mean entropy."""
     rows, start = [], 0
     for i, (prompt, ids) in enumerate(segments_of(batch)):
         tokens = slice(start, start + len(ids))
@@ -32,7 +32,7 @@ def written_out(policy, reference, batch, objective, bonus):
     if objective.top_entropy < 1:
         kept = math.ceil(objective.top_entropy * len(ordered))
         threshold = ordered[kept - 1] - 1e-9
-        assert ordered[kept] < threshold  # no tie, which rounding would decide: first tokens of a group are alike
+        assert ordered[kept] < threshold  # no tie, which rounding would decide
     loss = -bonus * torch.cat(entropies).mean()
     for entropy, (p, q, log_ratio, a) in zip(entropies, rows, strict=True):
         chosen = entropy.detach() >= threshold
@@ -61,9 +61,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_the_gradient_is_that_of_the_terms_written_out(float64_policy, changes):
+def test_the_gradient_is_that_of_the_objective_written_out(float64_policy, changes):
     objective = PRESETS["default"].replace(**changes)
-    bonus = BONUS if "truncated" in changes else 0.0  # without one, only the KL looks at a group of equal rewards
+    bonus = BONUS if "truncated" in changes else 0.0  # without a bonus, groups of equal rewards have a KL only
     reference = shifted_policy()
     batch = batch_for(float64_policy, objective, truncated=TRUNCATED)
     got, _ = gradient(float64_policy, batch, objective, 20, reference=reference, entropy_coefficient=bonus)

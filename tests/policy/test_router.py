@@ -11,7 +11,7 @@ from cohort.objective import PRESETS
 from cohort.policy import ExpertBalance, Policy, expert_counts
 from cohort.train.logps import expert_balance
 from tests.conftest import tiny_llama
-from tests.train.updates import DOUBLE, batch_for, context_for, gradient, segments_of, whole
+from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, gradient, segments_of
 
 PAPER = PRESETS["grpo"]
 
@@ -75,7 +75,7 @@ def test_an_updates_gradient_has_the_loss_in_it_however_it_is_cut():
     for base, with_loss, parameter in zip(without, uncut, plain.model.parameters(), strict=True):
         expected = base + (0 if parameter.grad is None else parameter.grad)
         torch.testing.assert_close(with_loss, expected, rtol=0, atol=1e-6)  # theirs adds up in float32
-    balance = expert_balance(context_for(weighed, PAPER, 11), batch, whole(batch))
+    balance = expert_balance(context_for(weighed, PAPER, 11), batch, all_sequences(batch))
     assert balance.rows == 2 * batch.num_tokens
     assert balance.counts_E.sum() == 2 * 2 * batch.num_tokens
 

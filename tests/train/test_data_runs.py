@@ -1,29 +1,35 @@
-"""Runs on more than a list of rows: epochs to their last prompt, mixtures, curricula, streams, limits."""
+"""Runs on data of every kind: epochs, mixtures, curricula, streamed data, prompts that are too long."""
 
 import copy
 import itertools
 import json
 from collections import Counter
 
-import pyarrow.parquet
 import pytest
-import torch
 from datasets import Dataset
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import Source
 from cohort.data import DataCursor
 from cohort.errors import ConfigError, DataError, RunFolderError
-from tests.train.harness import ROWS, SETTINGS, digits_reward, make_trainer, parameters
+from tests.train.harness import (
+    ROWS,
+    SETTINGS,
+    digits_reward,
+    make_trainer,
+    metrics_of,
+    rows_of,
+    same_parameters,
+    straight_and_resumed,
+)
 
 
 def rollouts(folder):
-    steps = sorted((folder / "rollouts").iterdir(), key=lambda path: int(path.stem.removeprefix("step-")))
-    return [pyarrow.parquet.read_table(path).to_pylist() for path in steps]
+    return [rows_of(folder, step + 1) for step in range(len(list((folder / "rollouts").iterdir())))]
 
 
-def rows_of_steps(folder):
-    """The rows of each step, one per group."""
+def prompts_of_steps(folder):
+    """The data rows of each step, one per group."""
     return [list({line["group"]: line["row"] for line in step}.values()) for step in rollouts(folder)]
 
 
@@ -31,45 +37,22 @@ def flat(lists):
     return list(itertools.chain.from_iterable(lists))
 
 
-def without_times(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k and "second" not in k} for line in lines]
-
-
-def same_parameters(one, other):
-    return all(torch.equal(parameters(other)[name], value) for name, value in parameters(one).items())
-
-
-def straight_and_resumed(tokenizer, folder, stop, **settings):
-    """A run in one go, and the same run that ended after step ``stop`` and was resumed: bit-equal."""
-    straight = make_trainer(tokenizer, folder / "straight", **settings)
-    straight.train()
-    for metrics in make_trainer(tokenizer, folder / "broken", **settings).steps():
-        if metrics["step"] == stop:
-            break
-    resumed = make_trainer(tokenizer, folder / "broken", **settings)
-    resumed.train(resume=True)
-    assert same_parameters(straight, resumed)
-    assert without_times(folder / "broken") == without_times(folder / "straight")
-    return straight, resumed
-
-
 def test_the_last_step_of_the_epochs_uses_the_prompts_that_are_left(demo_tokenizer, tmp_path):
     # 20 rows, 2 epochs, 16 per step: 16, 16 and 8. The second step spans both epochs; the last one has fewer prompts
-    # than there are minibatches.
+    # than minibatches.
     settings = {"prompts_per_step": 16, "num_epochs": 2, "minibatches": 16, "num_generations": 2}
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_completion_length=2, **settings)
     assert "2 epochs = 3 rollouts = 40 updates, the last of 8 prompts" in trainer.describe()
     summary = trainer.train()
-    rows = rows_of_steps(tmp_path / "run")
+    rows = prompts_of_steps(tmp_path / "run")
     assert [len(step) for step in rows] == [16, 16, 8]
     assert sorted(flat(rows)[:20]) == sorted(flat(rows)[20:]) == list(range(20))
     assert (summary["steps"], summary["completions"]) == (3, 80)
-    assert [line["updates"] for line in without_times(tmp_path / "run")] == [16, 16, 8]
+    assert [line["updates"] for line in metrics_of(tmp_path / "run")] == [16, 16, 8]
 
 
 def test_a_last_step_of_one_completion(demo_tokenizer, tmp_path):
-    # There is nothing to compare it with: its advantage is 0, and nothing fails.
+    # Without another completion to compare it with, its advantage is 0.
     settings = {"prompts_per_step": 2, "num_generations": 1, "baseline": "batch_mean", "scale": "batch_std"}
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=ROWS[:3], **settings)
     assert trainer.train()["steps"] == 2
@@ -86,7 +69,7 @@ def test_more_epochs_after_a_short_last_step(demo_tokenizer, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "\nstep 3/4 " in shown
     assert "\nstep 4/4 " in shown
-    rows = rows_of_steps(tmp_path / "run")
+    rows = prompts_of_steps(tmp_path / "run")
     assert [len(step) for step in rows] == [8, 2, 8, 2]
     assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(10))
 
@@ -105,10 +88,10 @@ def test_the_rollout_files_of_a_mixture_name_the_source(demo_tokenizer, tmp_path
 
 def test_a_measured_curriculum_resumes_exactly(demo_tokenizer, tmp_path):
     # 10 rows, 4 per step: the second epoch begins within step 3, after which the run is resumed.
-    settings = {"order": "curriculum", "curriculum": "measured", "max_steps": 6, "save_steps": 1, "rows": ROWS[:10]}
-    straight_and_resumed(demo_tokenizer, tmp_path, 3, **settings)
+    settings = {"order": "curriculum", "curriculum": "measured", "max_steps": 5, "save_steps": 1, "rows": ROWS[:10]}
+    straight_and_resumed(lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=3)
     steps = rollouts(tmp_path / "straight")
-    rows = flat(rows_of_steps(tmp_path / "straight"))
+    rows = flat(prompts_of_steps(tmp_path / "straight"))
     assert sorted(rows[10:20]) == list(range(10))
     # Steps 1 and 2 measured eight rows, which the second epoch orders by their rewards.
     rewards = {}
@@ -122,10 +105,12 @@ def test_a_streamed_run_resumes_exactly(demo_tokenizer, tmp_path):
     rows = [row | {"prompt": "1" * 9} if n % 6 == 5 else row for n, row in enumerate(ROWS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"train": tmp_path / "rows.jsonl", "rows": None, "streaming": True, "shuffle_buffer": 7}
-    settings |= {"max_prompt_length": 6, "overlong_prompts": "drop", "max_steps": 7, "save_steps": 2}
-    straight, resumed = straight_and_resumed(demo_tokenizer, tmp_path, 5, **settings)
-    assert straight.summary["completions"] == resumed.summary["completions"] == 7 * 4 * 4
-    fetched = flat(rows_of_steps(tmp_path / "straight"))
+    settings |= {"max_prompt_length": 6, "overlong_prompts": "drop", "max_steps": 6, "save_steps": 2}
+    straight, resumed = straight_and_resumed(
+        lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=5
+    )
+    assert straight.summary["completions"] == resumed.summary["completions"] == 6 * 4 * 4
+    fetched = flat(prompts_of_steps(tmp_path / "straight"))
     kept = [n for n in range(20) if n % 6 != 5]
     assert sorted(fetched[:17]) == kept  # the first epoch
     assert set(fetched) == set(kept)
@@ -177,25 +162,25 @@ def test_prompts_that_are_too_long_for_the_context(demo_tokenizer, tmp_path):
         (ROWS, {"order": "curriculum", "curriculum": "lvl"}, "data.curriculum names column 'lvl'"),
     ],
 )
-def test_mistakes_in_the_data_are_found_before_the_tokenizer_is_loaded(data, settings, message):
+def test_errors_in_the_data_are_found_before_the_tokenizer_is_loaded(data, settings, message):
     with pytest.raises(DataError, match=message):
         GRPOTrainer("./no/such/model", digits_reward, GRPOConfig(**SETTINGS, **settings), data)
 
 
-def test_a_run_on_other_prompts_cannot_be_resumed(demo_tokenizer, tmp_path):
+def test_a_curriculum_of_other_levels_cannot_be_resumed(demo_tokenizer, tmp_path):
     def trainer(sign, **settings):
         rows = [row | {"level": sign * n} for n, row in enumerate(ROWS)]
         settings |= {"order": "curriculum", "curriculum": "level"}
         return make_trainer(demo_tokenizer, tmp_path / "run", rows=rows, **settings)
 
     trainer(1, max_steps=1).train()
-    assert rows_of_steps(tmp_path / "run") == [[0, 1, 2, 3]]
+    assert prompts_of_steps(tmp_path / "run") == [[0, 1, 2, 3]]
     with pytest.raises(RunFolderError, match="its prompts were"):
         trainer(-1, max_steps=2).train(resume=True)
 
 
 def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):
-    # Rows after the first 1,000 are checked when they are read; these are cut, too.
+    # Rows after the first 1,000 are checked only when they are read. Those after row 1,030 are truncated.
     rows = [{"prompt": "1" * (60 if n > 1030 else 2), "answer": "1"} for n in range(1100)]
     settings = {"rows": None, "train": tmp_path / "rows.jsonl", "streaming": True, "order": "sequential"}
     settings |= {"max_prompt_length": 5, "overlong_prompts": "truncate_left"}
@@ -208,7 +193,7 @@ def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):
 
     straight = trainer("straight", rows)
     straight.train()
-    counts = [(line["prompts/dropped"], line["prompts/truncated"]) for line in without_times(tmp_path / "straight")]
+    counts = [(line["prompts/dropped"], line["prompts/truncated"]) for line in metrics_of(tmp_path / "straight")]
     assert counts == [(0, 0), (0, 19), (0, 50)]
     with pytest.raises(
         DataError,
@@ -220,7 +205,7 @@ def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):
     assert same_parameters(straight, resumed)
 
 
-def test_the_start_describes_the_evaluation_data(demo_tokenizer, tmp_path):
+def test_the_description_includes_the_evaluation_data(demo_tokenizer, tmp_path):
     long = {"prompt": "1" * 60, "answer": "1"}
     sets = {"a": [*ROWS[:5], long], "b": [Source(path=ROWS[:2], name="x"), Source(path=ROWS, name="y", rows=3)]}
     settings = {"max_prompt_length": 20, "max_steps": 1, "overlong_prompts": "drop"}
@@ -233,7 +218,7 @@ def test_the_start_describes_the_evaluation_data(demo_tokenizer, tmp_path):
     assert "\n  b:   y: 20 rows; the first 3 of these\n  b: prompts: 5; 3 to 3 tokens" in shown
 
 
-def test_a_mixture_whose_small_source_repeats_is_large_enough(demo_tokenizer, tmp_path):
+def test_a_mixture_repeats_its_small_sources(demo_tokenizer, tmp_path):
     sources = [Source(path=ROWS[:2], name="a", weight=10.0), Source(path=ROWS[2:12], name="b", weight=1.0)]
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=sources, prompts_per_step=16)
     assert trainer.schedule.num_prompts == 110

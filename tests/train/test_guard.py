@@ -1,4 +1,4 @@
-"""Non-finite values: named, the update skipped, the batch kept, the run ended after several in a row."""
+"""NaN and infinity: the error names the value, the update is skipped, the batch is saved, several in a row end the run."""
 
 import dataclasses
 import importlib
@@ -8,12 +8,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
-from tests.conftest import tiny_llama
-from tests.train.updates import batch_for, context_for, segments_of, whole
+from tests.train.harness import make_trainer
+from tests.train.updates import all_sequences, batch_for, context_for, segments_of
 
 PAPER = PRESETS["grpo"]
 update_module = importlib.import_module("cohort.train.update")
@@ -22,20 +21,20 @@ update_module = importlib.import_module("cohort.train.update")
 def test_the_first_value_is_named_with_its_completion(float64_policy):
     batch = batch_for(float64_policy, PAPER)
     values_N = torch.zeros(batch.num_tokens)
-    check_finite(batch, whole(batch), {"log-probability": values_N, "nothing": None})
+    check_finite(batch, all_sequences(batch), {"log-probability": values_N, "nothing": None})
     lengths = batch.lengths_S.tolist()
     s = next(s for s in range(4, 12) if lengths[s] > 1)
     values_N[sum(lengths[:s]) + 1] = math.inf
     expected = rf"log-probability is inf at token 2 of {lengths[s]} of a completion \(token ids {int(batch.ids_T[sum(lengths[:s])])}"
     with pytest.raises(NonFiniteError, match=expected):
-        check_finite(batch, whole(batch), {"log-probability": values_N})
+        check_finite(batch, all_sequences(batch), {"log-probability": values_N})
     part = part_of(batch, [s, 0])
     with pytest.raises(NonFiniteError, match=expected):
         check_finite(batch, part, {"log-probability": values_N[part.tokens_N]})
 
 
 @pytest.mark.parametrize("what", ["advantages_N", "old_logps_N", "ref_logps_N", "weights"])
-def test_an_update_with_such_a_value_is_skipped(float64_policy, what):
+def test_an_update_with_a_nan_is_skipped(float64_policy, what):
     objective = PAPER.replace(beta=0.1)
     batch = batch_for(float64_policy, objective)
     if what == "weights":
@@ -46,7 +45,7 @@ def test_an_update_with_such_a_value_is_skipped(float64_policy, what):
         values_N[3] = math.nan
         batch = dataclasses.replace(batch, **{what: values_N})
     before = [p.clone() for p in float64_policy.model.parameters()]
-    outcome = update(context_for(float64_policy, objective, 20, learning_rate=0.1), batch, whole(batch))
+    outcome = update(context_for(float64_policy, objective, 20, learning_rate=0.1), batch, all_sequences(batch))
     names = {"advantages_N": "advantage", "old_logps_N": "old log-probability", "weights": "log-probability"}
     assert isinstance(outcome, NonFinite)
     assert outcome.message.startswith(f"{names.get(what, 'reference log-probability')} is nan at token ")
@@ -55,14 +54,14 @@ def test_an_update_with_such_a_value_is_skipped(float64_policy, what):
         assert torch.equal(old.nan_to_num(), parameter.nan_to_num())
 
 
-def test_the_batch_is_kept_and_several_in_a_row_end_the_run(tmp_path, float64_policy):
+def test_the_batch_is_saved_and_several_in_a_row_end_the_run(tmp_path, float64_policy):
     batch = batch_for(float64_policy, PAPER)
     log = NonFiniteLog(tmp_path, limit=2)
-    log.skipped("a value", batch, whole(batch), 1)
+    log.skipped("a value", batch, all_sequences(batch), 1)
     log.passed()  # the count begins again
     log.skipped("a value", batch, part_of(batch, [4, 2]), 3)
     with pytest.raises(NonFiniteError, match=r"step 4: a value.*2 in a row.*step-4-1\.parquet"):
-        log.skipped("a value", batch, whole(batch), 4)
+        log.skipped("a value", batch, all_sequences(batch), 4)
     table = pyarrow.parquet.read_table(tmp_path / "nonfinite/step-1-1.parquet")
     assert table.schema.metadata[b"problem"] == b"a value"
     rows = table.to_pylist()
@@ -70,22 +69,6 @@ def test_the_batch_is_kept_and_several_in_a_row_end_the_run(tmp_path, float64_po
     assert [value for row in rows for value in row["advantages"]] == batch.advantages_N.tolist()
     two = pyarrow.parquet.read_table(tmp_path / "nonfinite/step-3-1.parquet").to_pylist()
     assert two == [rows[4], rows[2]]
-
-
-def reward(completions, **_):
-    return [sum(character.isdigit() for character in text) / (len(text) + 1) for text in completions]
-
-
-def trainer(folder, tokenizer, **optim):
-    config = GRPOConfig(
-        rollout={"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6},
-        optim={"learning_rate": 0.01} | optim,
-        run={"output_dir": str(folder), "max_steps": 4},
-        report={"progress": False},
-    )
-    rows = [{"prompt": f"{number}+1"} for number in range(8)]
-    model = tiny_llama(vocab_size=len(tokenizer))
-    return GRPOTrainer(model, reward, config, rows, processing_class=tokenizer)
 
 
 def spoil(monkeypatch, steps):
@@ -102,18 +85,18 @@ def spoil(monkeypatch, steps):
 
 def test_a_run_goes_on_after_one(tmp_path, demo_tokenizer, monkeypatch):
     spoil(monkeypatch, {2})
-    run = trainer(tmp_path / "run", demo_tokenizer)
-    metrics = list(run.steps())
-    assert [step["updates_nonfinite"] for step in metrics] == [0, 1, 0, 0]
-    assert [step["updates"] for step in metrics] == [1, 0, 1, 1]
-    assert run.policy.version == 3
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3)
+    metrics = list(trainer.steps())
+    assert [step["updates_nonfinite"] for step in metrics] == [0, 1, 0]
+    assert [step["updates"] for step in metrics] == [1, 0, 1]
+    assert trainer.policy.version == 2
     assert "entropy" not in metrics[1]
     assert [path.name for path in (tmp_path / "run/nonfinite").iterdir()] == ["step-2-1.parquet"]
 
 
 def test_a_run_stops_after_several(tmp_path, demo_tokenizer, monkeypatch):
     spoil(monkeypatch, {2, 3})
-    run = trainer(tmp_path / "run", demo_tokenizer, max_nonfinite_updates=2)
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, max_nonfinite_updates=2)
     with pytest.raises(NonFiniteError, match=r"policy coefficient is nan.*max_nonfinite_updates"):
-        list(run.steps())
-    assert run.policy.version == 1
+        trainer.train()
+    assert trainer.policy.version == 1

@@ -1,4 +1,4 @@
-"""The layout of a rollout, its parts, and how they are cut: every sequence once, within the budget, prompts once."""
+"""The layout of a rollout, its parts, and the packs and microbatches that they are cut into."""
 
 import functools
 import itertools
@@ -13,13 +13,13 @@ from cohort.objective import PRESETS
 from cohort.train import active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
 from cohort.train.layout import microbatches
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Segment, Support
-from tests.train.updates import CPU, segments_of, whole
+from tests.train.updates import CPU, all_sequences, segments_of
 
 EOS = FinishReason.EOS
 
 
 def make_groups(lengths_PG, prompt_lengths=None):
-    """Groups whose tokens are numbered 2, 3, 4, ... over the whole rollout, with sampler log-probs 0, -1, -2, ..."""
+    """Groups whose tokens are numbered 2, 3, 4, ... through the rollout, with sampler log-probs 0, -1, -2, ..."""
     token, groups = 2, []
     for p, lengths in enumerate(lengths_PG):
         completions = []
@@ -42,7 +42,7 @@ def make_batch(lengths_PG, rewards, **kwargs):
 # The layout -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_turn_each():
+def test_completions_of_one_turn():
     batch = make_batch([[3, 2], [1, 2]], [1.0, 0.0, 5.0, 5.0])
     assert batch.group_S.tolist() == [0, 0, 1, 1]
     assert batch.lengths_S.tolist() == batch.lengths_B.tolist() == [3, 2, 1, 2]
@@ -70,7 +70,7 @@ def several_turns():
     return [Group(Prompt(p, p, (1, 1 + p), "", "", {}), some) for p, some in enumerate((first, second))]
 
 
-def test_the_worked_example_of_the_glossary():
+def test_the_worked_example():
     batch = lay_out(several_turns(), CPU)
     assert batch.group_S.tolist() == [0, 0, 1, 1]
     assert batch.lengths_S.tolist() == [3, 3, 1, 3]
@@ -90,7 +90,7 @@ def test_given_tokens_at_the_end_of_a_segment_are_left_out():
     assert batch.ids_T.tolist() == [7, 40, 8] * 2
     assert batch.sequence_B.tolist() == [0, 2]
     assert batch.lengths_S.tolist() == [2, 0, 2]
-    (pack,) = packs(batch, whole(batch), 100)
+    (pack,) = packs(batch, all_sequences(batch), 100)
     assert pack.microbatches == ((0, 2),)
 
 
@@ -105,16 +105,16 @@ def test_supports_are_laid_end_to_end():
     assert Support.join([None, None], [2, 1]) is None
 
 
-def test_a_rollout_of_nothing():
+def test_an_empty_rollout():
     batch = lay_out([], CPU)
     assert (batch.num_sequences, batch.num_tokens) == (0, 0)
-    assert split_minibatches(batch, 2) == packs(batch, whole(batch), 10) == []
+    assert split_minibatches(batch, 2) == packs(batch, all_sequences(batch), 10) == []
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_parts_know_where_their_tokens_are():
+def test_parts_index_their_tokens():
     batch = make_batch([[3, 2], [1, 2]], [1.0, 0.0, 1.0, 0.0])
     part = part_of(batch, [3, 0])
     assert part.sequence_N.tolist() == [0, 0, 1, 1, 1]
@@ -125,7 +125,7 @@ def test_parts_know_where_their_tokens_are():
     assert smaller.positions_N.tolist() == [2, 3, 4]
 
 
-def test_minibatches_are_equal_shares_of_whole_groups():
+def test_minibatches_are_equal_shares_of_the_groups():
     batch = make_batch([[3, 2], [1, 2], [4, 1], [1, 1]], [1.0, 0.0] * 4)
     shares = split_minibatches(batch, 2)
     assert [batch.group_S[part.sequences_S].tolist() for part in shares] == [[0, 0, 1, 1], [2, 2, 3, 3]]
@@ -136,7 +136,7 @@ def test_minibatches_are_equal_shares_of_whole_groups():
     assert only.tokens_N.tolist() == list(range(15))
 
 
-def test_active_sequences_have_an_advantage_unless_another_term_looks_at_all():
+def test_active_sequences_have_an_advantage_unless_another_term_needs_all():
     batch = make_batch([[3, 2], [1, 2]], [1.0, 0.0, 5.0, 5.0])
     part = part_of(batch, [3, 1, 0])
     active = active_part(batch, part, PRESETS["default"])
@@ -155,7 +155,7 @@ groups = st.lists(
 
 
 def batch_of(drawn):
-    """Groups of (prompt length, completion lengths); prompts of one length are equal prompts."""
+    """A batch with a group for each (prompt length, completion lengths). Prompts of one length are equal."""
     lengths = [of for _, of in drawn]
     rewards = [float(i % 2) for i in range(sum(map(len, lengths)))]
     return make_batch(lengths, rewards, prompt_lengths=[length for length, _ in drawn])
@@ -166,13 +166,13 @@ def prompts_of(batch):
 
 
 @given(groups, st.integers(1, 60))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_shared_packs(drawn, budget):
-    """Every sequence once, every prompt once, within the budget; as few microbatches as there can be, and the largest
-    one as small as it can be, found by trying every cut from the back."""
+    """Every sequence and every prompt once, within the budget. The number of microbatches and the size of the largest are
+    minimal, compared with an exhaustive search over all cuts."""
     batch = batch_of(drawn)
     lengths_S, prompt_S = batch.lengths_S.tolist(), prompts_of(batch)
-    found = packs(batch, whole(batch), budget)
+    found = packs(batch, all_sequences(batch), budget)
     cuts = [cut for pack in found for cut in pack.microbatches]
     assert sorted(itertools.chain(*cuts)) == list(range(batch.num_sequences))
     assert [prompt for pack in found for prompt in pack.prompt_ids] == list(dict.fromkeys(prompt_S))
@@ -201,11 +201,11 @@ def test_shared_packs(drawn, budget):
 
 
 @given(groups, st.integers(1, 60))
-@settings(deadline=None)
-def test_packs_of_whole_rows(drawn, budget):
+@settings(deadline=None, max_examples=50)
+def test_packs_of_padded_rows(drawn, budget):
     batch = batch_of(drawn)
     lengths_S, prompt_S = batch.lengths_S.tolist(), prompts_of(batch)
-    (pack,) = packs(batch, whole(batch), budget, shared=False)
+    (pack,) = packs(batch, all_sequences(batch), budget, shared=False)
     assert sorted(itertools.chain(*pack.microbatches)) == list(range(batch.num_sequences))
     assert pack.prompt_ids == tuple(dict.fromkeys(prompt_S))
     for cut in pack.microbatches:
@@ -215,20 +215,20 @@ def test_packs_of_whole_rows(drawn, budget):
 
 def test_packs_by_hand():
     batch = make_batch([[3, 2], [1, 2], [4, 4]], [1.0, 0.0] * 3, prompt_lengths=[5, 2, 4])
-    first, second = packs(batch, whole(batch), 8)
+    first, second = packs(batch, all_sequences(batch), 8)
     assert (first.prompt_ids, first.microbatches) == (((1,) * 5, (1,) * 2), ((0, 1, 2, 3),))
     assert (second.prompt_ids, second.microbatches) == (((1,) * 4,), ((4, 5),))
     # Rows of 8, 7, 3, 4, 8 and 8 tokens, longest first: two of 8 are 16 tokens with padding, 8 and 7 are too.
-    (pack,) = packs(batch, whole(batch), 16, shared=False)
+    (pack,) = packs(batch, all_sequences(batch), 16, shared=False)
     assert pack.microbatches == ((0, 4), (5, 1), (3, 2))
-    # A sequence that is longer than the budget stands alone.
+    # A sequence longer than the budget has a microbatch to itself.
     batch = make_batch([[9, 1, 1], [2, 2, 12]], [1.0, 0.0] * 3, prompt_lengths=[30, 3])
-    first, second = packs(batch, whole(batch), 5)
+    first, second = packs(batch, all_sequences(batch), 5)
     assert (first.microbatches, second.microbatches) == (((0,), (1, 2)), ((3, 4), (5,)))
 
 
-def test_microbatches_hold_the_rows_of_their_sequences():
-    """Of a part in another order, with a sequence of two segments."""
+def test_microbatches_contain_the_rows_of_their_sequences():
+    """The part is in another order than the batch, and one sequence has two segments."""
     batch = lay_out(several_turns(), CPU)
     part, seen = part_of(batch, [3, 1, 2, 0]), []
     for pack in packs(batch, part, 5):

@@ -13,7 +13,7 @@ from tests.train.updates import DOUBLE, context_for, logps_of
 
 
 def moved(groups, completions, unknown=()):
-    """The measure, which completions it looked at, and each completion's k3."""
+    """The metric, the prompts of the completions that were measured, and the k3 of every completion."""
     lengths = [[3] * size for size in groups]
     batch = make_batch(lengths, [float(i) for i in range(sum(groups))], prompt_lengths=range(1, len(groups) + 1))
     policy = Policy(tiny_llama(vocab_size=256).double(), DOUBLE)
@@ -37,25 +37,25 @@ def moved(groups, completions, unknown=()):
     return found, seen[: completions or None], gaps_N.view(-1, 3).mean(1)
 
 
-def test_four_completions_each_of_prompts_far_apart():
+def test_four_completions_are_measured_of_each_of_several_prompts():
     found, seen, gaps_S = moved([8] * 8, 8)
     assert len(set(seen)) == 2
-    chosen = [*range(4), *range(32, 36)]  # of the first prompt and of the fifth
+    chosen = [*range(4), *range(32, 36)]  # of the first and of the fifth prompt
     assert found["update_kl"] == pytest.approx(float(gaps_S[chosen].mean()), rel=1e-12)
     assert found["update_kl"] > 1e-4
 
 
-def test_where_there_are_few_prompts_more_of_each():
+def test_with_few_prompts_more_completions_of_each_are_measured():
     found, _, gaps_S = moved([8], 8)
     assert found["update_kl"] == pytest.approx(float(gaps_S.mean()), rel=1e-12)
     found, _, gaps_S = moved([2, 3], 100)
     assert found["update_kl"] == pytest.approx(float(gaps_S.mean()), rel=1e-12)
 
 
-def test_of_those_that_had_a_pass():
+def test_completions_without_log_probs_before_the_update_are_left_out():
     found, _, gaps_S = moved([2, 2], 4, unknown=(0, 3))
     assert found["update_kl"] == pytest.approx(float(gaps_S[[1, 2]].mean()), rel=1e-12)
 
 
-def test_none_asked_for():
+def test_nothing_is_measured_for_0_completions():
     assert moved([2, 2], 0)[0] == {}

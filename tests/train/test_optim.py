@@ -1,4 +1,4 @@
-"""The optimizer: its schedule by hand, its groups, its clipping, and AdamW itself as the judge."""
+"""The optimizers: learning rates, clipping, weight decay and states, against values by hand and torch's AdamW."""
 
 import copy
 import sys
@@ -43,23 +43,25 @@ def test_rates_by_hand(schedule, rates):
     assert seen == pytest.approx([0.1 * rate for rate in rates], rel=1e-5)
 
 
-def test_steps_are_torchs_adamw():
-    mine, theirs = model(), model()
-    optimizer = Optimizer(mine, OptimConfig(learning_rate=0.1, max_grad_norm=1e9), 10)
+def test_steps_equal_those_of_torch():
+    ours, theirs = model(), model()
+    optimizer = Optimizer(ours, OptimConfig(learning_rate=0.1, max_grad_norm=1e9), 10)
     plain = torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.0)
     for _ in range(3):
-        one_step(mine, optimizer)
+        one_step(ours, optimizer)
         plain.zero_grad()
         theirs(torch.ones(1, 3))[0, 0].backward()
         plain.step()
-    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # other kernels; a step is 0.1 whatever the gradient
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=1e-5
+        )  # the fused kernel rounds differently; a step is about 0.1
 
 
 def test_a_gradient_of_zero_makes_no_step():
     module = model()
     optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, weight_decay=0.5, lr_scheduler_type="linear"), 4)
-    one_step(module, optimizer)  # from here on there is momentum
+    one_step(module, optimizer)  # now there is momentum
     before, rate = copy.deepcopy(module.state_dict()), optimizer.learning_rate
     assert one_step(module, optimizer, scale=0.0) == 0.0
     assert optimizer.learning_rate == rate
@@ -71,30 +73,30 @@ def test_weight_decay_is_for_matrices():
     before = [p.clone() for p in module.parameters()]
     optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, weight_decay=0.5), 1)
     for parameter in module.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-30)  # not 0, and moves nothing by itself
+        parameter.grad = torch.full_like(parameter, 1e-30)  # not 0, but too small to change a weight
     optimizer.rules[0].step()
     for old, new in zip(before, module.parameters(), strict=True):
         expected = old * (1 - 0.1 * 0.5) if old.ndim == 2 else old
         torch.testing.assert_close(new, expected)
 
 
-def test_the_norm_is_returned_uncut_and_the_step_is_cut():
+def test_the_returned_norm_is_that_before_clipping():
     module = model()
     optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, max_grad_norm=0.5), 1)
     norm = one_step(module, optimizer, scale=100.0)
-    cut = torch.sqrt(sum((p.grad**2).sum() for p in module.parameters()))
+    clipped = torch.sqrt(sum((p.grad**2).sum() for p in module.parameters()))
     assert norm > 10
-    assert cut.item() == pytest.approx(0.5, rel=1e-4)
+    assert clipped.item() == pytest.approx(0.5, rel=1e-4)
 
 
-def test_nothing_to_train():
+def test_a_model_without_trainable_parameters_is_an_error():
     module = model().requires_grad_(False)
     with pytest.raises(ModelError, match="nothing to train"):
         Optimizer(module, OptimConfig(), 1)
 
 
 def tiny_trained(name, updates=3, learning_rate=0.05):
-    """A small model after some updates toward one token."""
+    """A small model after some updates that raise the probability of one token."""
     module = tiny_llama()
     optimizer = Optimizer(module, OptimConfig(optimizer=name, learning_rate=learning_rate), updates)
     ids, losses = torch.tensor([[3, 4, 5, 6]]), []
@@ -123,7 +125,7 @@ def test_every_optimizer_learns_and_goes_on_from_its_state(name):
         assert torch.equal(one, two)
 
 
-def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest():
     module, optimizer, _ = tiny_trained("muon", updates=1)
     muon, adamw = optimizer.rules
     assert isinstance(muon, torch.optim.Muon)
@@ -136,12 +138,12 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
 
 
 def test_one_muon_step_is_the_orthogonalised_momentum():
-    """Its update is nearly orthogonal, of root mean square 0.2 (AdamW's size) times the learning rate."""
+    """The step is nearly orthogonal. Its root mean square is 0.2 (the size of AdamW's) times the learning rate."""
     module = nn.Linear(32, 32, bias=False)
     before = module.weight.detach().clone()
     optimizer = Optimizer(module, OptimConfig(optimizer="muon", learning_rate=0.1), 1)
-    one_step_of = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)), torch.eye(32)[:5]
-    (module(one_step_of[0]) * one_step_of[1]).sum().backward()
+    inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    (module(inputs) * torch.eye(32)[:5]).sum().backward()
     optimizer.step()
     step = (before - module.weight.detach()) / 0.1
     singular = torch.linalg.svdvals(step)[:5]  # the gradient has rank 5

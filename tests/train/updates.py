@@ -26,13 +26,13 @@ DOUBLE = Precision(torch.float64, torch.float64)
 
 
 def context_for(policy, objective, budget=10_000, *, temperature=1.0, penalty=1.0, reference=None, learning_rate=0.0):
-    """A step's context. A learning rate of 0 leaves the weights as they are."""
+    """A step context. With a learning rate of 0 an update does not change the weights."""
     optimizer = Optimizer(policy.model, OptimConfig(learning_rate=learning_rate, max_grad_norm=1e9), 1)
     sampling = Sampling(8, temperature=temperature, repetition_penalty=penalty)
     return StepContext(policy, optimizer, objective, sampling, TokenBudget(budget), reference)
 
 
-def whole(batch):
+def all_sequences(batch):
     """All sequences of a batch."""
     return part_of(batch, range(batch.num_sequences))
 
@@ -46,13 +46,13 @@ def segments_of(batch):
 
 def logps_of(policy, batch, part=None, budget=10_000, **settings):
     """Log-probs of a batch, or of some of its sequences, under a policy."""
-    part = whole(batch) if part is None else part
+    part = all_sequences(batch) if part is None else part
     return policy_logps(context_for(policy, None, budget, **settings), policy, batch, part)
 
 
 def rollout(seed=0, truncated=()):
-    """Four groups of three completions of unequal lengths; one group degenerate, one completion unscored. The length
-    limit cut the completions in ``truncated``."""
+    """Four groups of three completions of different lengths. One group has equal rewards, one completion is unscored,
+    and the completions in ``truncated`` reached the length limit."""
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for p in range(4):
@@ -71,7 +71,7 @@ def rollout(seed=0, truncated=()):
 
 
 def shifted_policy():
-    """A model with other weights than the current one."""
+    """A policy with slightly different weights."""
     shifted = Policy(tiny_llama().double(), DOUBLE)
     with torch.no_grad():
         for index, parameter in enumerate(shifted.model.parameters()):
@@ -95,8 +95,8 @@ def batch_for(policy, objective, *, old=True, truncated=()):
 
 
 def gradient(policy, batch, objective, token_budget, *, entropy_coefficient=0.0, order=None, **settings):
-    """The gradient that one real update leaves, with a learning rate of 0."""
+    """The gradient after an update with a learning rate of 0, and the result of the update."""
     context = context_for(policy, objective, token_budget, **settings)
-    part = whole(batch) if order is None else part_of(batch, order)
+    part = all_sequences(batch) if order is None else part_of(batch, order)
     result = update(context, batch, part, entropy_coefficient)
     return [p.grad.clone() for p in policy.model.parameters()], result
