@@ -26,6 +26,7 @@ from cohort.policy import context_length, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
+from cohort.rollout import LocalEngine, check_capabilities
 from cohort.train import (
     Adaptive,
     Best,
@@ -89,6 +90,7 @@ class GRPOTrainer:
         self.args = config = GRPOConfig() if args is None else args
         if not isinstance(config, GRPOConfig):
             raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
+        check_capabilities(LocalEngine, config)
         model = config.model.path if model is None else model
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.backend import Capacity
+from cohort.rollout.capacity import Capacity
 from cohort.rollout.choose import logit_gap
-from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
+from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from tests.rollout.test_families import ATTENTION as SMALL
 from tests.rollout.test_families import COMMON
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
@@ -25,7 +25,12 @@ EXPERTS = SMALL | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "m
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 
-REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = "rows refilled", "in turns", "prompts of equal length", "without a cache"
+REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
+    "rows refilled",
+    "static batches",
+    "all prompts have one length",
+    "without a cache",
+)
 
 FAMILIES = {
     # Absolute positions, rotations, ALiBi, biases, parallel blocks, experts: keys and values alone.
@@ -143,8 +148,8 @@ FAMILIES = {
 PROMPTS = prompts((5, 9, 20), (7,), tuple(range(3, 30)), (2, 3), (8, 9, 4))
 KINDS = {
     REFILL: RefillBackend,
-    TURNS: TurnsBackend,
-    EQUAL_TURNS: TurnsBackend,
+    TURNS: StaticBackend,
+    EQUAL_TURNS: StaticBackend,
     RECOMPUTE: RecomputeBackend,
 }
 

@@ -18,8 +18,8 @@ from cohort.errors import ModelError
 from cohort.policy import Policy, Precision
 from cohort.policy.anatomy import Anatomy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.backend import Capacity
-from cohort.rollout.generic import RefillBackend, TurnsBackend
+from cohort.rollout.capacity import Capacity
+from cohort.rollout.generic import RefillBackend, StaticBackend
 from cohort.rollout.lean import LeanBackend
 from tests.rollout.conftest import Way
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
@@ -553,7 +553,7 @@ def test_a_model_that_computes_something_else_is_found_out():
     attention = policy.model.model.layers[0].self_attn
     attention.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
     backend = engine_of(policy).backend
-    assert isinstance(backend, TurnsBackend)
+    assert isinstance(backend, StaticBackend)
     assert "off by" in backend.description
 
 

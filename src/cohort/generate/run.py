@@ -142,6 +142,8 @@ class Job:
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
         count, key = self.request.n, RNGKey(self.request.seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
+        if stream:
+            put_out("".join(stream.add(token) for token in self.samplings[0].forced_ids))
 
         def on_token(event: TokenEvent) -> None:
             meter.tokens += 1

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from cohort.data import Row
-from cohort.rollout.rows import decode
 from cohort.rollout.stops import REPLACEMENT
+from cohort.rollout.trajectory import decode
 from cohort.types import Completion, FinishReason, Prompt
 
 Write = Callable[[int, int, Completion], None]

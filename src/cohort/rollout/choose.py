@@ -11,8 +11,9 @@ from torch import Tensor
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, UnknownAnatomy
-from cohort.rollout.backend import Backend, Capacity
-from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
+from cohort.rollout.backend import Backend
+from cohort.rollout.capacity import Capacity
+from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from cohort.rollout.lean import LeanBackend
 
 CHECK_LENGTHS = (11, 5)
@@ -57,7 +58,7 @@ def _candidates(policy: Policy, failures: list[str], *, native_kernels: bool) ->
     if kind == "attention":
         yield RefillBackend(policy)
     if kind is not None:
-        yield TurnsBackend(policy, mixed_lengths=kind != "recurrent")
+        yield StaticBackend(policy, mixed_lengths=kind != "recurrent")
     yield RecomputeBackend(policy)
 
 
