@@ -1,7 +1,8 @@
-"""The command line: GSM8K from end to end, and every mistake that a newcomer makes, answered before the first
-sample."""
+"""The command line: GSM8K end to end, and the mistakes of newcomers, which are reported before the first sample."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cohort.cli import main
+from cohort.flags import EvalFlags, GenerateFlags
 from cohort.rewards.mathematics import gsm8k
 from tests.conftest import GSM8K, tiny_llama
 
@@ -17,7 +19,7 @@ EXAMPLE = ROOT / "examples" / "gsm8k.toml"
 
 
 def byte_tokenizer(path):
-    """A tokenizer that can spell everything: a token per byte, and a chat template."""
+    """A tokenizer with one token per byte and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -65,17 +67,17 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
     import pyarrow.parquet
 
     assert main(gsm8k_command) == 0
-    said = capsys.readouterr().out
-    assert "2 prompts x 3 = 6 completions per rollout, 1 update each" in said
-    assert "<|system|>Solve the problem step by step." in said
-    assert "3,736.5 rollouts per epoch on 7,473 prompts; 2 rollouts" in said
+    output = capsys.readouterr().out
+    assert "2 prompts x 3 = 6 completions per rollout, 1 update each" in output
+    assert "<|system|>Solve the problem step by step." in output
+    assert "3,736.5 rollouts per epoch on 7,473 prompts; 2 rollouts" in output
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1, 2]
     assert "eval/rewards/gsm8k/mean" in steps[-1]
-    assert "evaluation before training: reward 0.000 (0.000 to " in said
-    assert "evaluation after step 2: reward 0.000" in said
-    assert "done: 0 updates on 12 completions" in said  # no completion of a random model is right: nothing to learn
-    assert "nothing was learned; no update had a gradient: in every group all rewards are equal" in said
+    assert "evaluation before training: reward 0.000 (0.000 to " in output
+    assert "evaluation after step 2: reward 0.000" in output
+    assert "done: 0 updates on 12 completions" in output  # no completion of a random model is right: nothing to learn
+    assert "nothing was learned; no update had a gradient: in every group all rewards are equal" in output
     raw = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
     rows = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet").to_pylist()
     assert len(rows) == 6
@@ -100,7 +102,7 @@ def test_resume_from_the_command_line(gsm8k_command, tmp_path, capsys):
 
 @pytest.fixture
 def good(tmp_path, model_folder, monkeypatch):
-    """A run that would start, to be spoilt in one place."""
+    """A valid run, for tests that break one thing."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{n}?", "answer": "1"}) + "\n" for n in range(9))
@@ -120,7 +122,7 @@ def good(tmp_path, model_folder, monkeypatch):
     return tmp_path
 
 
-def test_the_good_run_starts(good):
+def test_the_valid_run_starts(good):
     assert main(["train", "config.toml"]) == 0
     assert (good / "out" / "checkpoints" / "step-1" / "model.safetensors").exists()
 
@@ -153,7 +155,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_answered_before_the_first_sample(good, mistake, capsys, monkeypatch):
+def test_mistakes_are_reported_before_the_first_sample(good, mistake, capsys, monkeypatch):
     from cohort.rollout import LocalEngine
 
     monkeypatch.setattr(LocalEngine, "generate", lambda *a: pytest.fail("sampled"))
@@ -188,7 +190,7 @@ def test_other_mistakes(good, capsys, model_folder):
 
 
 @pytest.mark.parametrize(
-    ("save_steps", "left"), [("1", "has a checkpoint of step 1: go on"), ("0", "has no checkpoint yet")]
+    ("save_steps", "left"), [("1", "has a checkpoint of step 1: continue"), ("0", "has no checkpoint yet")]
 )
 def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_steps, left):
     from cohort.report.console import StepDisplay
@@ -218,13 +220,27 @@ def test_config_prints_every_setting(capsys):
 
 
 def test_version_and_unknown_commands(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    with pytest.raises(SystemExit) as stop:
-        main(["demo", "--what"])
-    assert stop.value.code == 2
-    capsys.readouterr()
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("cohort 0.")
+    assert main(["demo", "--sed", "1"]) == 2
+    assert capsys.readouterr().err == "cohort: error: Unknown option: --sed. Did you mean --seed?\n"
+    assert main(["trian"]) == 2
+    assert 'Did you mean "train"?' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [GenerateFlags, EvalFlags])
+def test_help_describes_every_flag(capsys, flags, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["generate" if flags is GenerateFlags else "eval", "--help"]) == 0
+    output = capsys.readouterr().out
+    for field in dataclasses.fields(flags):
+        assert re.search(rf"│ --{field.name.replace('_', '-')} .*[a-z]{{3}}", output), field.name
+
+
+@pytest.mark.parametrize(("command", "words"), [("train", "--section.key value"), ("objective", "--set PART=VALUE...")])
+def test_help(capsys, command, words):
+    assert main([command, "--help"]) == 0
+    assert words in capsys.readouterr().out
 
 
 def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
@@ -234,34 +250,42 @@ def test_the_installed_command_exits_with_2_and_no_traceback(tmp_path):
     assert done.stderr.strip() == "cohort: error: no config file nope.toml"
 
 
-def test_importing_the_package_is_light():
-    code = "import sys, cohort; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'pydantic')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize(
+    ("statement", "modules"),
+    [
+        ("import cohort", "torch transformers pydantic cyclopts"),
+        ("from cohort.cli import main; main(['generate', '--help'])", "torch transformers pydantic datasets"),
+    ],
+)
+def test_importing_the_package_and_help_are_fast(statement, modules):
+    code = f"{statement}; import sys; sys.exit(any(module in sys.modules for module in {modules.split()}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
 
 
 def test_objective_lists_every_preset(capsys):
     from cohort.presets import PRESETS
 
     assert main(["objective"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for row in PRESETS.values():
-        assert f"{row.identity} " in said
-        assert row.summary in said
+        assert f"{row.identity} " in output
+        assert row.summary in output
 
 
 def test_objective_explains_one_with_changes(capsys):
     assert main(["objective", "dapo", "--set", "trust_region.high=1.4", "beta=0.01", "scale=none"]) == 0
-    said = capsys.readouterr().out
-    assert "objective dapo@1" in said
+    output = capsys.readouterr().out
+    assert "objective dapo@1" in output
     assert (
-        "changed      scale group_std (ddof 1, epsilon 1e-06) -> none, trust_region.high 1.28 -> 1.4, kl.beta 0" in said
+        "changed      scale group_std (ddof 1, epsilon 1e-06) -> none, trust_region.high 1.28 -> 1.4, kl.beta 0"
+        in output
     )
-    assert "min(r A, clip(r, 0.8, 1.4) A)" in said
-    assert "beta = 0.01" in said
-    ratios, up, down = (line[11:].split() for line in said.splitlines()[-3:])
+    assert "min(r A, clip(r, 0.8, 1.4) A)" in output
+    assert "beta = 0.01" in output
+    ratios, up, down = (line[11:].split() for line in output.splitlines()[-3:])
     table = {float(ratio): [one, other] for ratio, one, other in zip(ratios, up, down, strict=True)}
     assert table[1.0] == ["1", "-1"]
-    assert table[1.4] == ["1.4", "-1.4"]  # on the bound the gradient is whole
+    assert table[1.4] == ["1.4", "-1.4"]  # no clipping at the bound itself
     assert table[1.5] == ["0", "-1.5"]
     assert table[0.5] == ["0.5", "0"]
 
@@ -275,11 +299,11 @@ def test_objective_explains_one_with_changes(capsys):
             ["objective", "dapo", "--set", "trust_region.hihg=1"],
             "unknown setting trust_region.hihg; did you mean high?",
         ),
-        (["objective", "dapo", "--set", "beta"], "expected PART=VALUE"),
+        (["objective", "dapo", "beta"], "expected PART=VALUE"),
         (["objective", "--set", "beta=1"], "--set needs a preset"),
         (["objective", "rloo", "--set", "scale=group_std"], "would divide beta by the group's spread"),
     ],
 )
-def test_mistakes_about_objectives_are_answered(capsys, arguments, expected):
+def test_mistakes_about_objectives_are_reported(capsys, arguments, expected):
     assert main(arguments) == 2
     assert expected in capsys.readouterr().err

@@ -216,7 +216,7 @@ def test_which_model_of_a_run(run_folder):
         (("--data", "a=rows.jsonl", "rows.jsonl", "--reward", REWARD), "NAME=FILE; rows.jsonl has none"),
         (("--data", "a=rows.jsonl", "a=b.jsonl", "--reward", REWARD), "two files the same name"),
         (("--data", "a/b=rows.jsonl", "--reward", REWARD), "expected letters, digits"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--k", "2"), "pass_at_k asks for 2 completions per prompt"),
+        (("--data", "rows.jsonl", "--reward", REWARD, "--k", "2"), "pass_at_k needs 2 completions per prompt"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--k", "0"), "eval.pass_at_k.0: input should be greater"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--temperature", "-1"), "eval.temperature_eval"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--eval.what", "1"), "unknown setting --eval.what"),
@@ -251,7 +251,7 @@ def test_which_model_of_a_run(run_folder):
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "./a"), "are the same file"),
         (
             ("--data", "rows.jsonl", "--reward", REWARD, "--eval.confidence", "0.9999"),
-            "are too few for confidence 0.9999",
+            "is too small for confidence 0.9999",
         ),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "no/where.json"), "there is no folder no"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "a"), "are the same file"),

@@ -12,16 +12,17 @@ from cohort.config import GRPOConfig, Schedule
 from cohort.data import (
     MEASURED,
     Data,
+    DataCursor,
     LengthLimit,
     PromptSet,
     check_data,
     curriculum_values,
     load_data,
     load_sets,
-    prompt_stream,
+    prompt_loader,
 )
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
-from cohort.objective import Objective, try_own_functions
+from cohort.objective import Objective, try_user_functions
 from cohort.policy import context_length, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
@@ -95,7 +96,7 @@ class GRPOTrainer:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.objective = objective = config.resolved_objective
-        try_own_functions(objective, config.rollout.num_generations)
+        try_user_functions(objective, config.rollout.num_generations)
         self.rewards = RewardRunner(
             _reward_functions(functions),
             config.reward.weights,
@@ -117,7 +118,7 @@ class GRPOTrainer:
         )
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
-        self.prompts = prompt_stream(prompts, self.tokenizer, config.data, self._limit, seed=config.run.seed)
+        self.prompts = prompt_loader(prompts, self.tokenizer, config.data, self._limit, seed=config.run.seed)
         self.schedule = Schedule.of(config, self.prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
@@ -184,7 +185,7 @@ class GRPOTrainer:
             self.summary["eval_before"] = before
         try:
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self._sum_up(metrics)
+                self._sum_up(metrics, parts.cursor)
                 whole_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
         except (RewardError, DataError, ConfigError) as error:  # a row of a stream is looked at when it comes
@@ -212,12 +213,12 @@ class GRPOTrainer:
             kept = step
         return kept or None
 
-    def _sum_up(self, metrics: dict[str, Any]) -> None:
+    def _sum_up(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = self.prompts.place.taken * self.schedule.num_generations
+        self.summary["completions"] = cursor.position * self.schedule.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -274,7 +275,7 @@ class GRPOTrainer:
         return f"{described}\n{self.evaluator.describe()}" if self.evaluator else described
 
     def _start(self, folder: RunFolder) -> int:
-        folder.start(self.args, self.prompts.take(0, 1)[0].text)
+        folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text)
         set_seed(self.args.run.seed)
         if self.args.report.progress:
             announce(self.describe(), f"run folder: {folder.path}")
@@ -282,8 +283,8 @@ class GRPOTrainer:
 
     def _resume(self, folder: RunFolder, parts: Parts) -> int:
         step = folder.check_resumable(self.args)
-        folder.load_checkpoint(parts.state(step))
-        self.schedule = self.schedule.resumed(step, self.prompts.place.taken)
+        parts.cursor = folder.load_checkpoint(parts.state(step))
+        self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:
             raise ConfigError(
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "

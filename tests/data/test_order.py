@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
-from cohort.data import LengthLimit, Place, PromptSet, PromptStream, load_data
+from cohort.data import DataCursor, InMemoryLoader, LengthLimit, PromptSet, load_data
+from cohort.data.loader import ReadPosition
 from cohort.data.mixture import Turns
-from cohort.data.order import Reached, pass_order
+from cohort.data.order import pass_order
 from cohort.errors import DataError
 from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL
@@ -25,7 +26,7 @@ MEASURED = DataConfig(order="curriculum", curriculum="measured")
 
 def stream(given, config=SHUFFLED, seed=0):
     rows = [{"prompt": str(n)} for n in range(given)] if isinstance(given, int) else given
-    return PromptStream(PromptSet(load_data(rows, config), TOKENIZER, config), seed=seed, config=config)
+    return InMemoryLoader(PromptSet(load_data(rows, config), TOKENIZER, config), seed=seed, config=config)
 
 
 def mixture(sizes, weights, config=SHUFFLED, seed=0):
@@ -45,7 +46,7 @@ def rows_of(prompts):
 def test_every_row_occurs_once_in_each_pass(num_rows, per_step, seed):
     prompts = stream(num_rows, seed=seed)
     steps = -(-3 * num_rows // per_step)
-    taken = [prompt for step in range(steps) for prompt in prompts.take(step * per_step, per_step)]
+    taken = [prompt for step in range(steps) for prompt in prompts.fetch(DataCursor(step * per_step), per_step)]
     for epoch in range(3):
         rows = Counter(rows_of(taken[epoch * num_rows : (epoch + 1) * num_rows]))
         assert set(rows.values()) == {1}
@@ -60,7 +61,7 @@ def test_order_depends_on_seed_epoch_and_lane_alone():
 
 def test_sequential_is_the_files_order():
     prompts = stream(5, SEQUENTIAL)
-    assert [row for step in range(3) for row in rows_of(prompts.take(2 * step, 2))] == [0, 1, 2, 3, 4, 0]
+    assert [row for step in range(3) for row in rows_of(prompts.fetch(DataCursor(2 * step), 2))] == [0, 1, 2, 3, 4, 0]
 
 
 WEIGHTS = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=60), min_size=1, max_size=5)
@@ -99,7 +100,7 @@ def test_an_epoch_of_a_mixture_is_over_when_every_row_was_used(sources, seed):
     prompts = mixture(sizes, [weight / 4 for weight in weights], seed=seed)
     length = prompts.epoch_length
     assert length == max(-(-size * sum(weights) // weight) for size, weight in sources)
-    taken = prompts.take(0, 2 * length)
+    taken = prompts.fetch(DataCursor(), 2 * length)
     for number, size in enumerate(sizes):
         own = [prompt.row_index for prompt in taken if prompt.source == str(number)]
         assert set(own[: sum(prompt.source == str(number) for prompt in taken[:length])]) == set(range(size))
@@ -109,7 +110,7 @@ def test_an_epoch_of_a_mixture_is_over_when_every_row_was_used(sources, seed):
 
 def test_two_sources_of_the_same_rows_have_orders_of_their_own():
     prompts = mixture([20, 20], [1.0, 1.0])
-    taken = prompts.take(0, 40)
+    taken = prompts.fetch(DataCursor(), 40)
     first, second = (rows_of(prompt for prompt in taken if prompt.source == name) for name in "01")
     assert sorted(first) == sorted(second)
     assert first != second
@@ -118,7 +119,7 @@ def test_two_sources_of_the_same_rows_have_orders_of_their_own():
 def test_without_weights_every_row_of_every_source_is_used_once():
     prompts = mixture([3, 5], [None, None])
     assert prompts.epoch_length == 8
-    assert Counter((p.source, p.row_index) for p in prompts.take(0, 8)) == Counter(
+    assert Counter((p.source, p.row_index) for p in prompts.fetch(DataCursor(), 8)) == Counter(
         [("0", n) for n in range(3)] + [("1", n) for n in range(5)]
     )
 
@@ -150,11 +151,19 @@ def test_a_curriculum_by_a_column():
     for seed in range(20):
         prompts = by("level", seed)
         for epoch in range(2):
-            rows = rows_of(prompts.take(epoch * 7, 7))
+            rows = rows_of(prompts.fetch(DataCursor(epoch * 7), 7))
             assert [float(LEVELS[row]["level"]) for row in rows] == [0.5, 1, 1, 1, 2, 2, 3]
             orders.add(tuple(rows))
     assert len(orders) == 12  # ties are broken by seed and epoch: 3! x 2! orders
-    assert [float(LEVELS[row]["level"]) for row in rows_of(by("-level").take(0, 7))] == [3, 2, 2, 1, 1, 1, 0.5]
+    assert [float(LEVELS[row]["level"]) for row in rows_of(by("-level").fetch(DataCursor(), 7))] == [
+        3,
+        2,
+        2,
+        1,
+        1,
+        1,
+        0.5,
+    ]
     assert by("-level").describe()[-1] == "order: by -level, of equal ones a new order for each epoch"
 
 
@@ -164,9 +173,9 @@ def test_a_curriculum_of_what_is_left():
     config = DataConfig(order="curriculum", curriculum="-level")
     data = load_data([Source(path=rows), Source(path=rows, filter={"level": {"min": 4}})], config)
     limit = LengthLimit(4, "data.max_prompt_length", "drop")
-    prompts = PromptStream(PromptSet(data, TOKENIZER, config, limit=limit), seed=0, config=config)
-    assert [prompt.columns["level"] for prompt in prompts.take(0, 6)] == [9, 9, 5, 5, 3, 1]
-    assert Counter((p.source, p.row_index) for p in prompts.take(0, 6))[("source 1", 4)] == 1
+    prompts = InMemoryLoader(PromptSet(data, TOKENIZER, config, limit=limit), seed=0, config=config)
+    assert [prompt.columns["level"] for prompt in prompts.fetch(DataCursor(), 6)] == [9, 9, 5, 5, 3, 1]
+    assert Counter((p.source, p.row_index) for p in prompts.fetch(DataCursor(), 6))[("source 1", 4)] == 1
 
 
 @pytest.mark.parametrize("value", [None, "hard", float("nan"), True])
@@ -179,23 +188,22 @@ def test_a_curriculum_needs_a_number_in_every_row(value):
         by("lvl")
 
 
-def steps(prompts, count, per_step, reward):
-    """Steps of a run whose rewards are a function of the row and the step; the rows of each."""
-    taken = []
+def steps(prompts, count, per_step, reward, cursor=None):
+    """Steps of a run whose rewards are a function of the row and the step; the rows of each, and the cursor."""
+    cursor, fetched = cursor or DataCursor(), []
     for step in range(count):
-        place = prompts.place.taken
-        some = prompts.take(place, per_step)
-        assert some == prompts.take(place, per_step)  # asked again, before the step is whole, it is the same
-        prompts.advance(place + per_step, {p.uid: reward(p.row_index, step) for p in some})
-        taken.append(rows_of(some))
-    return taken
+        some = prompts.fetch(cursor, per_step)
+        assert prompts.fetch(cursor, per_step - 1, skip=1) == some[1:]  # fetching changes nothing
+        cursor, _ = prompts.advance(cursor, per_step, {p.uid: reward(p.row_index, step) for p in some})
+        fetched.append(rows_of(some))
+    return fetched, cursor
 
 
 def test_a_measured_curriculum_goes_from_the_highest_reward_to_the_lowest():
     prompts = stream(6, MEASURED)
-    taken = steps(prompts, 6, 3, lambda row, step: row if step < 2 else -row)
+    taken, _ = steps(prompts, 6, 3, lambda row, step: row if step < 2 else -row)
     assert sorted(taken[0] + taken[1]) == list(range(6))
-    assert taken[0] + taken[1] == rows_of(stream(6).take(0, 6))  # the first pass is shuffled
+    assert taken[0] + taken[1] == rows_of(stream(6).fetch(DataCursor(), 6))  # the first pass is shuffled
     assert taken[2] + taken[3] == [5, 4, 3, 2, 1, 0]  # by what the first pass measured
     assert taken[4] + taken[5] == [0, 1, 2, 3, 4, 5]  # by what the second one did
     assert "from the highest mean reward measured to the lowest" in prompts.describe()[-1]
@@ -203,7 +211,7 @@ def test_a_measured_curriculum_goes_from_the_highest_reward_to_the_lowest():
 
 def test_what_could_not_be_measured_comes_last():
     prompts = stream(6, MEASURED)
-    taken = steps(prompts, 4, 3, lambda row, step: np.nan if row in (1, 4) else row)
+    taken, _ = steps(prompts, 4, 3, lambda row, step: np.nan if row in (1, 4) else row)
     assert (taken[2] + taken[3])[:4] == [5, 3, 2, 0]
 
 
@@ -218,14 +226,12 @@ def test_a_measured_curriculum_goes_on_where_it_was(num_rows, per_step, count, s
         return mixture(sizes, [1.0, 2.0], MEASURED, seed=3) if weighted else stream(num_rows, MEASURED, seed=3)
 
     stop = min(stop, count)
-    whole = steps(fresh(), count, per_step, reward)
+    whole, _ = steps(fresh(), count, per_step, reward)
     before = fresh()
-    first = steps(before, stop, per_step, reward)
-    before.take(before.place.taken, per_step)  # a step that was begun and never became whole
-    state = copy.deepcopy(before.place.state_dict())
-    after = fresh()
-    after.place.load_state_dict(state)
-    rest = steps(after, count - stop, per_step, lambda row, step: reward(row, step + stop))
+    first, cursor = steps(before, stop, per_step, reward)
+    before.fetch(cursor, per_step)  # a step that was begun and never completed
+    cursor = DataCursor.from_state(copy.deepcopy(cursor.state_dict()))
+    rest, _ = steps(fresh(), count - stop, per_step, lambda row, step: reward(row, step + stop), cursor)
     assert first + rest == whole
     if not weighted:
         flat = [row for rows in whole for row in rows]
@@ -233,13 +239,11 @@ def test_a_measured_curriculum_goes_on_where_it_was(num_rows, per_step, count, s
             assert sorted(flat[begin : begin + num_rows]) == list(range(num_rows))
 
 
-def test_a_place_is_written_and_read_back():
-    place = Place(taken=3, reached=Reached([3], 1), rewards=np.array([1.0, np.nan]), passes={0: (1, np.array([1, 0]))})
-    other = Place()
-    other.load_state_dict(place.state_dict())
-    assert (other.taken, other.reached) == (3, Reached([3], 1))
-    np.testing.assert_array_equal(other.rewards, place.rewards)
-    assert other.passes[0][0] == 1
+def test_a_cursor_is_written_and_read_back():
+    cursor = DataCursor(3, ReadPosition([3], 1), np.array([1.0, np.nan]), {0: (1, np.array([1, 0]))})
+    other = DataCursor.from_state(cursor.state_dict())
+    assert (other.position, other.read, other.orders) == (3, ReadPosition([3], 1), cursor.orders)
+    np.testing.assert_array_equal(other.rewards, cursor.rewards)
 
 
 def test_the_length_of_an_epoch_is_known_without_a_tokenizer():

@@ -19,7 +19,7 @@ from cohort.objective import (
     kl_multiplier,
     leveled_log_ratio,
 )
-from cohort.presets.parts import KL
+from cohort.presets.kl import KL
 
 from .tabular import assert_apart, assert_same, conditional_kls, cosine, gradient, groups, sequence_kl, tree
 

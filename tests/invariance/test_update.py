@@ -21,17 +21,19 @@ DOUBLE = Precision(torch.float64, torch.float64)
 PAPER = PRESETS["grpo"]
 
 
-def rollout(seed=0):
-    """Four groups of three completions of unequal lengths; one group degenerate, one completion unscored."""
+def rollout(seed=0, cut=()):
+    """Four groups of three completions of unequal lengths; one group degenerate, one completion unscored. ``cut``: the
+    completions that the length limit cut."""
     generator = torch.Generator().manual_seed(seed)
     groups = []
     for p in range(4):
         prompt = tuple(torch.randint(2, 37, (p * 2 + 1,), generator=generator).tolist())
         completions = []
-        for _ in range(3):
+        for c in range(3):
+            reason = FinishReason.LENGTH if 3 * p + c in cut else FinishReason.EOS
             length = int(torch.randint(1, 9, (1,), generator=generator))
             ids = tuple(torch.randint(2, 37, (length,), generator=generator).tolist())
-            completions.append(Completion(ids, (-1.0,) * length, FinishReason.EOS, "", 0))
+            completions.append(Completion(ids, (-1.0,) * length, reason, "", 0))
         groups.append(Group(Prompt(p, p, prompt, "", "", {}), tuple(completions)))
     rewards = torch.rand(12, generator=generator, dtype=torch.float64)
     rewards[3:6] = 0.25
@@ -48,9 +50,9 @@ def shifted_policy():
     return shifted
 
 
-def batch_for(policy, objective, *, old=True):
+def batch_for(policy, objective, *, old=True, cut=()):
     """A batch whose old, sampler and reference policies are all others than the current one."""
-    groups, scores = rollout()
+    groups, scores = rollout(cut=cut)
     batch = assemble(groups, torch.device("cpu"))
     logps = policy_logps(shifted_policy(), batch, 1.0, 10_000)
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

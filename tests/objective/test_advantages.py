@@ -322,24 +322,24 @@ def test_groups_are_told_apart_by_id_whatever_their_order_and_size(baseline, sca
 
 def test_statistics_of_two_groups():
     statistics = group_statistics(torch.tensor([1.0, 3.0, 4.0, 4.0]), longs(0, 0, 1, 1))
-    assert statistics.mean_R.tolist() == [2.0, 4.0]
-    assert statistics.std_R.tolist() == [pytest.approx(2**0.5), 0.0]
-    assert statistics.degenerate_R.tolist() == [False, True]
-    assert statistics.count_R.tolist() == [2.0, 2.0]
+    assert statistics.mean_P.tolist() == [2.0, 4.0]
+    assert statistics.std_P.tolist() == [pytest.approx(2**0.5), 0.0]
+    assert statistics.degenerate_P.tolist() == [False, True]
+    assert statistics.count_P.tolist() == [2.0, 2.0]
 
 
 def test_statistics_of_equal_rewards_have_no_spread_from_rounding():
     # E[x^2] - E[x]^2 would have one.
-    assert group_statistics(torch.full((8,), 1e6 + 0.1, dtype=torch.float64), ONE_GROUP).degenerate_R.all()
+    assert group_statistics(torch.full((8,), 1e6 + 0.1, dtype=torch.float64), ONE_GROUP).degenerate_P.all()
     near = group_statistics(doubles(1e6, 1e6 + 1e-6), longs(0, 0))
-    assert near.std_R.item() == pytest.approx(1e-6 / 2**0.5, rel=1e-3)  # 1e-6 itself is rounded at 1e6
-    assert not near.degenerate_R.any()
+    assert near.std_P.item() == pytest.approx(1e-6 / 2**0.5, rel=1e-3)  # 1e-6 itself is rounded at 1e6
+    assert not near.degenerate_P.any()
 
 
 def test_a_single_scored_member_has_no_sample_std():
     statistics = group_statistics(doubles(1.0, NAN), longs(0, 0))
-    assert torch.isnan(statistics.std_R).all()
-    assert statistics.degenerate_R.all()
+    assert torch.isnan(statistics.std_P).all()
+    assert statistics.degenerate_P.all()
 
 
 # Several rewards ----------------------------------------------------------------------------------------------------
@@ -410,11 +410,13 @@ def test_a_rewards_nan_leaves_only_its_own_term_out():
     check(got[:3], *(a + 0.5 * b for a, b in zip(first, second, strict=True)))
 
 
-@pytest.mark.parametrize("over_batch", [False, True])
-def test_a_completion_without_any_reward_has_no_part(over_batch):
+@pytest.mark.parametrize(("over_batch", "baseline"), [(False, "group_mean"), (True, "group_mean"), (True, "none")])
+def test_a_completion_without_any_reward_has_no_part(over_batch, baseline):
+    # Without a group's baseline the batch's mean is not 0, and must be that of the scored completions.
+    settings = {"over_batch": over_batch, "baseline": baseline}
     rewards = torch.cat([TWO, torch.full((1, 2), NAN, dtype=torch.float64)])
-    got = combined_advantages(rewards, WEIGHTS, torch.cat([TWO_GROUPS, longs(1)]), over_batch=over_batch)
-    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=over_batch)
+    got = combined_advantages(rewards, WEIGHTS, torch.cat([TWO_GROUPS, longs(1)]), **settings)
+    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, **settings)
     check(got, *plain.tolist(), 0.0)
 
 

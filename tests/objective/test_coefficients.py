@@ -12,6 +12,7 @@ from cohort.objective import (
     token_statistics,
     token_weights,
 )
+from cohort.presets import describe
 from cohort.presets.parts import GroupStd
 
 LENGTHS = [3, 1, 5, 2]
@@ -191,7 +192,7 @@ def test_clipped_tokens_are_told_apart_by_side():
 
 
 def test_description_states_the_numbers():
-    text = PAPER.describe()
+    text = describe(PAPER)
     assert "clip(r, 0.8, 1.2)" in text
     assert "beta = 0.04" in text
-    assert "no reference" in PAPER.replace(beta=0.0).describe()
+    assert "no reference" in describe(PAPER.replace(beta=0.0))

@@ -17,7 +17,8 @@ from cohort.objective import (
     top_k_of_group,
     unlikeliness,
 )
-from cohort.presets import Objective, parts
+from cohort.presets import Objective
+from cohort.presets import kl as parts
 from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
 
 NAN = math.nan
@@ -220,9 +221,9 @@ def test_with_all_chosen_it_is_grpo():
     assert torch.equal(got, token_advantages(PRESETS["bnpo"], outcomes()))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.01])
-def test_those_not_chosen_have_advantage_zero_with_returns_to_go_too(beta):
-    objective = PRESETS["reinforce_pp"].replace(group_filter={"rule": "top_k", "k": 2}, beta=beta)
+@pytest.mark.parametrize("changes", [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.01, "scale": "none"}])
+def test_those_not_chosen_have_advantage_zero_with_returns_to_go_too(changes):
+    objective = PRESETS["reinforce_pp"].replace(group_filter={"rule": "top_k", "k": 2}, **changes)
     chosen = Outcomes(doubles(1, 0, 2), longs(0, 0, 0), longs(0, 0, 1, 2, 2, 2), 10, kl_N=torch.ones(6))
     assert token_advantages(objective, chosen)[3:].tolist() == [0.0] * 3
 

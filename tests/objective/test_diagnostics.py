@@ -21,7 +21,9 @@ from cohort.objective import (
     token_statistics,
 )
 from cohort.objective.explain import coefficient_table
-from cohort.presets.parts import KL, EntropyBonus, KLMask, TVMask
+from cohort.presets import describe
+from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.trust_regions import KLMask, TVMask
 from tests.objective.batches import random_batch, update_tokens, weights_of
 
 SEEDS = range(3)
@@ -148,7 +150,7 @@ def test_statistics_of_a_batch_cut_in_two_add_up(name, seed):
     assert both.sums.keys() == whole.sums.keys()
     for key in whole.sums.keys() - set(OF_SHARES):
         assert both.sums[key] == pytest.approx(whole.sums[key], rel=1e-12, abs=1e-12), key
-    assert both.maxima == whole.maxima
+    assert both.maxima == (parts[1] + parts[0]).maxima == whole.maxima
     for key, values in whole.values.items():
         assert torch.equal(both.values[key].sort().values, values.sort().values), key
 
@@ -191,14 +193,16 @@ def test_no_tokens_at_all():
 @pytest.mark.parametrize("name", ["default", "dapo", "dr_grpo"])
 def test_sums_by_loops(name):
     objective, batch = with_beta(name), random_batch(1)
-    sums, c = statistics(objective, batch).sums, update_tokens(objective, batch).coefficients
     weights = weights_of(objective, batch)
+    tokens = dataclasses.replace(update_tokens(objective, batch), weights_N=3 * weights)
+    sums, c = token_statistics(objective, tokens).sums, tokens.coefficients
+    late = [n for places in batch.tokens for n in places[len(places) // 2 :]]
     ratio, rho = (batch.logps - batch.old).exp(), (batch.old - batch.sampler).exp()
     a = batch.advantages_N
     low, high = objective.trust_region.low, objective.trust_region.high
     size = 1 - 2 * batch.logps.exp() + batch.logps.exp() ** 2  # collision_N is p^2 here
     expected = {
-        "policy_value": (weights * c.value_N).sum(),
+        "policy_value": (3 * weights * c.value_N).sum(),
         "policy_l1": c.policy_N.abs().sum(),
         "kl_l1": c.kl_N.abs().sum(),
         "policy_energy": (c.policy_N**2 * size).sum(),
@@ -213,6 +217,8 @@ def test_sums_by_loops(name):
         "rho": rho.sum(),
         "rho_squared": (rho**2).sum(),
         "rho_k1": -rho.log().sum(),
+        "rho_k1_late": -rho[late].log().sum(),
+        "late_tokens": len(late),
         "rho_k3": (rho - 1 - rho.log()).sum(),
         "k1": k1(batch.logps, batch.ref).sum(),
         "k3": k3(batch.logps, batch.ref).sum(),
@@ -411,14 +417,14 @@ def test_the_coefficient_table(name, rows):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_explained(name):
     text = explain(PRESETS[name])
-    assert text.startswith(PRESETS[name].describe())
+    assert text.startswith(describe(PRESETS[name]))
     for word in ("ratio", "A = +1", "A = -1"):
-        assert word in text.removeprefix(PRESETS[name].describe())
+        assert word in text.removeprefix(describe(PRESETS[name]))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_numbers_of_an_explanation_are_the_tables(name):
-    text = explain(PRESETS[name]).removeprefix(PRESETS[name].describe())
+    text = explain(PRESETS[name]).removeprefix(describe(PRESETS[name]))
     text = text.replace("A = +1", "").replace("A = -1", "")
     shown = [float(word) for word in text.split() if re.fullmatch(r"-?[0-9][0-9.e-]*", word)]
     table = [number for row in coefficient_table(PRESETS[name]) for number in row]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohort.objective import importance_ratio, leveled_log_ratio
-from cohort.objective.ratio import exp_held
+from cohort.objective.ratio import exp_clamped
 
 GAPS = torch.tensor([0.2, 1.0, 0.4, -0.3, 0.6], dtype=torch.float64)
 SEQUENCE = torch.tensor([0, 1, 0, 1, 0])
@@ -44,5 +44,5 @@ def test_the_ratio_of_equal_policies_is_exactly_one():
 def test_a_huge_log_ratio_is_held_and_stays_finite():
     ratio = importance_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-5)
-    infinite = exp_held(torch.tensor([math.inf, -math.inf], dtype=torch.float64))
+    infinite = exp_clamped(torch.tensor([math.inf, -math.inf], dtype=torch.float64))
     assert infinite.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-12)

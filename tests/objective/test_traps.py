@@ -19,8 +19,9 @@ from cohort.objective import (
     token_weights,
     top_entropy_tokens,
 )
-from cohort.presets import TABLE, preset
-from cohort.presets.parts import KL, GroupMean, GroupStd, MismatchWeight
+from cohort.presets import TABLE, describe, preset
+from cohort.presets.kl import KL
+from cohort.presets.parts import GroupMean, GroupStd, MismatchWeight
 from tests.objective.batches import coefficients_of, random_batch, weights_of
 
 
@@ -195,7 +196,7 @@ def test_trap_14_beyond_the_hold_the_gradient_stays_at_its_largest(gap):
 def test_trap_15_presets_have_versions_that_a_run_can_ask_for():
     for row in TABLE:
         assert preset(f"{row.name}@{row.version}") == row
-        assert row.describe().startswith(f"objective {row.name}@{row.version}")
+        assert describe(row).startswith(f"objective {row.name}@{row.version}")
 
 
 def test_the_spread_of_equal_rewards_is_never_a_rounding_error():

@@ -18,7 +18,7 @@ from cohort.objective import (
     ppo_clip_value,
     trust_region,
 )
-from cohort.presets.parts import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TVMask
+from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TVMask
 from tests.objective.batches import coefficients_of, random_batch
 
 LOW, HIGH, DUAL = 0.8, 1.28, 3.0

@@ -23,7 +23,9 @@ from cohort.objective import (
     token_advantages,
     top_entropy_tokens,
 )
-from cohort.presets.parts import KL, Cap, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask, PPOClip
+from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.parts import GroupStd, MismatchWeight, OffPolicyMask
+from cohort.presets.trust_regions import Cap, PPOClip
 
 from .oracle import (
     TRL_DEFAULTS,

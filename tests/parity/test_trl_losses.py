@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS, entropy_weight, next_entropy_coefficient
-from cohort.presets.parts import KL, EntropyBonus, OffPolicyMask, PPOClip
+from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.parts import OffPolicyMask
+from cohort.presets.trust_regions import PPOClip
 
 from .oracle import (
     assert_same_loss,

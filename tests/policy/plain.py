@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from cohort.policy import Distribution, PackedRows
+
 
 def plain_rows(policy, prompt, completion):
     """The logits that each token of a completion is drawn from, ``[T, V]``. Differentiable. In a float64 policy's
@@ -47,6 +49,16 @@ def assert_near(got, expected, tolerance):
 def shares(policy):
     """Whether prompts are read once, by the first way that was tried: there is no reason given."""
     return policy.passes.shared and "(" not in policy.passes.description
+
+
+def rows_of(prompts, completions, read, supports=(), drawn=None):
+    """Completions as rows after prompts that are among those read."""
+    return PackedRows.of([read.index(prompt) for prompt in prompts], completions, supports, drawn)
+
+
+def distribution_of(prompts, completions, temperature=1.0, supports=(), penalty=1.0):
+    rows = PackedRows.of(range(len(prompts)), completions, supports)
+    return Distribution(rows, prompts, temperature, penalty)
 
 
 @contextlib.contextmanager

@@ -217,7 +217,7 @@ def test_settings_of_adapters_are_a_table_of_their_own(tmp_path):
         ({"lora": {"rank": 2, "dropout": 0.1}}, {}, "needs model.dropout"),
         ({"lora": {"rank": 2, "adapter": "x"}}, {}, "exclude each other"),
         ({"quantization": "4bit"}, {}, "needs adapters"),
-        ({"lora": {"rank": 2}}, {"beta": 0.1, "sync_ref_model": True}, "not for adapters"),
+        ({"lora": {"rank": 2}}, {"beta": 0.1, "sync_ref_model": True}, "excludes adapters"),
         ({"lora": {"rank": -1}}, {}, "model.lora.rank"),
     ],
 )

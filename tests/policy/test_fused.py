@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from cohort.native import Unavailable
-from cohort.policy import CompletionStates, Distribution, Head, head
+from cohort.policy import CompletionStates, Head, head
 from cohort.policy.fused import Fused
 from cohort.policy.kernels import UpdateKernels
-from tests.policy.plain import threads
+from tests.policy.plain import distribution_of, threads
 from tests.policy.test_head import kept_sets, supports_of
 
 try:
@@ -393,7 +393,7 @@ def head_parts(vocabulary, tokens=TOKENS, bias=False, hidden_dtype=FLOAT):
 
 def states_of(hidden, linear, targets, kernels, compute=FLOAT, temperature=1.0, multiplier=1.0, **_):
     its_head = Head(linear, compute, multiplier, kernels=kernels)
-    return CompletionStates(hidden, its_head, Distribution([(0,)], [targets], temperature))
+    return CompletionStates(hidden, its_head, distribution_of([(0,)], [targets], temperature))
 
 
 def with_gradients(hidden, linear, targets, kernels, **settings):
@@ -541,7 +541,7 @@ def test_a_common_shift_costs_no_more_than_the_logits_roundings(size):
 def test_what_shapes_the_distribution_otherwise_is_torchs(settings):
     prompts, completions = [(5, 9, 20), (7,), (3, 3), (2, 3)], [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
     supports = supports_of(kept_sets()) if settings.get("supports") else ()
-    distribution = Distribution(prompts, completions, 0.8, supports, settings.get("penalty", 1.0))
+    distribution = distribution_of(prompts, completions, 0.8, supports, settings.get("penalty", 1.0))
     hidden, linear, _ = head_parts(23, tokens=12, bias=True)
     if "linear" in settings:
         hidden, linear = randn(12, 23), None
@@ -598,7 +598,7 @@ def test_tables_in_another_order_of_memory():
 def test_a_token_that_the_head_does_not_have(token):
     """The last of a completion is read by no embedding, which would have refused it."""
     linear = torch.nn.Linear(8, 40, bias=False)
-    distribution = Distribution([(1,)], [(3, token)], 1.0)
+    distribution = distribution_of([(1,)], [(3, token)], 1.0)
     states = CompletionStates(randn(2, 8), Head(linear, kernels=KERNELS), distribution)
     with pytest.raises(IndexError, match=r"completions hold ids from .* of a head of 40"):
         states.logps()

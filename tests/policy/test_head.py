@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cohort.policy import CompletionStates, Distribution, Head, chunked_terms, head
+from cohort.policy import CompletionStates, Head, chunked_terms, head
 from cohort.types import Support
+from tests.policy.plain import distribution_of
 
 VOCABULARY, HIDDEN = 23, 6
 PROMPTS = [(5, 9, 20), (7,), (30, 3, 5, 5, 11), (2, 3)]  # 30 is beyond the vocabulary
@@ -83,7 +84,7 @@ def states_of(hidden, linear, multiplier=1.0, cap=None, compute=torch.float64, *
 
 def distribution(temperature=1.0, supports=False, penalty=1.0, **_):
     given = supports_of(kept_sets()) if supports else ()
-    return Distribution(PROMPTS, COMPLETIONS, temperature, given, penalty)
+    return distribution_of(PROMPTS, COMPLETIONS, temperature, given, penalty)
 
 
 def plain_scores(logits, temperature=1.0, supports=False, penalty=1.0, **_):
@@ -190,7 +191,7 @@ def test_logits_may_be_given(monkeypatch, name):
 def test_the_penalty_of_logits_that_are_zero_by_hand():
     """Seen: 0 (logit 0), 1 (logit -1) and 2 (logit 1). Zero counts as positive, as in sampling: its slope is 1 / 2."""
     logits = torch.tensor([[0.0, -1.0, 1.0, -0.0, 3.0]], dtype=torch.float64, requires_grad=True)
-    states = CompletionStates(logits, Head(), Distribution([(0, 1, 2)], [(4,)], 1.0, (), 2.0))
+    states = CompletionStates(logits, Head(), distribution_of([(0, 1, 2)], [(4,)], 1.0, (), 2.0))
     logps = states.logps().logps_N
     z = torch.tensor([0.0, -2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
     probs = z.softmax(0)
@@ -280,7 +281,7 @@ def test_extreme_logits_are_finite(dtype):
 def test_log_probs_of_large_logits_are_as_exact_as_their_differences():
     """log_softmax takes the largest off first; so that a common shift costs nothing."""
     logits = torch.tensor([[3000.0, 3001.5, 2999.25]])
-    got = CompletionStates(logits, Head(), Distribution([(0,)], [(0,)], 1.0)).logps()
+    got = CompletionStates(logits, Head(), distribution_of([(0,)], [(0,)], 1.0)).logps()
     expected = torch.log_softmax(logits.double(), -1)[0]
     assert got.logps_N.item() == pytest.approx(expected[0].item(), abs=1e-6)
 
@@ -297,7 +298,7 @@ def long_states(tokens, penalty=1.0, **settings):
     linear = nn.Linear(4, MANY, bias=False)
     hidden = torch.randn(tokens, 4, generator=generator).requires_grad_()
     completions = [ids[start : start + 20] for start in range(0, tokens, 20)]
-    its_distribution = Distribution([(1, 2)] * len(completions), completions, 0.9, (), penalty)
+    its_distribution = distribution_of([(1, 2)] * len(completions), completions, 0.9, (), penalty)
     return CompletionStates(hidden, Head(linear, **settings), its_distribution)
 
 

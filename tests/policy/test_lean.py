@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.policy import Policy, enable_checkpointing
-from cohort.policy.exchanged import ExchangedAttention
+from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.head import LIKE_SHAPES, add_product
 from cohort.policy.kernels import kernels_for
 from cohort.policy.lean import LeanLayers
@@ -35,7 +35,7 @@ def test_a_layer_of_another_class_is_not_run_lean():
     model.model.layers[1].mlp.__class__ = Own
     policy = Policy(model, SINGLE)
     assert shares(policy)
-    assert isinstance(policy.passes.body, ExchangedAttention)
+    assert isinstance(policy.passes.body, CustomAttention)
 
 
 def test_switched_off():

@@ -11,7 +11,7 @@ from cohort.policy import Policy, Precision, enable_checkpointing, head
 from cohort.policy.choose import find_head
 from cohort.policy.passes import PlainPasses, SharedPasses
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_logps, shares
+from tests.policy.plain import assert_near, gradients, plain_logps, rows_of, shares
 from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import FAMILIES as LEAN
 
@@ -124,7 +124,7 @@ def test_however_the_completions_are_cut(name, checkpointing):
         prefixes = policy.passes.read(list(dict.fromkeys(PROMPTS)))
         start = 0
         for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
-            logps_N = policy.states(prefixes, [prompt], [completion], 0.7).logps().logps_N
+            logps_N = policy.states(prefixes, rows_of([prompt], [completion], prefixes.prompt_ids), 0.7).logps().logps_N
             (logps_N * WEIGHTS[start : start + len(completion)]).sum().backward()
             start += len(completion)
         prefixes.backward()

@@ -7,7 +7,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cohort.errors import ModelError
 from cohort.policy import (
     CompletionStates,
-    Distribution,
     Head,
     Policy,
     Precision,
@@ -20,7 +19,7 @@ from cohort.policy import (
     resolve_precision,
 )
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_logps, plain_rows
+from tests.policy.plain import assert_near, distribution_of, gradients, plain_logps, plain_rows
 
 PROMPTS = [(5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3)]
 COMPLETIONS = [(4, 6, 1), (8, 8, 8, 8, 8, 1), (1,), (12, 13)]
@@ -107,7 +106,7 @@ def test_moving_the_reference_mixes_weights(float32_policy):
 
 def test_entropy_of_impossible_tokens():
     logits = torch.tensor([[0.0, -torch.inf, 0.0]])
-    logps, entropy, _ = CompletionStates(logits, Head(), Distribution([(1,)], [(0,)], 1.0)).logps()
+    logps, entropy, _ = CompletionStates(logits, Head(), distribution_of([(1,)], [(0,)])).logps()
     assert logps.item() == pytest.approx(-0.693147, abs=1e-6)
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
 

@@ -11,7 +11,7 @@ from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.policy.choose import find_head
 from cohort.policy.passes import PlainPasses
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_logps, shares
+from tests.policy.plain import assert_near, gradients, plain_logps, rows_of, shares
 from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import disturbed
 
@@ -66,7 +66,7 @@ SHARING_EXPERTS = {
     "olmoe": ("olmoe", ATTENTION | EXPERTS),
     "granitemoe": ("granitemoe", ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-NO_INTERFACE = "its attention cannot be exchanged"
+NO_INTERFACE = "its attention cannot be replaced"
 PADDED = {
     "falcon": ("falcon", COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, NO_INTERFACE),
     "gptj": ("gptj", GPT | {"rotary_dim": 4}, NO_INTERFACE),
@@ -326,7 +326,8 @@ def trained_gradients(policy, cuts):
     with policy.training(), policy.compute():
         prefixes = passes.read(list(dict.fromkeys(PROMPTS)))
         for cut in cuts:
-            states = policy.states(prefixes, [PROMPTS[s] for s in cut], [COMPLETIONS[s] for s in cut], 0.8)
+            rows = rows_of([PROMPTS[s] for s in cut], [COMPLETIONS[s] for s in cut], prefixes.prompt_ids)
+            states = policy.states(prefixes, rows, 0.8)
             logps_N = states.logps().logps_N
             (logps_N * torch.cat([weights[s] for s in cut])).sum().backward()
             found.append(logps_N.detach())
@@ -387,7 +388,7 @@ def test_attached_prompts_may_be_gone_through_again_and_again(checkpointing):
     with policy.training(), policy.compute():
         prefixes = policy.passes.read(list(dict.fromkeys(PROMPTS)), attached=True)
         for prompt, completion, weights_T in zip(PROMPTS, COMPLETIONS, weights, strict=True):
-            logps_N = policy.states(prefixes, [prompt], [completion], 0.8).logps().logps_N
+            logps_N = policy.states(prefixes, rows_of([prompt], [completion], prefixes.prompt_ids), 0.8).logps().logps_N
             (logps_N * weights_T).sum().backward(retain_graph=True)
         prefixes.backward()  # nothing is left to send
     assert_near({name: p.grad for name, p in policy.model.named_parameters()}, expected, 1e-12)
@@ -534,8 +535,8 @@ def with_attention(kind):
     ("kind", "reason"),
     [
         (OwnAttention, "off by"),
-        (Forgetful, "(it does not hand arguments on to its attention)"),
-        (Failing, "(ValueError: unexpected argument cohort_packed)"),
+        (Forgetful, "custom attention: it does not hand arguments on to its attention"),
+        (Failing, "custom attention: ValueError: unexpected argument cohort_packed"),
     ],
 )
 def test_a_model_that_does_not_use_the_interface(kind, reason):

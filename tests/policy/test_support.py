@@ -9,10 +9,10 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from cohort.objective import entropy, vocabulary_kl
-from cohort.policy import Distribution, Head, Policy, Precision, chunked_terms
+from cohort.policy import Head, PackedRows, Policy, Precision, chunked_terms
 from cohort.types import Support
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_rows
+from tests.policy.plain import assert_near, distribution_of, gradients, plain_rows
 
 VOCABULARY = 37
 PROMPTS = [(5, 9, 20), (7,), (30, 31, 5, 33, 34, 35, 36), (2, 3)]
@@ -48,19 +48,19 @@ def some_support(seed=0):
 
 def outside(supports, completions, vocabulary):
     """Which tokens each completion token could not have been, boolean ``[N, V]``."""
-    distribution = Distribution([(0,)] * len(completions), completions, 1.0, supports)
+    distribution = distribution_of([(0,)] * len(completions), completions, 1.0, supports)
     count = sum(map(len, completions))
     return distribution.scores(torch.zeros(count, vocabulary), 0)[0].isneginf()
 
 
 def penalized(logits_NV, prompts, completions, penalty):
     """Logits after the repetition penalty alone."""
-    return Distribution(prompts, completions, 1.0, repetition_penalty=penalty).scores(logits_NV.clone(), 0)[0]
+    return distribution_of(prompts, completions, penalty=penalty).scores(logits_NV.clone(), 0)[0]
 
 
 def states_of(policy, temperature, supports):
     prefixes = policy.passes.read(PROMPTS, attached=True)
-    return policy.states(prefixes, PROMPTS, COMPLETIONS, temperature, supports)
+    return policy.states(prefixes, PackedRows.of(range(4), COMPLETIONS, supports), temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -11,7 +11,7 @@ from cohort.cli import main
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, RewardRunner, resolve_reward
 from cohort.rewards.builtin import columns_of, settings_of
-from cohort.rewards.kinds import kind_of
+from cohort.rewards.contract import call_options as kind_of
 from cohort.rewards.specs import split_spec
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -54,7 +54,7 @@ def test_a_spec_is_a_name_and_values(spec, parts):
         ("exact_match(answer='x')", "no setting 'answer'"),  # a column, not a setting
         ("soft_overlong(8, 2)", "values are given by name"),
         ("soft_overlong(**{'max_length': 8})", "values are given by name"),
-        ("soft_overlong(max_length=n, buffer=2)", "max_length must be a plain value .*, got n"),
+        ("soft_overlong(max_length=n, buffer=2)", "max_length must be a literal value .*, got n"),
         ("soft_overlong(max_length=8", "the bracket is not closed"),
         ("soft_overlong(max_length 8)", "expected NAME"),
         ("soft_overlong(max_length=8, max_length=9)", "max_length is given twice"),
@@ -64,10 +64,10 @@ def test_a_spec_is_a_name_and_values(spec, parts):
         ("repetition_penalty(max_penalty=1.0)", "less than or equal to 0"),
         ("repetition_penalty(of='letters')", "input should be 'words' or 'tokens'"),
         ("regex(pattern='(')", "not a regular expression: missing \\)"),
-        ("json_schema(schema={'type': 'text'})", "not a JSON schema.*: 'text' is not valid"),
-        ("json_schema(schema='nowhere.json')", "not a JSON schema.*No such file"),
-        ("json_schema(schema='{')", "not a JSON schema"),
-        ("language(code='klingon')", "not a language that is known; known are ace, af"),
+        ("json_schema(schema={'type': 'text'})", "expected a JSON schema.*: 'text' is not valid"),
+        ("json_schema(schema='nowhere.json')", "expected a JSON schema.*No such file"),
+        ("json_schema(schema='{')", "expected a JSON schema"),
+        ("language(code='klingon')", "unknown language code; supported: ace, af"),
         ("cosine_length(max_length=8, correct='maths')", "correct='maths': unknown reward 'maths'"),
         ("maths", "unknown reward 'maths' .did you mean 'math'.*: built in are math, "),
         ("maths(a=1)", "unknown reward 'maths'"),
@@ -95,7 +95,7 @@ def test_values_for_a_function_of_ones_own(tmp_path):
     assert resolve_reward(f"{path}:f(low=1, odd=None)")(completion="") == (False, 1)
     with pytest.raises(RewardError, match=r"f: low='3': input should be a valid integer"):
         resolve_reward(f"{path}:f(low='3')")
-    with pytest.raises(RewardError, match="has no parameter 'strict'; it has: completion"):
+    with pytest.raises(RewardError, match="has no setting 'strict'; it has: completion"):
         resolve_reward(f"{path}:g(strict=True)")
 
 

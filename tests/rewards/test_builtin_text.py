@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, RewardRunner, resolve_reward
-from cohort.rewards.builtin import completion_text, turn_text, whole_text
 from cohort.rewards.format import json_schema, regex, think_format
 from cohort.rewards.language import language
 from cohort.rewards.length import cosine_length, soft_overlong
+from cohort.rewards.messages import completion_text, turn_text, whole_text
 from cohort.rewards.text import exact_match, fuzzy_match, repetition_penalty
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -220,7 +220,7 @@ def test_json_schema_in_a_fence_in_a_file_and_begun_in_the_prompt(tmp_path):
 
 
 def test_a_schema_elsewhere_is_not_fetched():
-    with pytest.raises(RewardError, match="refers to what is not in it"):
+    with pytest.raises(RewardError, match="reference that cannot be resolved"):
         json_schema("7", schema={"$ref": "http://localhost:9/schema.json"})
 
 

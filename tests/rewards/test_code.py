@@ -10,9 +10,9 @@ import pytest
 from cohort.errors import DataError, RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
-from cohort.rewards.kinds import kind_of
+from cohort.rewards.contract import call_options
 from cohort.types import Completion, FinishReason, Group, Prompt
-from tests.rewards.test_sandbox import needs_bwrap
+from tests.sandbox.needs import needs_bwrap
 
 
 def score(program: str, tests, **arguments):
@@ -502,9 +502,9 @@ def test_what_one_test_does_to_the_next():
 
 @needs_bwrap
 def test_limits_are_handed_on():
-    eats = "def f(x):\n    return len(bytearray(300 * 10**6))"
+    eats = "def f(x):\n    return len(bytearray(150 * 10**6))"
     assert score(eats, ["assert f(1)"])[0] == 1.0
-    assert "MemoryError" in score(eats, ["assert f(1)"], memory=200)[2]
+    assert "MemoryError" in score(eats, ["assert f(1)"], memory=100)[2]
     writes = "def f(x):\n    return open('file', 'w').write(x * 1000)"
     assert "Read-only" in score(writes, ["assert f('a') == 1000"])[2]
     assert score(writes, ["assert f('a') == 1000"], files=1)[0] == 1.0
@@ -645,5 +645,5 @@ def test_in_the_runner_a_row_without_tests_is_unscored():
 
 
 def test_it_is_called_per_sample():
-    kind = kind_of(code)
+    kind = call_options(code)
     assert (kind.per, kind.is_async) == ("sample", True)

@@ -83,7 +83,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(demo_tokenizer, tmp_path):
     assert judge.__name__ == "judge"
     by_name = resolve_reward(f"{tmp_path}/judge(batch_tokens=64, device='cpu')")
     assert (by_name.__name__, by_name.batch_tokens) == ("judge", 64)
-    with pytest.raises(RewardError, match="has no parameter 'batch'; it has: .*batch_tokens"):
+    with pytest.raises(RewardError, match="has no setting 'batch'; it has: .*batch_tokens"):
         resolve_reward(f"{tmp_path}/judge(batch=64)")
     with pytest.raises(ModelError, match="no folder of that name here"):
         resolve_reward("models/judge")
@@ -94,9 +94,9 @@ def test_a_folder_is_loaded_with_its_tokenizer(demo_tokenizer, tmp_path):
 def test_what_is_no_reward_model_is_refused(demo_tokenizer, demo_model_path, tmp_path):
     with pytest.raises(RewardError, match="expected one label, its config has 3"):
         RewardModel(classifier(demo_tokenizer, num_labels=3), demo_tokenizer)
-    with pytest.raises(RewardError, match="no tokenizer of its own: pass RewardModel"):
+    with pytest.raises(RewardError, match="no saved tokenizer: pass RewardModel"):
         RewardModel(classifier(demo_tokenizer))
-    with pytest.raises(RewardError, match=r"score.weight are not in it; a causal language model is no reward model"):
+    with pytest.raises(RewardError, match=r"score.weight are missing; a causal language model becomes a reward model"):
         RewardModel(demo_model_path)
     with pytest.raises(RewardError, match="batch_tokens must be at least 1"):
         RewardModel(classifier(demo_tokenizer), demo_tokenizer, batch_tokens=0)

@@ -9,7 +9,9 @@ import torch
 
 from cohort.errors import RewardError
 from cohort.rewards import RewardRunner, resolve_reward
-from cohort.rewards.contract import TrainerState, arguments, named
+from cohort.rewards.contract import TrainerState
+from cohort.rewards.contract import call_arguments as arguments
+from cohort.rewards.functions import unique_names
 from cohort.rewards.mathematics import final_number, gsm8k
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -147,7 +149,7 @@ def test_names_are_unique():
         def __call__(self, **_):
             return []
 
-    names = [function.name for function in named([gsm8k, Judge(), gsm8k, Judge(), partial(gsm8k, strict=True)])]
+    names = unique_names([gsm8k, Judge(), gsm8k, Judge(), partial(gsm8k, strict=True)])
     assert names == ["gsm8k", "Judge", "gsm8k_2", "Judge_2", "gsm8k_3"]
 
 

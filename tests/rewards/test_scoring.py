@@ -228,7 +228,7 @@ def test_plain_functions_are_called_in_workers_when_asked_or_when_they_must_be_s
         ({"timeout": 1.0}, [True, False, True, True]),
     ):
         runner = runner_of(*functions, **settings)
-        assert [runner.runs_elsewhere(function) for function in runner.functions] == elsewhere
+        assert [function.in_background for function in runner.functions] == elsewhere
     assert "plain x 1 (per sample, in " in runner.describe()
     assert "never x 1 (per sample, here, after sampling)" in runner.describe()
 
@@ -284,10 +284,10 @@ def test_scoring_begins_when_a_completion_ends(runner_of):
 
     groups = rollout(["a", "bb"], ["c", "d"])
     scoring = runner_of(sample, group, here).begin([g.prompt for g in groups], 2)
-    scoring.take(0, 1, groups[0].completions[1])
+    scoring.on_completion(0, 1, groups[0].completions[1])
     assert begun["sample"].wait(10)
     assert not begun["group"].is_set()
-    scoring.take(0, 0, groups[0].completions[0])
+    scoring.on_completion(0, 0, groups[0].completions[0])
     assert begun["group"].wait(10)
     assert called == []  # a plain function would slow the sampler: it waits
     scores = scoring.finish(groups)
@@ -310,7 +310,7 @@ def test_a_notebooks_event_loop_is_left_alone(runner_of):
     [
         (picky, "raise", r'raise KeyError\("gold"\)', 0),
         (picky, "nan", "returned nan: expected a finite number", 0),
-        (picky, "given", "gave ValueError: no tests", 0),
+        (picky, "given", "returned ValueError: no tests", 0),
         (picky, "slow", "took more than 1 s", 1),
         (picky, "die", r"its worker process died \(exit code 3\)", 0),
         (picky_async, "raise", "KeyError: 'gold'", 0),
@@ -465,7 +465,7 @@ def test_what_is_under_way_is_called_off_when_something_else_fails(runner_of, tm
 
     def interrupted():
         with runner.begin([group.prompt for group in groups], 2) as scoring:
-            scoring.take(0, 0, groups[0].completions[0])
+            scoring.on_completion(0, 0, groups[0].completions[0])
             while not list(tmp_path.iterdir()):
                 time.sleep(0.01)
             raise KeyboardInterrupt
@@ -475,7 +475,9 @@ def test_what_is_under_way_is_called_off_when_something_else_fails(runner_of, tm
     (begun,) = tmp_path.iterdir()
     assert cancelled.wait(10)
     assert not alive(int(begun.name.partition("-")[2]))
-    assert runner.submit(runner.functions[0], {"completion": "c", "answer": ""}) is not None  # a worker starts afresh
+    assert (
+        runner._caller.submit(runner.functions[0], {"completion": "c", "answer": ""}) is not None
+    )  # a worker starts afresh
     end = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2:
         assert time.monotonic() < end
@@ -555,7 +557,7 @@ def test_a_mark_on_a_partial_holds(runner_of):
 
     marked = reward(per="group", timeout=9.0)(partial(ranks, k=2))
     runner = runner_of(marked, partial(marked))
-    assert [(f.kind.per, f.kind.timeout) for f in runner.functions] == [("group", 9.0)] * 2
+    assert [(f.per, f.timeout) for f in runner.functions] == [("group", 9.0)] * 2
     assert runner.score(rollout(["a"], ["b"])).by_function_SK.tolist() == [[2, 2], [2, 2]]
 
 
@@ -568,9 +570,9 @@ def test_marks_that_cannot_be(runner_of):
 
     with pytest.raises(RewardError, match="isolated=True is for plain functions"):
         reward(isolated=True)(judge)
-    with pytest.raises(RewardError, match="cannot be stopped: give it no timeout"):
+    with pytest.raises(RewardError, match="cannot be stopped: remove its timeout"):
         reward(isolated=False, timeout=1.0)(length)
-    with pytest.raises(RewardError, match="cannot mark <bound method"):
+    with pytest.raises(RewardError, match="cannot attach options to <bound method"):
         reward(per="sample")(Judge().score)
     with pytest.raises(RewardError, match="per must be 'sample', 'group' or 'batch', got 'token'"):
         reward(per="token")

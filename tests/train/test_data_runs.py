@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import Source
+from cohort.data import DataCursor
 from cohort.errors import CohortError, ConfigError, DataError, RunFolderError
 from tests.train.harness import ROWS, SETTINGS, digits_reward, make_trainer, parameters
 
@@ -163,12 +164,12 @@ def test_a_streamed_run_resumes_exactly(demo_tokenizer, tmp_path):
 
 def test_an_iterable_data_set_needs_a_number_of_steps(demo_tokenizer, tmp_path):
     stream = Dataset.from_list(ROWS).to_iterable_dataset()
-    with pytest.raises(DataError, match="the training data is a stream, whose length is not known: set run.max_steps"):
+    with pytest.raises(DataError, match="the training data is streamed, so its length is unknown: set run.max_steps"):
         make_trainer(demo_tokenizer, tmp_path / "run", rows=stream)
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=stream, max_steps=2)
     assert "prompts: streamed; of the first 20: " in trainer.describe()
     assert trainer.train()["steps"] == 2
-    with pytest.raises(ConfigError, match="data.streaming reads data whose length is not known: set run.max_steps"):
+    with pytest.raises(ConfigError, match="data.streaming reads data of unknown length: set run.max_steps"):
         GRPOConfig(streaming=True)
 
 
@@ -189,7 +190,7 @@ def test_the_settings_chat_template_is_saved_with_the_tokenizer(demo_tokenizer, 
     trainer.train()
     saved = tmp_path / "run" / "checkpoints" / "step-1" / "chat_template.jinja"
     assert saved.read_text() == template
-    assert trainer.prompts.take(0, 1)[0].text.endswith("=<|assistant|>2")
+    assert trainer.prompts.fetch(DataCursor(), 1)[0].text.endswith("=<|assistant|>2")
 
 
 def test_prompts_that_are_too_long_for_the_context(demo_tokenizer, tmp_path):

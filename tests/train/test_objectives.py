@@ -253,7 +253,7 @@ def test_rewards_of_the_wrong_kind_are_named(demo_tokenizer, tmp_path):
         make_trainer(demo_tokenizer, tmp_path / "a", credit="given", baseline="none", scale="none")
     with pytest.raises(RewardError, match=r"rewards per token need objective\.credit 'process' or 'given'"):
         make_trainer(demo_tokenizer, tmp_path / "b", rewards=token_rewards)
-    with pytest.raises(RewardError, match="one number or None per token as result 0: 1, got 2"):
+    with pytest.raises(RewardError, match=r"a list of 1 numbers or None as result 0 .*got 2 values"):
         make_trainer(
             demo_tokenizer,
             tmp_path / "c",

@@ -64,7 +64,7 @@ def test_scoring_begins_while_others_are_sampled(demo_tokenizer, tmp_path, monke
     def generate(*arguments):
         groups = real(*arguments)
         scoring = arguments[-1].on_completion.__self__
-        begun.extend(unit for unit in scoring._units.values() if unit.future is not None)
+        begun.extend(unit for unit in scoring._tasks.values() if unit.future is not None)
         return groups
 
     monkeypatch.setattr(trainer.engine, "generate", generate)

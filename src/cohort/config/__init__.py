@@ -1,8 +1,8 @@
-"""Typed settings: one TOML file, dotted overrides, errors that name the nearest key. Imports no torch."""
+"""Typed settings: one TOML file, dotted overrides, errors that name the nearest setting. Imports no torch."""
 
 from cohort.config.data import DataConfig, Source
 from cohort.config.evaluation import EvalConfig
-from cohort.config.load import annotated_toml, apply_overrides, load_config, parse_settings, to_toml
+from cohort.config.load import apply_overrides, load_config, parse_settings
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.schedule import Schedule
 from cohort.config.schema import (
@@ -15,6 +15,7 @@ from cohort.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from cohort.config.write import annotated_toml, to_toml
 
 __all__ = [
     "DataConfig",

@@ -1,30 +1,31 @@
-"""The settings of the data: where rows come from, which of them are used, how they become prompts, in which order."""
+"""Settings of the data: where rows come from, which ones are used, how they become prompts, and in which order."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from cohort.config.errors import explain_errors
 from cohort.config.evaluation import check_set_name
-from cohort.config.section import PositiveInt, Section
+from cohort.config.section import PositiveFloat, PositiveInt, Section, read_text
+from cohort.errors import ConfigError
 
 Format = Literal["auto", "text", "chat"]
 
 
 def _plain(value: Any) -> Any:
-    """A table as TOML can hold it, so that a run's settings can be written down and read back."""
+    """A value that TOML can represent, so that a run's settings can be written and read back."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ValueError(f"expected a table whose keys are strings, got {value!r:.80}")
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if value is None or not isinstance(value, str | bool | int | float):
+    if not isinstance(value, str | bool | int | float):
         raise ValueError(f"expected strings, numbers, true or false, lists and tables, got {value!r:.80}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"expected finite numbers, got {value!r}")
@@ -32,11 +33,13 @@ def _plain(value: Any) -> Any:
 
 
 def _read_filter(value: Any) -> Any:
-    """A condition per column: a value, a list of them, or a range."""
+    """One condition per column: a value, a list of values, or a range."""
     if not isinstance(value, Mapping):
         return value
     table = _plain(value)
     for column, condition in table.items():
+        if condition == []:
+            raise ValueError(f"column {column!r}: an empty list matches no row")
         if isinstance(condition, dict):
             numbers = [isinstance(bound, int | float) and not isinstance(bound, bool) for bound in condition.values()]
             if not condition or not {"min", "max"}.issuperset(condition) or not all(numbers):
@@ -44,60 +47,54 @@ def _read_filter(value: Any) -> Any:
                     f"column {column!r}: expected a value, a list of values, or a range "
                     f"{{ min = NUMBER, max = NUMBER }}, got {condition!r}"
                 )
-        elif isinstance(condition, list) and not condition:
-            raise ValueError(f"column {column!r}: no value is in an empty list, so no row would be left")
     return table
 
 
-def _read_slice(value: Any) -> Any:
-    """Only the form is looked at."""
-    if isinstance(value, str):
-        parse_slice(value)
-    return value
-
-
 def parse_slice(text: str) -> slice:
-    """A slice as Python writes it.
+    """A slice in Python's notation.
 
     Raises:
-        ValueError: it is none, or its step is not positive.
+        ValueError: ``text`` is not a slice, or its step is not positive.
 
     >>> parse_slice("100:200"), parse_slice("::10")
     (slice(100, 200, None), slice(None, None, 10))
     """
-    parts = text.strip().split(":")
     try:
-        numbers = [int(part) if part.strip() else None for part in parts]
+        start, stop, *steps = [int(part) if part.strip() else None for part in text.split(":")]
+        (step,) = steps or (None,)
     except ValueError:
-        numbers = []
-    if len(numbers) not in (2, 3):
-        raise ValueError(f"expected a slice like '100:200' or '::10', got {text!r}")
-    chosen = slice(*numbers)
-    if chosen.step is not None and chosen.step < 1:
+        raise ValueError(f"expected a slice like '100:200' or '::10', got {text!r}") from None
+    if step is not None and step < 1:
         raise ValueError(f"a slice's step must be 1 or more, got {text!r}")
-    return chosen
+    return slice(start, stop, step)
+
+
+def _check_slice(text: str) -> str:
+    parse_slice(text)
+    return text
 
 
 Table = Annotated[dict[str, Any], BeforeValidator(_plain)]
 Columns = dict[str, Annotated[str, Field(min_length=1)]]
 Filter = Annotated[str | dict[str, Any], BeforeValidator(_read_filter)]
-Slice = Annotated[str, BeforeValidator(_read_slice)]
+Slice = Annotated[str, AfterValidator(_check_slice)]
 
 
 class Source(Section):
     """One of several sources of rows: an item of `data.train` or `data.eval`, or of `train_dataset` in Python, where
-    `path` may be the rows themselves. What is unset is as `[data]` says."""
+    `path` may be the rows themselves. Unset settings are those of `[data]`."""
 
     path: Any
     """A file, a folder or the name of a data set. In Python also rows."""
     name: str | None = None
-    """What messages and the rollout files call it. Unset: the path."""
+    """Name in messages and in the rollout files. Unset: the path."""
     split: str | None = None
-    """Split, for a folder or a name."""
-    weight: Annotated[float, Field(gt=0)] | None = None
-    """Its share of the prompts is its weight over the sum of all weights. Unset, for all: every row once per epoch."""
+    """Split, for a folder or a data set's name."""
+    weight: PositiveFloat | None = None
+    """The source's share of the prompts is its weight over the sum of all weights. Unset for all: every row is used
+    once per epoch."""
     rows: PositiveInt | None = None
-    """Use the first so many rows only."""
+    """Use only this many rows, from the first."""
     columns: Columns | None = None
     filter: Filter | None = None
     select: Slice | None = None
@@ -109,9 +106,7 @@ class Source(Section):
 
     def __init__(self, **settings: Any) -> None:
         """Raises ``ConfigError``: a setting is unknown, of the wrong type or out of range."""
-        from cohort.config.load import explain_errors
-
-        with explain_errors():
+        with explain_errors(Source):
             super().__init__(**settings)
 
     @field_validator("path", mode="before")
@@ -120,53 +115,44 @@ class Source(Section):
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _read_source(number: int, item: Any) -> Source:
+    """A source from a path, a table or a ``Source``; its path must be text."""
+    with explain_errors(Source, source=f"source {number}"):
+        if not isinstance(item, str | os.PathLike | Mapping | Source):
+            raise ConfigError(f"expected a path or a table with a path, got {item!r:.80}")
+        settings = item if isinstance(item, Mapping) else {"path": item}
+        source = item if isinstance(item, Source) else Source(**settings)
+        if not isinstance(source.path, str) or not source.path:
+            raise ConfigError(f"expected a path, got {source.path!r:.80}; rows are passed as train_dataset")
+    return source
+
+
 def _read_sources(value: Any) -> Any:
     """A path, or a list of paths and tables as ``Source`` objects."""
-    if isinstance(value, os.PathLike):
+    if isinstance(value, str | os.PathLike):
         return os.fspath(value)
     if isinstance(value, Source | Mapping):
         value = [value]
-    if isinstance(value, str):
-        return value
     if not isinstance(value, list | tuple):
         raise ValueError(f"expected a path or a list of sources, got {value!r:.80}")
-    from cohort.config.load import explain_errors
-
-    sources = []
-    for number, item in enumerate(value):
-        with explain_errors(source=f"source {number}"):
-            if isinstance(item, str | os.PathLike):
-                sources.append(Source(path=item))
-            elif isinstance(item, Source):
-                sources.append(item)
-            elif isinstance(item, Mapping):
-                sources.append(Source(**item))
-            else:
-                raise ValueError(f"source {number}: expected a path or a table with a path, got {item!r:.80}")
-    for number, source in enumerate(sources):
-        if not isinstance(source.path, str) or not source.path:
-            raise ValueError(f"source {number}: expected a path, got {source.path!r:.80}; rows go to train_dataset")
-    if not sources:
+    if not value:
         raise ValueError("expected a path or a list of sources, got an empty list")
-    return tuple(sources)
+    return tuple(_read_source(number, item) for number, item in enumerate(value))
 
 
 def _read_sets(value: Any) -> Any:
-    """What an evaluation is made on: one set of sources, or a table of such under names."""
+    """The evaluation data: one set of sources, or a table of named sets."""
     if not isinstance(value, Mapping) or "path" in value:
         return _read_sources(value)
     if not value:
-        raise ValueError("expected a table of sources under names, and it is empty: leave it out for no evaluation")
-    for name in value:
-        check_set_name(name)
+        raise ValueError("expected a table of named sources, got an empty one: omit it for no evaluation")
     sets = {}
     for name, sources in value.items():
-        try:
+        check_set_name(name)
+        with explain_errors(Source, source=name):
+            if sources == "":
+                raise ConfigError("expected a path or a list of sources, got an empty string")
             sets[name] = _read_sources(sources)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if not sets[name]:
-            raise ValueError(f"{name}: expected a path or a list of sources, got an empty string")
     return sets
 
 
@@ -175,79 +161,75 @@ Sets = Annotated[str | tuple[Source, ...] | dict[str, str | tuple[Source, ...]],
 
 
 class DataConfig(Section):
-    """Prompts, and what the rewards need to know of them."""
+    """Prompts, and the columns that the rewards need."""
 
     train: Sources = ""
     """A file (.jsonl, .json, .csv, .parquet; also .gz and .zst), a folder of such files or one that `datasets` wrote,
-    or the name of a data set for `datasets.load_dataset`. Or a list of them: each a path, or a table with a path and
-    settings of its own, as in { path = "a.jsonl", weight = 2.0 }; see docs/data.md."""
+    or the name of a data set for `datasets.load_dataset`. Or a list of paths and of tables with a path and other
+    settings, as in { path = "a.jsonl", weight = 2.0 }; see docs/data.md."""
     eval: Sets = ""
-    """The same for evaluation, or several of it under names, as in { gsm8k = "test.jsonl", aime = "aime.jsonl" }, whose
-    metrics are then eval/gsm8k/... and eval/aime/...; empty: no evaluation."""
+    """The evaluation data, in the same forms, or a table of named sets, as in { gsm8k = "test.jsonl", aime =
+    "aime.jsonl" }, whose metrics are eval/gsm8k/... and eval/aime/.... Empty: no evaluation."""
     train_split: str = "train"
-    """Split, when `train` is a data set's name or a folder that has splits."""
+    """Split, if `train` is the name of a data set or a folder with splits."""
     eval_split: str = "test"
-    """The same for `eval`."""
+    """Split of `eval`, likewise."""
     columns: Columns = Field({})
-    """Renames columns: { new = "old" }. Done first; all other settings and the rewards use the new names."""
+    """Renames columns: { new = "old" }. Applied first; all other settings and the rewards use the new names."""
     filter: Filter | None = None
-    """Which training rows to use: a function of a row, "file.py:keep", or a condition per column, all of which must
+    """Which training rows to use: a function of a row, "file.py:keep", or conditions on columns, all of which must
     hold, as in { level = ["hard", "medium"], source = "amc", pass_rate = { min = 0.1, max = 0.9 } }."""
     select: Slice | None = None
-    """Which of the filtered training rows to use: a slice as in Python, "100:200", "::10"."""
+    """Which of the filtered training rows to use: a slice in Python's notation, "100:200", "::10"."""
     train_rows: PositiveInt | None = None
-    """Use the first so many of the selected rows only. Unset: all."""
+    """Use only this many of the selected rows, from the first. Unset: all."""
     eval_rows: PositiveInt | None = None
-    """Use the first so many evaluation rows only. Unset: all."""
+    """Use only this many evaluation rows, from the first. Unset: all."""
     streaming: bool = False
-    """Read `train` while the run goes on and never as a whole. Needs `run.max_steps`."""
+    """Read `train` during the run instead of loading it. Needs `run.max_steps`."""
     shuffle_buffer: PositiveInt = 1000
-    """When streaming, the next prompt is drawn from so many rows."""
+    """When streaming, the next prompt is drawn from a buffer of this many rows."""
     order: Literal["shuffled", "sequential", "curriculum"] = "shuffled"
-    """"shuffled": a new order for each epoch, drawn from `run.seed`; "sequential": the file's order; "curriculum": the
-    order of `data.curriculum`."""
+    """"shuffled": a new order in each epoch, drawn from `run.seed`; "sequential": the order of the file; "curriculum":
+    the order that `data.curriculum` defines."""
     curriculum: str | None = None
-    """A column of numbers, smallest first, or largest first with a "-" before its name. Or "measured": the first epoch
-    shuffled, each later one from the highest mean reward that was measured to the lowest."""
+    """A column of numbers, in ascending order, or in descending order with a "-" before its name. Or "measured": the
+    first epoch is shuffled, each later one goes from the highest measured mean reward to the lowest."""
     prompt_column: str = "prompt"
     """The column that holds the prompt: a string, or a list of chat messages."""
     prompt_template: str | None = None
-    """Makes the prompt from columns, as in "Question: {question}"; then `prompt_column` is not read."""
+    """Builds the prompt from columns, as in "Question: {question}". Replaces `prompt_column`."""
     system_prompt: str | None = None
     """A system message before the prompt. Needs chat format."""
     format: Format = "auto"
-    """"chat" puts the prompt through the tokenizer's chat template (a string becomes the user's message), "text" takes
-    a string as it is, "auto" is chat for lists of messages and text for strings."""
+    """"chat" applies the tokenizer's chat template (a string becomes the user's message); "text" uses a string as it
+    is; "auto" is chat for lists of messages and text for strings."""
     chat_template: str | None = None
-    """A chat template in place of the tokenizer's: Jinja text, or the name of a file with it, which is read at once
-    (what ends with .jinja, or has no brace in it). It is saved with the checkpoints' tokenizer."""
+    """A chat template that replaces the tokenizer's: Jinja text, or the name of a file (ends with .jinja, or contains
+    no brace), which is read at once. It is saved with the tokenizer of the checkpoints."""
     chat_template_kwargs: Table = Field({})
-    """Variables of the chat template, as in { enable_thinking = false }. A row's column `chat_template_kwargs` is laid
-    over it."""
+    """Variables of the chat template, as in { enable_thinking = false }. The column `chat_template_kwargs` of a row
+    overrides them."""
     max_prompt_length: PositiveInt | None = None
-    """The most tokens of a prompt. Unset: what the model's context leaves beside `rollout.max_completion_length`."""
+    """Maximum number of tokens of a prompt. Unset: what the model's context leaves beside
+    `rollout.max_completion_length`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What becomes of longer ones: "error" refuses the data, "drop" leaves those rows out, "truncate_left" keeps a
-    prompt's last tokens. The start of a run says how many they are."""
+    """What to do with longer prompts: "error" refuses the data, "drop" omits those rows, "truncate_left" keeps the last
+    tokens. The run prints their number at its start."""
 
     @field_validator("chat_template")
     @classmethod
     def _read_template(cls, value: str | None) -> str | None:
-        """The template's text, so that the settings of a run hold it whatever becomes of the file."""
-        if value is None or ("{" in value and not value.endswith(".jinja")):
-            return value
-        try:
-            return Path(value).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {value}: {getattr(error, 'strerror', None) or error}") from None
+        """Return the template's text, so that the run's settings do not depend on the file."""
+        return value if value is None or ("{" in value and not value.endswith(".jinja")) else read_text(value)
 
     @model_validator(mode="after")
     def _check_together(self) -> DataConfig:
         if (self.order == "curriculum") != (self.curriculum is not None):
             raise ValueError(
-                "order 'curriculum' and the setting curriculum go together: set data.order = 'curriculum' and "
+                "order 'curriculum' and the setting curriculum need each other: set data.order = 'curriculum' and "
                 "data.curriculum to a column or to 'measured'"
             )
         if self.streaming and self.order == "curriculum":
-            raise ValueError("a stream cannot be ordered by a curriculum, as it is never read whole: unset streaming")
+            raise ValueError("streamed data cannot be ordered by a curriculum: unset data.streaming")
         return self

@@ -1,4 +1,4 @@
-"""The settings of evaluation."""
+"""Settings of evaluation."""
 
 from __future__ import annotations
 
@@ -7,91 +7,89 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from cohort.config.section import Count, PositiveInt, PositiveInts, Section
+from cohort.config.section import Count, PositiveInt, PositiveInts, PositiveShare, Section, Share
 
 MEASURES = ("reward", "rewards", "length", "cut_share", "unscored", "errors")
-"""What an evaluation logs under eval/: no name of a data set."""
+"""Reserved metric names; invalid as names of evaluation sets."""
 
 
 def check_set_name(name: Any) -> None:
-    """Refuse a name of an evaluation set that does not do as a part of metrics and of file names.
+    """Check that an evaluation set's name can be part of metrics and of file names.
 
     Raises:
-        ValueError: it holds something else than letters, digits, '-' and '_', or is that of a metric.
+        ValueError: the name contains other characters than letters, digits, '-' and '_', or is reserved.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in MEASURES:
         raise ValueError(
-            f"an evaluation set's name becomes part of metrics and of file names: expected letters, digits, '-' and "
+            "an evaluation set's name becomes part of metrics and of file names: expected letters, digits, '-' and "
             f"'_', and none of {', '.join(MEASURES)}; got {name!r}"
         )
 
 
 class EvalConfig(Section):
-    """Evaluation: fresh samples of `data.eval`'s prompts, the same random numbers every time (docs/evaluation.md)."""
+    """Evaluation on fresh samples of `data.eval`'s prompts, with the same random numbers every time
+    (docs/evaluation.md)."""
 
     eval_steps: Count = 0
-    """Evaluate every so many steps. 0: before the first step and after the last one only."""
+    """Evaluate every this many steps. 0: only before the first step and after the last one."""
     eval_on_start: bool = True
-    """Evaluate before the first step too: what the run begins with, and what it is compared with."""
+    """Also evaluate before the first step, for comparison."""
     num_generations_eval: PositiveInt = 1
     """Completions per prompt."""
     temperature_eval: Annotated[float, Field(ge=0)] | None = None
-    """Divides the logits; 0 takes the likeliest token. Unset: as in training, and so for the four that follow."""
-    top_p_eval: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw from the smallest set of likeliest tokens whose probabilities reach p. 1: all."""
+    """Divides the logits; 0 is greedy. Unset: as in training, also for the four settings below."""
+    top_p_eval: PositiveShare | None = None
+    """Sample from the smallest set of most likely tokens whose probabilities add up to p. 1: all."""
     top_k_eval: Count | None = None
-    """Draw from the k likeliest tokens only. 0: all."""
-    min_p_eval: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw from tokens at least so many times as likely as the likeliest. 0: all."""
+    """Sample from the k most likely tokens only. 0: all."""
+    min_p_eval: Share | None = None
+    """Sample from tokens at least this fraction as likely as the most likely one. 0: all."""
     max_completion_length_eval: PositiveInt | None = None
-    """Tokens after which a completion is cut."""
+    """Maximum number of tokens of a completion."""
     pass_at_k: PositiveInts = (1,)
-    """Log the chance that one of k completions is correct, for each of these k; [] for none."""
+    """Log the probability that at least one of k completions is correct, for each of these k. []: off."""
     maj_at_k: PositiveInts = ()
-    """Log the chance that the most frequent answer of k completions is correct, for each of these k; needs a reward
-    function that logs the column "answer" (`log_extra`)."""
+    """Log the probability that the most frequent answer of k completions is correct, for each of these k. Needs a
+    reward function that logs the column "answer" (`log_extra`)."""
     pass_function: str | None = None
-    """The reward function that says whether a completion is correct. Unset: the first."""
+    """The reward function that decides whether a completion is correct. Unset: the first."""
     pass_threshold: float = 1.0
-    """A completion is correct when that function gives it at least so much."""
+    """A completion is correct if that function returns at least this."""
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2_000
-    """Resamples behind each confidence interval."""
+    """Resamples of each confidence interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Of the intervals."""
+    """Confidence level of the intervals."""
     metric_for_best_model: str | None = None
     """Keep the model with the best value of this metric, as in "eval/reward/mean", in best/ in the run folder. Unset:
-    none is kept."""
+    off."""
     greater_is_better: bool = True
-    """Whether more of that metric is better."""
+    """Whether a higher value of that metric is better."""
     early_stopping_patience: Count = 0
-    """End the run after so many evaluations in a row without a new best. 0: off."""
+    """End the run after this many evaluations in a row without a new best. 0: off."""
 
     @model_validator(mode="after")
     def _check_together(self) -> EvalConfig:
         for name in ("pass_at_k", "maj_at_k"):
             if (k := max(getattr(self, name), default=0)) > self.num_generations_eval:
                 raise ValueError(
-                    f"{name} asks for {k} completions per prompt, and num_generations_eval is "
+                    f"{name} needs {k} completions per prompt, and num_generations_eval is "
                     f"{self.num_generations_eval}: raise it, or lower k"
                 )
         if self.early_stopping_patience and self.metric_for_best_model is None:
             raise ValueError("early_stopping_patience needs a metric: set eval.metric_for_best_model")
         if 1 / (1 + self.bootstrap_samples) > 1 - self.confidence:
             raise ValueError(
-                f"bootstrap_samples {self.bootstrap_samples} are too few for confidence {self.confidence}: the least p "
-                "that so many can give is above 1 - confidence, and no difference would ever be shown. Raise it"
+                f"bootstrap_samples ({self.bootstrap_samples}) is too small for confidence {self.confidence}: the "
+                "smallest possible p-value is above 1 - confidence, so no difference would be significant. Raise it"
             )
         return self
 
     def what_is_measured(self) -> dict[str, Any]:
-        """The settings that the value of ``metric_for_best_model`` depends on: two values under others are not to be
-        compared."""
+        """The settings that the value of ``metric_for_best_model`` depends on. Values are comparable only under the
+        same settings."""
         metric = self.metric_for_best_model or ""
-        names = {
-            "metric_for_best_model",
-            "greater_is_better",
-            *(n for n in type(self).model_fields if n.endswith("_eval")),
-        }
+        sampling = {name for name in type(self).model_fields if name.endswith("_eval")}
+        names = {"metric_for_best_model", "greater_is_better"} | sampling
         if "@" in metric:
             names |= {"pass_function", "pass_threshold"}
         if metric.endswith(("/low", "/high")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -10,22 +9,21 @@ from pydantic import BeforeValidator, Field
 
 from cohort.config.section import PositiveInt, Section
 from cohort.presets import Objective, preset
+from cohort.presets.base import Part
 
 
 def _plain(value: Any) -> Any:
     """A part given as an object, as the table that a file would hold."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        numbers = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        rule = {"rule": getattr(value, "rule", None)}
-        return _plain({key: item for key, item in rule.items() if item is not None} | numbers)
-    if isinstance(value, Mapping):  # what is absent is a word: a file has no None
+    if isinstance(value, Part):
+        value = {"rule": value.rule, **value.numbers()}
+    if isinstance(value, Mapping):  # an absent number is a word: a file has no None
         return {key: "none" if item is None else item for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
 
 
-Part = Annotated[Any, BeforeValidator(_plain)]
+Setting = Annotated[Any, BeforeValidator(_plain)]
 """A word, a number, or a table of a part's numbers. Checked by ``Objective.replace``."""
 
 
@@ -43,56 +41,56 @@ class ObjectiveConfig(Section):
     """The PPO clip's lower bound is the ratio 1 - epsilon (trust_region.low), ..."""
     epsilon_high: float | None = None
     """... and its upper bound 1 + epsilon_high (trust_region.high). Unset: epsilon."""
-    baseline: Part = None
+    baseline: Setting = None
     """What is taken off a reward: none, group_mean, leave_one_out, length_weighted, batch_mean, second_best; or a
     number."""
-    scale: Part = None
+    scale: Setting = None
     """What the rest is divided by: none, group_std, batch_std, group_mean; or a table,
     { rule = "group_std", ddof = 1, epsilon = 1e-6 }."""
-    reward_aggregation: Part = None
+    reward_aggregation: Setting = None
     """Several rewards: sum_then_normalize, normalize_then_sum, normalize_sum_normalize."""
-    soft_overlong: Part = None
+    soft_overlong: Setting = None
     """Penalty near the length limit: none, or { rule = "soft_overlong", cache_share = 0.2 }."""
-    unlikeliness: Part = None
+    unlikeliness: Setting = None
     """Less reward for a group's likelier completions: none, or { rule = "unlikeliness", strength = 0.25 }."""
-    sign_weights: Part = None
+    sign_weights: Setting = None
     """Factors of positive and negative advantages: none, or { rule = "sign_weights", positive = 1, negative = 1 }."""
-    group_filter: Part = None
+    group_filter: Setting = None
     """none, drop_dead, { rule = "dynamic_sampling", max_rounds = 4 }; or only the k best completions of a group teach,
     { rule = "top_k", k = 8, metric = "shortest" }."""
-    credit: Part = None
+    credit: Setting = None
     """Which tokens a reward belongs to: outcome, process, return_to_go, given. For "process" and "given" a reward
     function returns a list with a number per token."""
-    discount: Part = None
+    discount: Setting = None
     """Of later rewards, per token, with credit "return_to_go"."""
-    truncated: Part = None
+    truncated: Setting = None
     """Completions cut by the length limit: keep, mask, zero, penalize; after the advantages of their whole group."""
-    truncated_penalty: Part = None
+    truncated_penalty: Setting = None
     """What "penalize" takes off their advantage."""
-    ratio_anchor: Part = None
+    ratio_anchor: Setting = None
     """What the current policy is divided by: self, old, sampler."""
-    ratio_level: Part = None
+    ratio_level: Setting = None
     """token, sequence_mean, sequence_mean_token, sequence_product, prefix_product."""
-    trust_region: Part = None
+    trust_region: Setting = None
     """none, ppo_clip, mask, cap, sapo, gamma, tv_mask, kl_mask, gmpo, fipo; a table, { rule = "ppo_clip", low = 0.8,
     high = 1.28 }; or your own function of ratio and advantage, "module:function"."""
-    mismatch: Part = None
+    mismatch: Setting = None
     """What is done about sampler and trainer disagreeing: none, or a list of tables with the rules weight, veto,
     off_policy_mask: [{ rule = "weight", level = "token", mode = "truncate", high = 2.0 }]."""
-    top_entropy: Part = None
+    top_entropy: Setting = None
     """Share of the tokens, those of highest entropy, that the policy term uses. 1: all."""
-    kl: Part = None
+    kl: Setting = None
     """The KL term: { direction = "reverse", scope = "token", place = "loss", correction = "token_ratio" }; or
     "k3_legacy", k3 as a loss as in DeepSeekMath."""
-    entropy: Part = None
+    entropy: Setting = None
     """Entropy bonus: none, or { rule = "entropy", coefficient = 0.001 }."""
-    aggregation: Part = None
+    aggregation: Setting = None
     """The mean: seq_mean_token_mean, token_mean, prompt_mean, constant, seq_sum, token_sum."""
-    aggregation_length: Part = None
+    aggregation_length: Setting = None
     """L of aggregation "constant". Unset: rollout.max_completion_length."""
-    denominator: Part = None
+    denominator: Setting = None
     """Whether tokens that top_entropy leaves out count in the mean: base (they do) or after_masks."""
-    count_empty: Part = None
+    count_empty: Setting = None
     """Whether completions without a loss token count in the mean."""
     num_iterations: PositiveInt = 1
     """Passes over a rollout (the papers' mu)."""

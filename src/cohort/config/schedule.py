@@ -1,4 +1,5 @@
-"""The arithmetic of a run: how many steps, what each computes. Decided before it begins, said in words at the start."""
+"""The schedule of a run: how many steps it has and what each one computes. Decided and printed before the run
+starts."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from cohort.presets.parts import DynamicSampling
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What follows from the settings and the number of training prompts."""
+    """What the settings and the number of training prompts determine."""
 
     steps: int
     """Rollouts."""
@@ -24,33 +25,34 @@ class Schedule:
     updates_per_rollout: int
     """Optimizer steps per rollout."""
     num_prompts: int | None
-    """Of an epoch. None: the data is a stream."""
+    """Prompts of an epoch. None: the data is streamed."""
     last_prompts: int
-    """Prompts of the last step: what the others leave of the epochs, or as many as theirs."""
+    """Prompts of the last step, which uses what remains of the epochs."""
     total: int | None
-    """Prompts of the whole run. None: it ends with ``run.max_steps``."""
+    """Prompts of the whole run. None: ``run.max_steps`` ends it."""
     needs_old_logps: bool
-    """More than one update uses a rollout, or the KL is in reward or advantage: the policy that sampled must be
-    remembered."""
+    """Whether the log-probs of the policy that sampled are computed before the first update: several updates use a
+    rollout, or the objective needs them (a KL in the reward or the advantage)."""
     needs_ref_logps: bool
-    """beta is not 0, and the KL is of sampled tokens."""
+    """Whether the reference's log-probs are computed before the first update: beta is not 0, and the KL is estimated
+    from sampled tokens."""
     objective: Objective
-    """With the numbers that the settings leave open."""
+    """The objective, with the numbers that the settings leave open."""
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int | None) -> Schedule:
-        """Work out the schedule.
+        """The schedule of a run.
 
         Args:
             config: the settings.
-            num_prompts: of an epoch; None for a stream.
+            num_prompts: prompts of an epoch; None for streamed data.
 
         Raises:
-            DataError: the data set is smaller than one step, or a stream has no ``run.max_steps``.
+            DataError: the data set is smaller than one step, or the data is streamed without ``run.max_steps``.
         """
         prompts, objective = config.rollout.prompts_per_step, config.resolved_objective
         if num_prompts is None and config.run.max_steps is None:
-            raise DataError("the training data is a stream, whose length is not known: set run.max_steps")
+            raise DataError("the training data is streamed, so its length is unknown: set run.max_steps")
         if num_prompts is not None and num_prompts < prompts:
             raise DataError(
                 f"the training data has {num_prompts} prompts, fewer than one step uses: "
@@ -74,22 +76,24 @@ class Schedule:
         )
 
     def prompts_of(self, step: int) -> int:
-        """Prompts of a step, counted from 0."""
+        """Number of prompts of a step. Steps count from 0."""
         return self.last_prompts if step == self.steps - 1 else self.prompts_per_step
 
-    def resumed(self, step: int, taken: int) -> Schedule:
-        """The schedule of a run that goes on after ``step`` steps with ``taken`` prompts. It is another one where
-        ``run.num_epochs`` was raised after a last step of fewer prompts."""
-        of_steps = step * self.prompts_per_step
-        if self.total is None or taken == of_steps or isinstance(self.objective.group_filter, DynamicSampling):
+    def resumed(self, step: int, consumed: int) -> Schedule:
+        """The schedule of a run that continues after ``step`` steps, which consumed ``consumed`` prompts.
+
+        It differs from this one if ``run.num_epochs`` was raised after a last step with fewer prompts.
+        """
+        full_steps = consumed == step * self.prompts_per_step
+        if self.total is None or full_steps or isinstance(self.objective.group_filter, DynamicSampling):
             return self
-        left = self.total - taken
+        left = self.total - consumed
         steps = step + math.ceil(left / self.prompts_per_step)
         return replace(self, steps=steps, last_prompts=left - (steps - step - 1) * self.prompts_per_step)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of the whole run, at most: a rollout with fewer groups than minibatches has fewer."""
+        """Maximum number of optimizer steps of the run: a rollout with fewer groups than minibatches has fewer."""
         of_last = self.num_iterations * min(self.minibatches, self.last_prompts)
         return (self.steps - 1) * self.updates_per_rollout + of_last
 
@@ -119,10 +123,10 @@ class Schedule:
         )
 
     def _length(self) -> str:
-        """How long the run is, in words."""
+        """The length of the run in words."""
         run = f"{_count(self.steps, 'rollout')} = {_count(self.updates, 'update')}"
         if self.num_prompts is None:
-            return f"{run}, on a stream of prompts"
+            return f"{run}, on streamed prompts"
         rollouts = f"{self.num_prompts / self.prompts_per_step:,.2f}".rstrip("0").rstrip(".")
         per_epoch = f"{rollouts} rollouts per epoch on {self.num_prompts:,} prompts"
         if self.total is None:

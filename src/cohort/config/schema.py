@@ -1,23 +1,36 @@
-"""The settings, in sections. One TOML table per section, one ``--section.key`` per setting, one ``GRPOConfig`` in
-Python.
+"""The sections of the settings, and ``GRPOConfig``, which holds them.
 
-A field's docstring says what it does, its unit and its off value; ``cohort config`` prints them all as a TOML file.
-Importing this module imports no torch.
+Each setting has a docstring with its meaning, its unit and the value that turns it off; ``cohort config`` prints them
+all as a TOML file.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cohort.config.data import DataConfig
+from cohort.config.errors import explain_errors, suggestion
 from cohort.config.evaluation import EvalConfig
 from cohort.config.objective import ObjectiveConfig
-from cohort.config.section import Count, Numbers, PathName, PositiveInt, Section, Strings
-from cohort.presets import Objective
+from cohort.config.section import (
+    Count,
+    Numbers,
+    PathName,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Section,
+    Share,
+    Strings,
+    read_text,
+    setting_paths,
+)
+from cohort.errors import ConfigError
+from cohort.presets import Objective, optional_parts
 from cohort.presets.parts import BatchStd, GroupMean, TopK
 
 
@@ -25,27 +38,27 @@ class LoraConfig(Section):
     """Low-rank adapters instead of all weights; needs the extra "lora"."""
 
     rank: Count = 0
-    """Rank of the adapters. 0: none, all weights are trained."""
-    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Rank of the adapters. 0: no adapters; all weights are trained."""
+    alpha: PositiveFloat | None = None
     """The adapter's output is multiplied by alpha / rank ("rslora": alpha / sqrt(rank)). Unset: twice the rank."""
     variant: Literal["lora", "rslora", "dora"] = "lora"
-    """"rslora" scales for high ranks (arXiv 2312.03732), "dora" trains each matrix's column norms too (arXiv
+    """"rslora" scales for high ranks (arXiv 2312.03732); "dora" also trains each matrix's column norms (arXiv
     2402.09353)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout before the adapters. Needs `model.dropout`."""
     target_modules: Strings = ("all-linear",)
-    """Which modules get one, by the ends of their names; "all-linear": all linear layers but the head."""
+    """Modules that get an adapter, by the ends of their names. "all-linear": all linear layers except the head."""
     modules_to_save: Strings = ()
-    """Modules that are trained whole and saved with the adapter, as in ["lm_head"]."""
+    """Modules that are trained in full and saved with the adapter, as in ["lm_head"]."""
     adapter: PathName = ""
-    """The folder of an adapter to train on with, in place of a new one; `rank` and what follows it are then its own.
-    The reference is the adapter as it is loaded."""
+    """The folder of an existing adapter to continue training. Its own settings replace `rank` and those below it. The
+    reference is the adapter as it is loaded."""
     save_merged: bool = False
-    """Also write the model with the adapter merged into it, to merged/ in the run folder, at the end."""
+    """At the end, also write the model with the adapter merged into it, to merged/ in the run folder."""
 
     @property
     def wanted(self) -> bool:
-        """Whether there are adapters at all."""
+        """Whether adapters are used."""
         return bool(self.rank or self.adapter)
 
 
@@ -53,32 +66,32 @@ class ModelConfig(Section):
     """The policy."""
 
     path: PathName = ""
-    """A Hugging Face causal language model: a folder, or a hub id. In Python the `model` argument takes its place."""
+    """A Hugging Face causal language model: a folder or a hub id. In Python, pass the `model` argument instead."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """What the model computes in. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in
-    bfloat16 over them. "auto" is bfloat16 where the hardware is faster with it: CUDA and CPUs with AMX, and CPUs with
-    AVX512-BF16 from a hidden size of 256 on; float32 elsewhere."""
+    """Compute precision. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16 over
+    them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and CPUs with AVX512-BF16 from a
+    hidden size of 256), and float32 elsewhere."""
     device: str = "auto"
-    """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA where there is one, else the CPU."""
+    """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA if available, else the CPU."""
     dropout: bool = False
-    """Keep the model's own dropout in the update. Off, as dropout makes the policy that is updated another one than the
-    policy that sampled."""
+    """Keep the model's own dropout in updates. Off by default: dropout makes the updated policy differ from the policy
+    that sampled."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters; see below."""
     quantization: Literal["none", "8bit", "4bit"] = "none"
-    """Keep the model's frozen weights in so many bits ("4bit": NF4) under adapters, as QLoRA does (arXiv 2305.14314);
-    needs `model.lora` and the extra "quantized"."""
+    """Quantize the frozen weights under adapters ("4bit": NF4), as in QLoRA (arXiv 2305.14314). Needs `model.lora` and
+    the extra "quantized"."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Of a mixture-of-experts model: what the load-balancing loss (arXiv 2101.03961) over the completions' tokens
-    weighs in an update. Costs a pass without gradient. 0: off."""
+    """Weight of the load-balancing loss of mixture-of-experts models (arXiv 2101.03961), over the completions' tokens.
+    Costs a pass without gradient. 0: off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same gradient."""
     native_kernels: bool = True
-    """On a CPU, what lies between the matrix products of sampling and of updates is computed in C, compiled at its
-    first use by the machine's own compiler; without one, torch does it. Speed and memory only: the draws stay the same,
-    and so do samples and gradients up to rounding."""
+    """On a CPU, compute everything between the matrix products in C, compiled at first use by the machine's compiler;
+    without a compiler, torch computes it. Affects speed and memory only: random draws are the same, samples and
+    gradients are equal up to rounding."""
     trust_remote_code: bool = False
-    """Run model code that comes with the model's folder."""
+    """Run model code from the model's folder."""
 
 
 class RolloutConfig(Section):
@@ -87,58 +100,52 @@ class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 8
     """Prompts in a rollout (P)."""
     num_generations: PositiveInt = 8
-    """Completions per prompt (G). At least 2 where a completion is judged against the others of its group."""
+    """Completions per prompt (G). At least 2 if the objective compares the completions of a group."""
     max_completion_length: PositiveInt = 256
-    """Tokens after which a completion is cut (finish reason "length")."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits, in sampling and in every log-probability of the trainer alike."""
+    """Maximum number of tokens of a completion (finish reason "length")."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in sampling and in every log-probability of the trainer."""
     top_k: Count = 0
-    """Draw from the k likeliest tokens only. 0: all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the smallest set of likeliest tokens whose probabilities reach p. 1: all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Draw from tokens at least so many times as likely as the likeliest. 0: all."""
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Logits of tokens that stand in the prompt or the completion are divided by it where positive and multiplied where
-    negative. 1: off."""
+    """Sample from the k most likely tokens only. 0: all."""
+    top_p: PositiveShare = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities add up to p. 1: all."""
+    min_p: Share = 0.0
+    """Sample from tokens at least this fraction as likely as the most likely one. 0: all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """The logits of tokens that occur in the prompt or the completion are divided by this if positive and multiplied by
+    it if negative. 1: off."""
     min_completion_length: Count = 0
-    """No end token is drawn, and no stop string is looked for, before so many tokens. 0: off."""
+    """Before this many tokens, no end token is sampled and stop strings are ignored. 0: off."""
     regex: str | None = None
-    """Draw only what keeps the completion on the way to a text that matches this regular expression as a whole. Unset:
-    anything."""
+    """Sample only completions that match this regular expression as a whole. Unset: anything."""
     json_schema: str | None = None
-    """The same for JSON that a schema accepts: the schema as JSON text, or the name of a .json file with it, which is
-    read at once. Unset: anything."""
+    """Sample only JSON that this schema accepts: JSON text, or the name of a .json file, which is read at once. Unset:
+    anything."""
     replay_sampling: bool = True
-    """The update computes log-probabilities over what each token was drawn from, not over the whole vocabulary. Off:
-    ratios take the truncated distribution for the policy's. Without any of the settings from `top_k` on the two are the
-    same."""
+    """Compute the update's log-probabilities over the tokens that sampling could choose from, instead of over the whole
+    vocabulary. Off: ratios treat the truncated distribution as the policy's. Makes a difference only with the settings
+    from `top_k` on."""
     stop: Strings = ()
-    """Strings that end a completion. Their tokens stay part of it."""
+    """Strings that end a completion. Their tokens remain part of it."""
     max_batch_size: PositiveInt = 256
-    """Completions decoded at a time, at most. Memory only: the draws stay the same, and so do the samples up to
-    rounding."""
+    """Maximum number of completions decoded at the same time. Affects memory only: random draws are the same, samples
+    are equal up to rounding."""
     cache_tokens: PositiveInt | None = None
-    """Tokens whose keys and values are held at a time, prompts' included; completions that do not fit wait for their
-    turn. Memory only, as above. Unset: as many as half of the free memory holds."""
+    """Maximum number of tokens in the key-value cache, including prompts; completions that do not fit wait. Affects
+    memory only, as above. Unset: as many as fit half of the free memory."""
 
     @property
     def replayed_penalty(self) -> float:
-        """The repetition penalty that the update's log-probs are computed with."""
+        """The repetition penalty of the update's log-probs."""
         return self.repetition_penalty if self.replay_sampling else 1.0
 
     @field_validator("json_schema")
     @classmethod
     def _read_schema(cls, value: str | None) -> str | None:
-        """The schema's text, so that the settings of a run hold it whatever becomes of the file."""
+        """Return the schema's text, so that the run's settings do not depend on the file."""
         if value is None:
             return None
-        text = value
-        if value.endswith(".json"):
-            try:
-                text = Path(value).expanduser().read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(f"cannot read {value}: {error.strerror}") from None
+        text = read_text(value) if value.endswith(".json") else value
         try:
             json.loads(text)
         except ValueError as error:
@@ -149,39 +156,39 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """What is good."""
+    """Reward functions."""
 
     functions: Strings = ()
-    """Reward functions: built-in names (`cohort rewards` lists them), "module:function", or "file.py:function". Values
-    for their parameters stand in brackets: "soft_overlong(max_length=1024, buffer=256)"."""
+    """Reward functions: built-in names (`cohort rewards` lists them), "module:function", or "file.py:function".
+    Arguments follow in parentheses: "soft_overlong(max_length=1024, buffer=256)"."""
     weights: Numbers | None = None
     """One weight per function. Unset: 1 each."""
     workers: Count = 0
-    """Processes in which plain functions are called, while sampling goes on. 0: they are called in this process, after
-    sampling, unless `timeout` is set; it takes a process to stop one."""
-    timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that one call may take: of one completion for functions that see one, of a group or the whole rollout for
-    the others. Then the call is ended, its worker killed. Unset: any."""
+    """Worker processes that call plain functions while sampling continues. 0: functions are called in this process
+    after sampling, unless `timeout` is set, which needs a process that can be stopped."""
+    timeout: PositiveFloat | None = None
+    """Time limit of a call in seconds; a call scores one completion, a group or the rollout, depending on the function.
+    The worker of a call that exceeds it is killed. Unset: no limit."""
     retries: Count = 0
-    """A call that failed is made again so many times, after the others have ended."""
+    """How often a failed call is repeated, after the other calls have ended."""
     on_error: Literal["unscored", "stop"] = "unscored"
-    """What becomes of a completion whose scoring raised, took too long or gave no finite number: "unscored" keeps it
-    out of the update and of its group's statistics, with its traceback in the log and in rollouts/; "stop" ends the
-    run, as it does when a function fails on all completions of a rollout."""
+    """What to do when a function raises, exceeds the timeout or returns a number that is not finite. "unscored"
+    excludes the completion from the update and from its group's statistics, and writes the traceback to the log and to
+    rollouts/; "stop" ends the run. A function that fails on all completions of a rollout always ends the run."""
     cache: bool = False
-    """Do not call a function again for a row and a completion that it has scored before. For functions that see one
-    completion, and give the same number each time."""
+    """Reuse the score of a row and completion that were scored before. For deterministic functions that score one
+    completion at a time."""
     max_concurrent: PositiveInt = 256
-    """Async calls that are under way at a time, at most."""
+    """Maximum number of concurrent async calls."""
 
 
 class OptimConfig(Section):
     """The optimizer."""
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
-    """"adamw_8bit" keeps AdamW's state in 8 bits (bitsandbytes, in the extra "quantized"); "adafactor" keeps a row and
-    a column per matrix, and takes no `adam_*`; "muon" orthogonalises the steps of the layers' matrices, scaled to
-    AdamW's size, and leaves embeddings, head and vectors to AdamW."""
+    """"adamw_8bit" keeps AdamW's state in 8 bits (bitsandbytes, in the extra "quantized"); "adafactor" keeps one row
+    and one column per matrix, and uses none of `adam_*`; "muon" orthogonalises the updates of the layers' matrices,
+    scaled to AdamW's size, and uses AdamW for embeddings, head and vectors."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -190,66 +197,66 @@ class OptimConfig(Section):
     """Decay of the gradient's running mean."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of the squared gradient's running mean."""
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    adam_epsilon: PositiveFloat = 1e-8
     """Added to the root of the squared gradient's mean."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The gradient's norm is cut to this."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
     """Schedule after the warm-up, by transformers' names."""
     warmup_steps: Count = 0
     """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
     microbatch_tokens: PositiveInt | None = None
-    """Tokens of one pass over prompts or completions. Memory only: the gradient is the same whatever it is. Unset: what
-    half of the free memory holds, at most 1,024 on a CPU and 16,384 on CUDA; halved when memory runs out."""
+    """Maximum number of tokens in one forward and backward pass. Affects memory only: the gradient is the same. Unset:
+    what half of the free memory holds, at most 1,024 on a CPU and 16,384 on CUDA. Halved when memory runs out."""
     max_nonfinite_updates: PositiveInt = 3
-    """An update whose log-probabilities, coefficients or gradient are not finite is not made, and its batch is written
-    to nonfinite/ in the run folder; so many in a row stop the run."""
+    """An update with non-finite log-probabilities, coefficients or gradient is skipped, and its batch is written to
+    nonfinite/ in the run folder. This many in a row stop the run."""
 
 
 class RunConfig(Section):
-    """How long, where to, how often."""
+    """Duration, output and checkpoints."""
 
     output_dir: PathName | None = None
-    """The run's folder. Must not hold another run. Unset: the next free runs/NAME-001."""
+    """The run folder. Must not contain another run. Unset: the next free runs/NAME-001."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seeds sampling, the order of the data and everything else that is drawn."""
+    """Seed of sampling, data order and all other random numbers."""
     max_steps: PositiveInt | None = None
-    """Rollouts to train on. Unset: as many as `num_epochs` takes."""
+    """Number of rollouts. Unset: determined by `num_epochs`."""
     num_epochs: PositiveInt = 1
-    """Times each prompt is used, unless `max_steps` says otherwise. The last step takes what is left, so that no prompt
-    is used more often than another."""
+    """How often each prompt is used, unless `max_steps` is set. The last step uses the remaining prompts, so that all
+    prompts are used equally often."""
     save_steps: Count = 50
-    """Write a checkpoint every so many steps, and at the end. 0: at the end only."""
+    """Write a checkpoint every this many steps, and at the end. 0: at the end only."""
     save_total_limit: PositiveInt | None = None
-    """Keep only the newest so many checkpoints. Unset: all."""
+    """Number of checkpoints to keep; older ones are deleted. Unset: all."""
 
 
 class ReportConfig(Section):
-    """What a run shows and keeps."""
+    """Output and diagnostics."""
 
     progress: bool = True
-    """Print what the run is at its start, its progress and its evaluations. Off: nothing is printed."""
+    """Print a description of the run at its start, progress and evaluations. Off: print nothing."""
     log_completions: bool = True
-    """Keep every completion with its tokens, log-probs, rewards and advantage in rollouts/step-N.parquet, and those of
-    evaluations in evaluations/."""
+    """Write every completion with its tokens, log-probs, rewards and advantage to rollouts/step-N.parquet, and those of
+    evaluations to evaluations/."""
     check_saved: bool = True
-    """Read the weights of the last checkpoint and of best/ back when they are written, and compare them bit for bit
-    with what was trained."""
+    """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
+    trained ones."""
     term_norms_steps: Count = 0
-    """Every so many steps, measure the gradient's norm of each term (policy, KL, entropy) by a backward pass of its own
+    """Every this many steps, measure the gradient norm of each term (policy, KL, entropy) with a separate backward pass
     over the first minibatch. 0: never."""
     update_kl_completions: Count = 8
-    """Measure how far each step moved the policy (update_kl) on so many of its completions. 0: do not."""
+    """Number of completions per step on which to measure how far the step moved the policy (update_kl). 0: off."""
 
 
 class GRPOConfig(Section):
     """All settings of a run.
 
-    Settings may be given by section, ``GRPOConfig(rollout={"num_generations": 4})``, or by their own names, which are
-    unique over all sections: ``GRPOConfig(num_generations=4, learning_rate=1e-5, output_dir="runs/mine")``.
+    Settings may be given by section, ``GRPOConfig(rollout={"num_generations": 4})``, or by name, since names are unique
+    over all sections: ``GRPOConfig(num_generations=4, learning_rate=1e-5, output_dir="runs/mine")``.
 
     Raises:
-        ConfigError: a setting is unknown (the nearest name is given), of the wrong type, or out of range.
+        ConfigError: a setting is unknown (the error names the nearest one), of the wrong type, or out of range.
     """
 
     model: ModelConfig = ModelConfig()
@@ -262,33 +269,23 @@ class GRPOConfig(Section):
     run: RunConfig = RunConfig()
     report: ReportConfig = ReportConfig()
 
-    SECTIONS: ClassVar[tuple[str, ...]] = (
-        *("model", "data", "rollout", "reward", "objective", "optim", "eval", "run", "report"),
-    )
-
     def __init__(self, **settings: Any) -> None:
-        from cohort.config.load import explain_errors, nest_settings
-
-        with explain_errors():
-            super().__init__(**nest_settings(type(self), settings))
+        with explain_errors(type(self)):
+            super().__init__(**_by_section(type(self), settings))
 
     @model_validator(mode="after")
     def _check_together(self) -> GRPOConfig:
         objective, rollout, optim = self.objective, self.rollout, self.optim
-        resolved = self.resolved_objective
-        self._check_groups(resolved)
-        if objective.sync_ref_model and resolved.beta == 0:
+        self._check_groups(self.resolved_objective)
+        if objective.sync_ref_model and self.resolved_objective.beta == 0:
             raise ValueError("objective.sync_ref_model needs a reference policy: set objective.beta above 0")
-        if rollout.min_completion_length > rollout.max_completion_length:
-            raise ValueError(
-                f"rollout.min_completion_length ({rollout.min_completion_length}) must be at most "
-                f"rollout.max_completion_length ({rollout.max_completion_length})"
-            )
-        if rollout.min_completion_length > (self.eval.max_completion_length_eval or rollout.max_completion_length):
-            raise ValueError(
-                f"rollout.min_completion_length ({rollout.min_completion_length}) must be at most "
-                f"eval.max_completion_length_eval ({self.eval.max_completion_length_eval})"
-            )
+        for name, longest in (
+            ("rollout.max_completion_length", rollout.max_completion_length),
+            ("eval.max_completion_length_eval", self.eval.max_completion_length_eval),
+        ):
+            if longest is not None and rollout.min_completion_length > longest:
+                shortest = f"rollout.min_completion_length ({rollout.min_completion_length})"
+                raise ValueError(f"{shortest} must be at most {name} ({longest})")
         if rollout.regex is not None and rollout.json_schema is not None:
             raise ValueError("rollout.regex and rollout.json_schema exclude each other: set one of them")
         if rollout.prompts_per_step % objective.minibatches:
@@ -298,16 +295,14 @@ class GRPOConfig(Section):
             )
         self._check_adapters()
         if optim.warmup_steps and optim.lr_scheduler_type == "constant":
-            raise ValueError(
-                "optim.warmup_steps has no effect with lr_scheduler_type 'constant': set 'constant_with_warmup'"
-            )
+            raise ValueError("optim.warmup_steps needs a schedule: set optim.lr_scheduler_type 'constant_with_warmup'")
         if objective.sync_ref_model and objective.ref_model_sync_steps < objective.updates_per_rollout:
             raise ValueError(
                 f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
                 f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
             )
         if self.data.streaming and self.run.max_steps is None:
-            raise ValueError("data.streaming reads data whose length is not known: set run.max_steps")
+            raise ValueError("data.streaming reads data of unknown length: set run.max_steps")
         weights, functions = self.reward.weights, self.reward.functions
         if weights is not None and functions and len(weights) != len(functions):
             raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
@@ -318,39 +313,39 @@ class GRPOConfig(Section):
         if model.lora.dropout and not model.dropout:
             raise ValueError("model.lora.dropout needs model.dropout = true")
         if model.quantization != "none" and not model.lora.wanted:
-            raise ValueError("model.quantization needs adapters, as it freezes the weights: set model.lora.rank")
+            raise ValueError("model.quantization freezes the weights, so it needs adapters: set model.lora.rank")
         if model.lora.rank and model.lora.adapter:
             raise ValueError("model.lora.rank and model.lora.adapter exclude each other: an adapter has its own rank")
         if model.lora.wanted and self.objective.sync_ref_model:
-            raise ValueError("objective.sync_ref_model is not for adapters: the reference is the model without them")
+            raise ValueError("objective.sync_ref_model excludes adapters: the reference is the model without them")
 
     def _check_groups(self, objective: Objective) -> None:
-        """Parts of the objective that depend on the group's size or on the rewards' sign."""
-        size = self.rollout.num_generations
+        """Check the parts of the objective that depend on the number of completions or on the sign of the rewards."""
+        size, scale, kept = self.rollout.num_generations, objective.scale, objective.group_filter
         if size == 1 and objective.group_relative:
-            what = f"scale {objective.scale.rule!r}" if objective.scale else f"baseline {objective.baseline!r}"
+            part = f"scale {scale.rule!r}" if scale else f"baseline {objective.baseline!r}"
             raise ValueError(
-                f"rollout.num_generations is 1, and {what} compares a completion with the others of its group: set "
+                f"rollout.num_generations is 1, and {part} compares a completion with the others of its group: set "
                 "num_generations to 2 or more, or objective.baseline to 'batch_mean' and objective.scale to 'none'"
             )
-        if isinstance(objective.group_filter, TopK) and objective.group_filter.k >= size:
+        if isinstance(kept, TopK) and kept.k >= size:
             raise ValueError(
-                f"objective.group_filter.k is {objective.group_filter.k}, which leaves none of "
-                f"rollout.num_generations ({size}) out: raise num_generations, to 16 or 24, or lower k"
+                f"objective.group_filter.k ({kept.k}) must be less than rollout.num_generations ({size}), or no "
+                "completion is left out: raise num_generations, to 16 or 24, or lower k"
             )
-        what = "scale 'group_mean'" if isinstance(objective.scale, GroupMean) else "unlikeliness"
-        if (isinstance(objective.scale, GroupMean) or objective.unlikeliness) and min(self.reward.weights or (0,)) < 0:
-            raise ValueError(f"objective.{what} needs rewards that are not negative: reward.weights has a negative one")
-        of_batch = objective.baseline == "batch_mean" or isinstance(objective.scale, BatchStd)
-        if of_batch and size * self.rollout.prompts_per_step == 1:
+        part = "scale 'group_mean'" if isinstance(scale, GroupMean) else "unlikeliness"
+        if (isinstance(scale, GroupMean) or objective.unlikeliness) and min(self.reward.weights or (0,)) < 0:
+            raise ValueError(f"objective.{part} needs rewards that are not negative: reward.weights has a negative one")
+        of_rollout = objective.baseline == "batch_mean" or isinstance(scale, BatchStd)
+        if of_rollout and size * self.rollout.prompts_per_step == 1:
             raise ValueError(
-                "a rollout of one completion has no batch to be compared with: raise rollout.prompts_per_step or "
-                "rollout.num_generations"
+                "the objective compares the completions of a rollout, which has only one: raise "
+                "rollout.prompts_per_step or rollout.num_generations"
             )
 
     @property
     def resolved_objective(self) -> Objective:
-        """The objective that these settings come to: the preset, its changes, and lengths that follow from the rollout.
+        """The preset with its changes, and with the lengths that follow from the rollout.
 
         Raises:
             ConfigError: the parts cannot be combined.
@@ -359,3 +354,22 @@ class GRPOConfig(Section):
         if objective.aggregation == "constant" and objective.aggregation_length is None:
             return objective.replace(aggregation_length=self.rollout.max_completion_length)
         return objective
+
+
+def _by_section(schema: type[GRPOConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings given by name, sorted into their sections."""
+    paths = setting_paths(schema)
+    sections = {key: value for key, value in settings.items() if key in schema.model_fields}
+    for key, value in settings.items():
+        if key in schema.model_fields:
+            continue
+        if key not in paths:
+            raise ConfigError(f"unknown setting {key!r}{suggestion(key, schema)}")
+        name = paths[key].partition(".")[0]
+        section = sections.get(name, {})
+        given = dict(section) if isinstance(section, Mapping) else section.model_dump(exclude_unset=True)
+        if key in given:
+            raise ConfigError(f"{key!r} is given twice: by its name and in section {name!r}")
+        # For an optional part, None means absent, not unset.
+        sections[name] = {**given, key: "none" if value is None and key in optional_parts() else value}
+    return sections

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
 
 import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.load import Data
+from cohort.data.loader import DataCursor, ReadPosition
 from cohort.data.mixture import Turns
 from cohort.data.prompts import PromptSet
 from cohort.errors import DataError
@@ -21,79 +20,14 @@ from cohort.types import Prompt
 MEASURED = "measured"
 
 
-@dataclass(slots=True)
-class Reached:
-    """How far streamed data has been read for the prompts of a run."""
-
-    rows: list[int]
-    """Of each lane."""
-    dropped: int = 0
-    """Rows that were too long."""
-    truncated: int = 0
-    """Prompts that were cut."""
+Reached = ReadPosition  # its name in checkpoints of earlier versions
 
 
-@dataclass(slots=True)
-class Place:
-    """Where a run stands in its data after its last whole step. Part of a checkpoint."""
+class InMemoryLoader:
+    """Epoch after epoch over a data set; see ``PromptLoader``.
 
-    taken: int = 0
-    """Places of the stream that the steps have used: one per prompt."""
-    reached: Reached | None = None
-    """How far data has been read that is read while the run goes on."""
-    rewards: np.ndarray | None = None
-    """The newest mean reward of each prompt, NaN where none was measured. None where no order follows it."""
-    passes: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
-    """Of each lane: its newest pass that has begun, and the order of that, where it follows what was measured."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes."""
-        return {name: getattr(self, name) for name in ("taken", "reached", "rewards", "passes")}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state_dict``."""
-        for name in ("taken", "reached", "rewards", "passes"):
-            setattr(self, name, state[name])
-
-
-class Stream(Protocol):
-    """What the loop takes its prompts from."""
-
-    place: Place
-
-    @property
-    def epoch_length(self) -> int | None:
-        """Prompts of an epoch; None where that is not known."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt, as far as that is known."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the prompts."""
-
-    def take(self, start: int, count: int) -> list[Prompt]:
-        """``count`` prompts from the place ``start`` on. A prompt's uid is its place, so no two groups of a run share
-        one; the next place is that after the last prompt's."""
-
-    def advance(self, taken: int, rewards: Mapping[int, float]) -> dict[str, int]:
-        """A step is whole. Returns what its metrics say of the data.
-
-        Args:
-            taken: the next place.
-            rewards: the mean rewards of the groups, by their uids.
-        """
-
-    def describe(self) -> list[str]:
-        """The data in words: sources, lengths, order."""
-
-
-class PromptStream:
-    """Pass after pass over a data set.
-
-    The prompts form one lane, or one per source of a weighted mixture; a lane is passed over again and again, each row
-    once per pass. A step may span the end of one pass and the start of the next.
+    The prompts form one lane, or one lane per source of a weighted mixture. A lane repeats its prompts epoch after
+    epoch, each prompt once per epoch. A step may span two epochs.
 
     Args:
         prompts: the data set.
@@ -110,11 +44,8 @@ class PromptStream:
         self._lanes = prompts.ranges() if weights else [range(len(prompts))]
         self._turns = Turns(weights) if weights else None
         check_weighted(prompts)
-        self.place = Place()
         self._values: np.ndarray | None = None
-        if self._curriculum == MEASURED:
-            self.place.rewards = np.full(len(prompts), np.nan)
-        elif self._curriculum:
+        if self._curriculum not in ("", MEASURED):
             self._values = curriculum_values(prompts.data, self._curriculum)[prompts.places]
         self._order: Callable[[int, int], np.ndarray] = lru_cache(maxsize=2 * len(self._lanes))(self._fixed_order)
 
@@ -138,30 +69,26 @@ class PromptStream:
             return self.prompts.fingerprint
         return hashlib.sha256(self.prompts.fingerprint.encode() + self._values.tobytes()).hexdigest()
 
-    def take(self, start: int, count: int) -> list[Prompt]:
-        """The prompts at places ``start .. start + count - 1``. Their uids are their places."""
-        return [self.prompts.prompt(self.index(place), uid=place) for place in range(start, start + count)]
+    def fetch(self, cursor: DataCursor, count: int, skip: int = 0) -> list[Prompt]:
+        """See ``PromptLoader``."""
+        start = cursor.position + skip
+        return [self.prompts.prompt(self._index(cursor, uid), uid=uid) for uid in range(start, start + count)]
 
-    def index(self, place: int) -> int:
-        """Which of the prompts stands at a place."""
-        lane, turn = self._turns.at(place) if self._turns else (0, place)
-        epoch, within = divmod(turn, len(self._lanes[lane]))
-        follows = epoch > 0 and self._curriculum == MEASURED
-        order = self._measured_order(lane, epoch) if follows else self._order(lane, epoch)
-        return int(order[within])
-
-    def advance(self, taken: int, rewards: Mapping[int, float]) -> dict[str, int]:
-        """A step is whole: passes that began in it keep the order they had, and what was measured is noted."""
-        place = self.place
-        if place.rewards is not None:
-            measured = {self.index(uid): reward for uid, reward in rewards.items() if not np.isnan(reward)}
-            begun = dict(map(self._lane_and_epoch, range(place.taken, taken)))
-            for lane, epoch in begun.items():
-                if epoch > 0:
-                    place.passes[lane] = epoch, self._measured_order(lane, epoch)
-            place.rewards[list(measured)] = list(measured.values())
-        place.taken = taken
-        return {}
+    def advance(
+        self, cursor: DataCursor, count: int, rewards: Mapping[int, float]
+    ) -> tuple[DataCursor, dict[str, int]]:
+        """See ``PromptLoader``."""
+        end = cursor.position + count
+        if self._curriculum != MEASURED:
+            return DataCursor(end), {}
+        # The order of a measured epoch is fixed when the epoch begins: later rewards must not change it.
+        begun = dict(self._lane_and_turn(position)[:2] for position in range(cursor.position, end))
+        orders = {lane: (epoch, self._measured_order(cursor, lane, epoch)) for lane, epoch in begun.items() if epoch}
+        latest = np.full(len(self), np.nan) if cursor.rewards is None else cursor.rewards.copy()
+        for uid, reward in rewards.items():
+            if not np.isnan(reward):
+                latest[self._index(cursor, uid)] = reward
+        return DataCursor(end, rewards=latest, orders={**cursor.orders, **orders}), {}
 
     def describe(self) -> list[str]:
         """The data in words: sources, lengths, order."""
@@ -174,9 +101,17 @@ class PromptStream:
             order = "the first epoch shuffled, each later one from the highest mean reward measured to the lowest"
         return [*describe_prompts(self.prompts), f"order: {order}"]
 
-    def _lane_and_epoch(self, place: int) -> tuple[int, int]:
-        lane, turn = self._turns.at(place) if self._turns else (0, place)
-        return lane, turn // len(self._lanes[lane])
+    def _index(self, cursor: DataCursor, position: int) -> int:
+        """Index of the prompt at a position."""
+        lane, epoch, within = self._lane_and_turn(position)
+        follows = epoch > 0 and self._curriculum == MEASURED
+        order = self._measured_order(cursor, lane, epoch) if follows else self._order(lane, epoch)
+        return int(order[within])
+
+    def _lane_and_turn(self, position: int) -> tuple[int, int, int]:
+        """Lane, epoch of the lane, and index within that epoch."""
+        lane, turn = self._turns.at(position) if self._turns else (0, position)
+        return lane, *divmod(turn, len(self._lanes[lane]))
 
     def _fixed_order(self, lane: int, epoch: int) -> np.ndarray:
         """The order of a pass that follows nothing measured."""
@@ -186,13 +121,13 @@ class PromptStream:
         shuffled = prompts[pass_order(len(prompts), self._seed, epoch, lane)]
         return shuffled if self._values is None else _sorted(shuffled, self._values[shuffled])
 
-    def _measured_order(self, lane: int, epoch: int) -> np.ndarray:
-        """A pass that has begun keeps its order; one that begins follows what whole steps have measured."""
-        assert self.place.rewards is not None
-        if self.place.passes.get(lane, (0, None))[0] == epoch:
-            return self.place.passes[lane][1]
+    def _measured_order(self, cursor: DataCursor, lane: int, epoch: int) -> np.ndarray:
+        """The order of an epoch that has begun; otherwise by the rewards of all complete steps."""
+        begun, order = cursor.orders.get(lane, (0, np.empty(0)))
+        if begun == epoch:
+            return order
         shuffled = self._order(lane, epoch)
-        return _sorted(shuffled, -self.place.rewards[shuffled])
+        return shuffled if cursor.rewards is None else _sorted(shuffled, -cursor.rewards[shuffled])
 
 
 def pass_order(num_rows: int, seed: int, epoch: int, lane: int = 0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""``cohort demo``: GRPO from beginning to end on an embedded task, in about 90 seconds on two cores."""
+"""``cohort demo``: a whole GRPO run on an embedded task, in about 90 seconds on two cores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = 3
 
 
 def demo_config(seed: int, output_dir: str) -> GRPOConfig:
-    """The demo's settings: a learning rate for a model of half a million parameters, the rest close to the defaults."""
+    """The settings: a learning rate for a model of half a million parameters, otherwise close to the defaults."""
     return GRPOConfig(
         format="chat",
         prompt_column="question",
@@ -47,30 +47,25 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     """Run the demo and return its summary.
 
     Args:
-        seed: of the sampling and of the order of problems. The same seed gives the same numbers on the same machine.
-        output_dir: the run folder; None: the next free runs/demo-NNN.
-        started: when the command began, for the times in the summary.
+        seed: seed of sampling and of the order of problems. The same seed gives the same numbers on the same machine.
+        output_dir: the run folder. None: the next free runs/demo-NNN.
+        started: the time at which the command started, for the times in the summary.
 
     Raises:
         RunFolderError: the output folder holds another run.
     """
-    # More threads only wait for one another on matrices this small; sums also depend on how many share them.
+    # Matrices this small gain nothing from more threads, and the rounding of sums depends on the number of threads.
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     folder = RunFolder(output_dir) if output_dir else RunFolder.next_free("demo")
     folder.check_free()
     config = demo_config(seed, str(folder.path))
-    trainer = GRPOTrainer(
-        str(MODEL),
-        accuracy,
-        config,
-        problems(TRAIN_PROBLEMS, held_out=False, seed=0),
-    )
+    trainer = GRPOTrainer(str(MODEL), accuracy, config, problems(TRAIN_PROBLEMS, held_out=False, seed=0))
     held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
     trainer.started = started
     announce(
-        "Teaching a small language model to carry. It adds four-digit numbers with the\n"
-        "work written out, but was taught by forgetful examples and leaves out more\n"
-        "than half of the carries.\n"
+        "Teaching a small language model to carry. The model adds four-digit numbers and\n"
+        "writes out each step. Its training examples left out carries, so it forgets more\n"
+        "than half of them.\n"
     )
     before = trainer.evaluations(held_out)[""]
     trainer.train()
@@ -89,18 +84,14 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
 
 
 def show_results(
-    held_out: Sequence[dict[str, str]],
-    before: Evaluation,
-    after: Evaluation,
-    summary: dict[str, Any],
-    folder: Path,
+    held_out: Sequence[dict[str, str]], before: Evaluation, after: Evaluation, summary: dict[str, Any], folder: Path
 ) -> None:
-    """Accuracy before and after, some completions side by side, and what to type next."""
+    """Print completions side by side, the accuracy before and after, and the next commands."""
     console = Console(width=None if Console().is_terminal else 100)
-    table = Table(title=f"{EXAMPLES} held-out problems, the same random numbers before and after", show_lines=True)
+    table = Table(title=f"{EXAMPLES} held-out problems, with the same random numbers before and after", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)
-    # Problems that the training changed say most; where there are too few, the first ones.
+    # Show problems whose completion changed, if there are enough.
     texts = (evaluation.table.column("completion").to_pylist() for evaluation in (before, after))
     examples = list(zip(held_out, *texts, strict=True))
     examples.sort(key=lambda example: example[1] == example[2])

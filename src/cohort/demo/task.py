@@ -1,4 +1,4 @@
-"""The demo's task: adding two four-digit numbers with the work written out, column by column, carries included.
+"""The demo's task: adding two four-digit numbers, written out column by column with the carries.
 
 A solution of 3478+5869:
 
@@ -8,8 +8,8 @@ A solution of 3478+5869:
     3+5+1=9, write 9
     #### 9347
 
-There are 81 million problems. Which of them are held out is decided by the problem itself (a hash of its two numbers),
-so the training set and the held-out set share none, whatever is drawn from them.
+There are 81 million problems. A hash of the two numbers decides whether a problem is held out, so the training set and
+the held-out set never share a problem.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _HELD_OUT_SHARE = 0.1
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether a problem belongs to the held-out tenth. ``a+b`` and ``b+a`` fall on the same side."""
+    """Whether a problem belongs to the held-out 10%. ``a+b`` and ``b+a`` are always in the same set."""
     low, high = sorted((a, b))
     return zlib.crc32(f"{low}+{high}".encode()) < _HELD_OUT_SHARE * 2**32
 
 
 def problems(count: int, *, held_out: bool, seed: int) -> list[dict[str, str]]:
-    """``count`` distinct problems of one side, as rows with the columns ``question`` and ``answer``.
+    """``count`` distinct problems of one of the two sets, as rows with the columns ``question`` and ``answer``.
 
     >>> problems(1, held_out=False, seed=0)
     [{'question': '7311+7890', 'answer': '15201'}]
@@ -45,10 +45,10 @@ def problems(count: int, *, held_out: bool, seed: int) -> list[dict[str, str]]:
 
 
 def solution(a: int, b: int, *, forget_carry: float = 0.0, rng: random.Random | None = None) -> str:
-    """The written work for ``a + b``, with each carry forgotten with probability ``forget_carry``.
+    """The solution of ``a + b``, in which each carry is forgotten with probability ``forget_carry``.
 
-    A forgetful writer is consistent: what follows a forgotten carry is worked out rightly from what was written, so the
-    answer is wrong by exactly the carries left out.
+    The steps after a forgotten carry follow correctly from what was written, so the answer is wrong by exactly the
+    missing carries.
 
     >>> print(solution(1478, 1005))
     8+5=13, write 3, carry 1
@@ -74,7 +74,7 @@ def solution(a: int, b: int, *, forget_carry: float = 0.0, rng: random.Random | 
 
 
 def accuracy(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """1 for a completion whose last line is ``#### `` and the right sum, else 0.
+    """1 for a completion whose last line is ``#### `` and the correct sum, else 0.
 
     >>> accuracy(["7+6=13, write 3\\n#### 13", "13"], ["13", "13"])
     [1.0, 0.0]

@@ -12,6 +12,7 @@ from typing import Any
 from cohort.config import GRPOConfig, apply_overrides, load_config
 from cohort.config.data import Source
 from cohort.errors import ConfigError, ModelError
+from cohort.flags import EvalFlags
 from cohort.train import RunFolder
 
 SETTINGS = {
@@ -33,34 +34,13 @@ SETTINGS = {
 """Flags that are short for a setting."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The arguments of ``cohort eval`` under their names; see its ``--help``."""
+@dataclass(frozen=True)
+class Request(EvalFlags):
+    """The arguments of ``cohort eval``; see its ``--help``."""
 
     model: str
     overrides: Sequence[str] = ()
     """``--section.key value`` pairs."""
-    against: str | None = None
-    config: str | None = None
-    data: Sequence[str] = ()
-    """A file, or NAME=FILE of several sets."""
-    rows: int | None = None
-    reward: Sequence[str] = ()
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    k: Sequence[int] | None = None
-    maj: Sequence[int] | None = None
-    seed: int | None = None
-    precision: str | None = None
-    device: str | None = None
-    output: str | None = None
-    json: str | None = None
-    overwrite: bool = False
-    quiet: bool = False
 
     def settings(self) -> GRPOConfig:
         """The settings: those of ``--config``, or of the run that the model comes from, or the defaults; over them what

@@ -1,6 +1,1 @@
-"""``cohort generate``: prompts in; completions out, on the terminal or in a file."""
-
-from cohort.generate.request import Request
-from cohort.generate.run import generate
-
-__all__ = ["Request", "generate"]
+"""``cohort generate``: sample completions of prompts, to the terminal or to a file."""

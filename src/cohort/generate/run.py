@@ -1,4 +1,4 @@
-"""From a request to completions: everything checked, the model loaded, sampled, shown."""
+"""From a request to completions: check everything, load the model, sample, and show or write what comes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import IO, Any
 
 from cohort.data import Row
 from cohort.errors import ModelError, NonFiniteError
-from cohort.generate.prompts import read_rows, render, with_prefix, within_context
-from cohort.generate.request import Request, flags_in_errors
-from cohort.generate.show import InOrder, Meter, TextStream, Write, headline, put_out, write_line
+from cohort.generate.prompts import read_rows, render
+from cohort.generate.request import Request
+from cohort.generate.sampling import base_sampling, flags_in_errors, with_prefix, within_context
+from cohort.generate.show import InOrder, Meter, TextStream, Write, headline, write_line, write_stdout
 from cohort.policy import (
     Policy,
     end_token_ids,
@@ -31,22 +32,21 @@ from cohort.policy import (
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch
 from cohort.types import Completion, FinishReason, Group, Prompt
 
-WINDOW = 4
-"""So many full batches go to the engine in one call. It begins with the longest prompts, so what is written in order
-can wait for the end of its call; and at the end of a call the batch shrinks."""
+BATCHES_PER_CALL = 4
+"""Full batches per call of the engine. A call begins with the longest prompts, so output in order may wait until its
+end; and at the end of a call the batch shrinks."""
 
 
 def generate(request: Request) -> int:
-    """Sample, and show or write what comes. Everything that can be known to be wrong is looked at before the model is
-    loaded, the cheapest first.
+    """Sample, and show or write the completions. All arguments are checked before the model is loaded.
 
     Returns:
-        The exit code: 0; 130 after Ctrl-C, which lets what has ended be written.
+        The exit code: 0; 130 after Ctrl-C, which still writes the completions that have ended.
 
     Raises:
-        CohortError: something that was asked for cannot be. ``NonFiniteError``: completions could not be drawn; the
-            others are written.
-        BrokenPipeError: nobody reads standard output any more.
+        CohortError: an argument is wrong. ``NonFiniteError``: some completions could not be sampled; the others are
+            written.
+        BrokenPipeError: standard output was closed.
     """
     with flags_in_errors():
         return Job.prepare(request).run()
@@ -54,12 +54,12 @@ def generate(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request with everything checked."""
+    """A checked request."""
 
     request: Request
     tokenizer: Any
     config: Any
-    """The model's."""
+    """The model's config."""
     rows: Sequence[Row]
     prompts: Sequence[Prompt]
     samplings: Sequence[Sampling]
@@ -67,15 +67,15 @@ class Job:
 
     @classmethod
     def prepare(cls, request: Request) -> Job:
-        """Look at everything but the model's weights.
+        """Check everything except the model's weights, the cheapest first.
 
         Raises:
-            CohortError: something cannot be.
+            CohortError: an argument is wrong.
         """
-        sampling = request.sampling()
-        request.check_output()
+        request.check()
+        sampling = base_sampling(request)
         rows = read_rows(request)
-        resolve_device(request.device)
+        resolve_device(request.device or "auto")
         _check_folder(request.model)
         tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
         prompts = render(request, rows, tokenizer)
@@ -86,50 +86,49 @@ class Job:
 
     @property
     def total(self) -> int:
-        """Completions asked for."""
-        return len(self.prompts) * self.request.n
+        """Number of completions."""
+        return len(self.prompts) * self.request.count
 
     @property
     def streams(self) -> bool:
-        """Whether the text is shown token by token: a single completion, for people."""
+        """Whether the text is printed token by token: a single completion that is not written to a file."""
         return self.request.output is None and self.total == 1
 
     def run(self) -> int:
-        """Load, sample, show; the exit code.
+        """Load the model, sample and show; return the exit code.
 
         Raises:
             ModelError: the model cannot be loaded or sampled from.
-            NonFiniteError: some completions could not be drawn.
+            NonFiniteError: some completions could not be sampled.
         """
         if getattr(self.tokenizer, "chat_template", None) and not all(one.is_conversation for one in self.prompts):
-            self._say("hint: the model has a chat template; --chat puts a plain prompt through it")
+            self._log("hint: the model has a chat template; --chat applies it to plain prompts")
         engine = self._engine()
-        self._say(self.describe(engine))
+        self._log(self.describe(engine))
         meter = Meter(self.total, shown=not self.streams and not self.request.quiet)
         with _interruptible() as interrupted, _opened(self.request) as file, meter:
-            results = InOrder(self.total, self.request.n, self._writer(file, meter))
+            results = InOrder(self.total, self.request.count, self._writer(file, meter))
             started = time.monotonic()
             try:
                 self._sample(engine, results, meter, interrupted)
             finally:
-                results.rest()
+                results.flush()
             seconds = time.monotonic() - started
-        self._say(results.summary(seconds))
-        if results.count(FinishReason.CANCELLED):
-            self._say("interrupted: what had not ended is marked 'cancelled'")
+        self._log(results.summary(seconds))
+        if results.reasons[FinishReason.CANCELLED]:
+            self._log("interrupted: unfinished completions have the finish reason 'cancelled'")
             return 130
-        if failed := results.count(FinishReason.ERROR):
+        if failed := results.reasons[FinishReason.ERROR]:
             raise NonFiniteError(
-                f"{failed} of {self.total} completions could not be drawn to their end (finish reason 'error'): the "
-                "model's logits are not numbers, or no token is left that may be drawn"
+                f"{failed} of {self.total} completions could not be sampled to their end (finish reason 'error'): the "
+                "model's logits are NaN or infinite, or no token is allowed"
             )
         return 0
 
     def _engine(self) -> LocalEngine:
-        """The model, loaded as for training, and what samples from it."""
-        request = self.request
-        device = resolve_device(request.device)
-        precision = resolve_precision(request.precision, device, getattr(self.config, "hidden_size", 0))
+        """The sampling engine, with the model loaded as for training."""
+        request, device = self.request, resolve_device(self.request.device or "auto")
+        precision = resolve_precision(request.precision or "auto", device, getattr(self.config, "hidden_size", 0))
         model = load_model(request.model, precision, device, trust_remote_code=request.trust_remote_code)
         return LocalEngine(
             Policy(model, precision),
@@ -140,27 +139,27 @@ class Job:
         )
 
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
-        count, key = self.request.n, RNGKey(self.request.seed, 0, Purpose.EVAL)
+        count, key = self.request.count, RNGKey(self.request.seed or 0, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
-        if stream:
-            put_out("".join(stream.add(token) for token in self.samplings[0].forced_ids))
+        if stream:  # the prefix is not drawn, so on_token is not called for it
+            write_stdout("".join(map(stream.add, self.samplings[0].forced_ids)))
 
         def on_token(event: TokenEvent) -> None:
             meter.tokens += 1
             if stream and (new := stream.add(event.token_id)):
-                put_out(new)
+                write_stdout(new)
 
         def on_completion(first: int, index: int, sample: int, completion: Completion) -> None:
             if stream:
-                put_out(stream.rest(completion.text) + "\n")
+                write_stdout(stream.remainder(completion.text) + "\n")
             meter.advance()
-            results.put(first + index, sample, completion)
+            results.add(first + index, sample, completion)
 
-        size = max(1, WINDOW * self.request.batch_size // count)
+        size = max(1, BATCHES_PER_CALL * self.request.batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
             if interrupted():
-                groups = [_never_begun(prompt, count) for prompt in prompts]
+                groups = [_not_started(prompt, count) for prompt in prompts]
             else:
                 watch = Watch(
                     on_token if stream or meter.live else None, partial(on_completion, first), cancelled=interrupted
@@ -168,20 +167,20 @@ class Job:
                 groups = engine.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):
                 for sample, completion in enumerate(group.completions):
-                    results.put(index, sample, completion)  # of those that were never begun nothing was heard yet
+                    results.add(index, sample, completion)  # includes those that were never started
 
     def _writer(self, file: IO[str] | None, meter: Meter) -> Write:
-        """What is done with a completion when its turn has come."""
+        """The function that shows or writes a completion when its turn has come."""
 
         def show(index: int, sample: int, completion: Completion) -> None:
             prompt = self.prompts[index] if len(self.prompts) > 1 else None
-            head = headline(prompt, sample if self.request.n > 1 else None, completion)
-            with meter.aside():
-                put_out(f"{head}\n{completion.text}\n\n")
+            head = headline(prompt, sample if self.request.count > 1 else None, completion)
+            with meter.paused():
+                write_stdout(f"{head}\n{completion.text}\n\n")
 
         def write(index: int, sample: int, completion: Completion) -> None:
             assert file is not None
-            with meter.aside() if file is sys.stdout else contextlib.nullcontext():
+            with meter.paused() if file is sys.stdout else contextlib.nullcontext():
                 write_line(file, self.rows[index], index, sample, completion)
 
         if self.streams:
@@ -189,24 +188,24 @@ class Job:
         return show if file is None else write
 
     def describe(self, engine: LocalEngine) -> str:
-        """Model, way of sampling, end tokens, and every setting that a draw depends on, those that are off too."""
-        one = min(self.samplings, key=lambda sampling: sampling.max_completion_length)
-        parts = [one.describe()]
-        limits = [sampling.max_completion_length for sampling in self.samplings]
-        if min(limits) < max(limits):
-            parts.append(f"for other prompts up to {max(limits)}, as the context leaves")
-        if one.forced_ids:
-            parts.append(f"prefix {self.request.prefix!r} ({len(one.forced_ids)} tokens)")
-        parts.append(f"seed {self.request.seed}")
+        """The model, every setting that sampling depends on, and the end tokens."""
+        shortest = min(self.samplings, key=lambda sampling: sampling.max_completion_length)
+        longest = max(sampling.max_completion_length for sampling in self.samplings)
+        parts = [shortest.describe()]
+        if shortest.max_completion_length < longest:
+            parts.append(f"for other prompts up to {longest}, as the context allows")
+        if shortest.forced_ids:
+            parts.append(f"prefix {self.request.prefix!r} ({len(shortest.forced_ids)} tokens)")
+        parts.append(f"seed {self.request.seed or 0}")
         return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", engine.describe_ends()])
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if not self.request.quiet:
             print(text, file=sys.stderr, flush=True)
 
 
 def _check_folder(model: str) -> None:
-    """A run's folder is no model, but holds some."""
+    """Refuse a run folder, and name a checkpoint in it."""
     folder = Path(model).expanduser()
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
         steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
@@ -214,43 +213,43 @@ def _check_folder(model: str) -> None:
         raise ModelError(f"{model} is the folder of a run: {hint}")
 
 
-def _never_begun(prompt: Prompt, count: int) -> Group:
+def _not_started(prompt: Prompt, count: int) -> Group:
     return Group(prompt, (Completion((), (), FinishReason.CANCELLED, "", 0),) * count)
 
 
 @contextlib.contextmanager
 def _opened(request: Request) -> Iterator[IO[str] | None]:
-    """The file of completions; None where they are shown to people instead."""
+    """The file of completions; None if they are shown on the terminal instead."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # rather than fail on what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # instead of failing on characters outside its encoding
     if request.output is None:
         yield None
     elif (path := request.output_path) is None:
         yield sys.stdout
     else:
-        # What UTF-8 cannot hold, half a surrogate pair from a row, is then escaped just as JSON would have it.
+        # Unpaired surrogates of a row cannot be encoded as UTF-8; they are escaped as in JSON.
         with path.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             yield file
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C only be known; the second one interrupts, as the first one does elsewhere.
+    """Record the first Ctrl-C, and raise ``KeyboardInterrupt`` for the second one.
 
-    Nothing is changed where Ctrl-C does something else already, or outside the main thread.
+    Has no effect outside the main thread, or if the program handles Ctrl-C already.
     """
-    asked = threading.Event()
-    usual = signal.default_int_handler
+    interrupted = threading.Event()
+    default = signal.default_int_handler
 
-    def ask(*_: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, usual)
+    def record(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, default)
 
-    in_charge = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is usual
-    if in_charge:
-        signal.signal(signal.SIGINT, ask)
+    active = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is default
+    if active:
+        signal.signal(signal.SIGINT, record)
     try:
-        yield asked.is_set
+        yield interrupted.is_set
     finally:
-        if in_charge:
-            signal.signal(signal.SIGINT, usual)
+        if active:
+            signal.signal(signal.SIGINT, default)

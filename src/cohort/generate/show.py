@@ -1,4 +1,4 @@
-"""What is seen of the completions: text as it comes, lines of a file in order, a bar."""
+"""The output of ``cohort generate``: streamed text, lines of a file in order, a progress bar."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import IO, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.data import Row
 from cohort.rollout.stops import REPLACEMENT
@@ -25,94 +23,88 @@ from cohort.types import Completion, FinishReason, Prompt
 
 Write = Callable[[int, int, Completion], None]
 """Called with a prompt's index, the completion's number and the completion."""
-KEPT = 16
-"""Tokens that a stream of text looks back on, at least."""
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""Control characters as pictures of themselves: a terminal would obey them, and a model can write anything."""
+LOOKBACK = 16
+"""Minimum number of tokens that ``TextStream`` decodes together."""
+CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+"""Control characters and their visible symbols. A model can write escape sequences that a terminal would execute."""
 
 
 class TextStream:
-    """The text of a completion while its tokens come. What was given out stays right whatever follows.
+    """The text of a completion, token by token. Text that was returned never changes.
 
-    Bytes that are no whole character yet are held back. So is everything after a byte token of a vocabulary that falls
-    back to bytes (Llama 2, Gemma), until another token comes: its decoder judges a run of them as a whole.
+    Incomplete characters are held back. So is everything after a byte token of a byte-fallback vocabulary (Llama 2,
+    Gemma) until another token follows, since the decoder treats consecutive byte tokens as one unit.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # the newest
-        self._shown = 0  # characters of their text that were given out
-        self._given = 0  # characters of the whole text that were
+        self._tokens: list[int] = []  # the latest
+        self._shown = 0  # characters of their text that were returned
+        self._total_shown = 0
 
     def add(self, token_id: int) -> str:
-        """The text that has become certain with a token."""
+        """The text that has become final with a token."""
         self._tokens.append(token_id)
-        if self._is_byte(token_id):
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(token, str) and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return ""
         text = decode(self._tokenizer, self._tokens)
         new = text.rstrip(REPLACEMENT)[self._shown :]
         self._shown += len(new)
-        self._given += len(new)
-        self._forget(text)
+        self._total_shown += len(new)
+        self._drop_old_tokens(text)
         return new
 
-    def rest(self, text: str) -> str:
-        """What the completion's whole text has after what was given out."""
-        return text[self._given :]
+    def remainder(self, text: str) -> str:
+        """The part of the completion's whole text that was not returned yet."""
+        return text[self._total_shown :]
 
-    def _is_byte(self, token_id: int) -> bool:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        return isinstance(token, str) and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-    def _forget(self, text: str) -> None:
-        """Keep few tokens, as each new one decodes them all, where the few spell the end of what the many do."""
-        if len(self._tokens) < 2 * KEPT:
+    def _drop_old_tokens(self, text: str) -> None:
+        """Keep only the latest tokens, if they alone decode to the end of the text: each ``add`` decodes all of
+        them."""
+        if len(self._tokens) < 2 * LOOKBACK:
             return
-        tail = decode(self._tokenizer, self._tokens[-KEPT:])
+        tail = decode(self._tokenizer, self._tokens[-LOOKBACK:])
         before = len(text) - len(tail)
         if tail and text.endswith(tail) and before <= self._shown:
-            self._tokens = self._tokens[-KEPT:]
+            self._tokens = self._tokens[-LOOKBACK:]
             self._shown -= before
 
 
 class InOrder:
-    """Completions come as they end and go out in the order of the prompts, each prompt's together."""
+    """Passes completions on in the order of prompts and samples, in whatever order they end."""
 
     def __init__(self, total: int, num_generations: int, write: Write) -> None:
+        self.reasons: Counter[FinishReason] = Counter()
         self._total, self._num_generations, self._write = total, num_generations, write
         self._next = 0
-        self._held: dict[int, Completion] = {}
-        self._reasons: Counter[FinishReason] = Counter()
+        self._waiting: dict[int, Completion] = {}
         self._tokens = 0
 
-    def put(self, index: int, sample: int, completion: Completion) -> None:
-        """Take a completion; a second time says nothing new."""
-        place = index * self._num_generations + sample
-        if place < self._next or place in self._held:
+    def add(self, index: int, sample: int, completion: Completion) -> None:
+        """Add a completion. Idempotent."""
+        position = index * self._num_generations + sample
+        if position < self._next or position in self._waiting:
             return
-        self._held[place] = completion
-        self._reasons[completion.finish_reason] += 1
+        self._waiting[position] = completion
+        self.reasons[completion.finish_reason] += 1
         self._tokens += len(completion.token_ids)
-        while self._next in self._held:
-            self._let_go(self._next)
+        while self._next in self._waiting:
+            self._write_waiting(self._next)
 
-    def rest(self) -> None:
-        """Write what still waits for others that will not come."""
-        for place in sorted(self._held):
-            self._let_go(place)
+    def flush(self) -> None:
+        """Write all waiting completions, without waiting for the missing ones."""
+        for position in sorted(self._waiting):
+            self._write_waiting(position)
 
-    def _let_go(self, place: int) -> None:
-        completion = self._held.pop(place)
-        self._next = place + 1
-        self._write(*divmod(place, self._num_generations), completion)
-
-    def count(self, reason: FinishReason) -> int:
-        """Completions that ended for a reason."""
-        return self._reasons[reason]
+    def _write_waiting(self, position: int) -> None:
+        completion = self._waiting.pop(position)
+        self._next = position + 1
+        self._write(*divmod(position, self._num_generations), completion)
 
     def summary(self, seconds: float) -> str:
-        """How many, how they ended, how fast."""
-        ends = ", ".join(f"{reason} {count}" for reason, count in self._reasons.most_common())
+        """Number of completions, finish reasons and speed, in words."""
+        ends = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         what = "1 completion" if self._total == 1 else f"{self._total:,} completions"
         return (
             f"{what} ({ends or 'none ended'}), {self._tokens:,} tokens in {seconds:.2f} s: "
@@ -121,47 +113,58 @@ class InOrder:
 
 
 class Meter:
-    """A bar of completions on standard error, where that is a terminal and standard output no pipe: what stands at the
-    pipe's other end may print to the same terminal, into the bar.
+    """A progress bar on standard error.
+
+    Shown only if standard error is a terminal and standard output is not a pipe: the program at the pipe's other end
+    may print to the same terminal.
 
     Args:
-        total: completions.
+        total: number of completions.
         shown: False shows nothing.
     """
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self.tokens = 0
-        self._bar: Progress | None = None
-        if shown and sys.stderr.isatty() and not _in_a_pipe(sys.stdout):
-            columns = (TextColumn("completion"), MofNCompleteColumn(), BarColumn(bar_width=30), _Speed(self))
-            # Standard output is left alone: what goes there may go into a file.
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
-            self._task = self._bar.add_task("", total=total)
+        self._bar = Progress(
+            TextColumn("completion"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[meter].speed}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,  # standard output may be a file
+            disable=not shown or not sys.stderr.isatty() or _is_pipe(sys.stdout),
+        )
+        self._task = self._bar.add_task("", total=total, meter=self)
 
     @property
     def live(self) -> bool:
-        """Whether there is a bar, which wants to know of every token."""
-        return self._bar is not None
+        """Whether the bar is shown and counts every token."""
+        return not self._bar.disable
+
+    @property
+    def speed(self) -> str:
+        """Tokens and tokens per second."""
+        seconds = time.monotonic() - self._started
+        return f"{self.tokens:,} tokens, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
     def __enter__(self) -> Self:
-        self.started = time.monotonic()
-        if self._bar:
-            self._bar.start()
+        self._started = time.monotonic()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def advance(self) -> None:
-        """One more completion has ended."""
-        if self._bar:
-            self._bar.advance(self._task)
+        """Count a completion."""
+        self._bar.advance(self._task)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Take the bar away while something is printed to the same terminal."""
-        if self._bar is None or not sys.stdout.isatty():
+    def paused(self) -> Iterator[None]:
+        """Hide the bar while something is printed to the same terminal."""
+        if not self.live or not sys.stdout.isatty():
             yield
             return
         self._bar.stop()
@@ -169,37 +172,21 @@ class Meter:
         self._bar.start()
 
 
-def _in_a_pipe(file: IO[str]) -> bool:
+def _is_pipe(file: IO[str]) -> bool:
     try:
         return stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
-    except (OSError, ValueError):  # not a file of the system's
+    except (OSError, ValueError):  # not a file of the operating system
         return False
 
 
-class _Speed(ProgressColumn):
-    """Tokens, their speed, and the time that is left if the rest takes as long as what is done."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def render(self, task: Task) -> Text:
-        """See ``ProgressColumn``."""
-        tokens, seconds = self._meter.tokens, time.monotonic() - self._meter.started
-        text = f"{tokens:,} tokens, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
-        if task.completed and task.total:
-            text += f", {timedelta(seconds=round(seconds * (task.total / task.completed - 1)))} left"
-        return Text(text)
-
-
 def write_line(file: IO[str], row: Row, index: int, sample: int, completion: Completion) -> None:
-    """Write a completion as a line of JSON; it is in the file when this returns."""
+    """Write a completion as a line of JSON, and flush the file."""
     file.write(json.dumps(record(row, index, sample, completion), ensure_ascii=False) + "\n")
     file.flush()
 
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
-    """A completion as a line of the output has it: what is ours, then the row's other columns."""
+    """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
     full_logps = completion.full_logps
     return {
         "prompt": _as_json(row["prompt"]),
@@ -215,7 +202,8 @@ def record(row: Row, index: int, sample: int, completion: Completion) -> dict[st
 
 
 def _as_json(value: Any) -> Any:
-    """Null for a number that JSON has not; text for what it has no type for, such as the dates of a parquet file."""
+    """A value that JSON can represent: null for NaN and infinity, text for other types, such as dates of a parquet
+    file."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -226,12 +214,12 @@ def _as_json(value: Any) -> Any:
 
 
 def headline(prompt: Prompt | None, sample: int | None, completion: Completion) -> str:
-    """What stands above a completion that is not alone.
+    """The line above a completion, when there are several.
 
     Args:
-        prompt: None where there is one only.
-        sample: the same.
-        completion: what follows.
+        prompt: None if there is only one prompt.
+        sample: None if there is only one completion per prompt.
+        completion: the completion below the line.
     """
     parts = []
     if prompt is not None:
@@ -242,8 +230,8 @@ def headline(prompt: Prompt | None, sample: int | None, completion: Completion) 
     return f"--- {', '.join(parts)} ({completion.finish_reason}, {len(completion.token_ids)} tokens)"
 
 
-def put_out(text: str) -> None:
-    """Print to standard output at once, without what a terminal would take for commands."""
+def write_stdout(text: str) -> None:
+    """Print to standard output and flush. On a terminal, control characters are replaced by visible symbols."""
     out = sys.stdout
-    out.write(text.translate(PICTURES) if out.isatty() else text)
+    out.write(text.translate(CONTROL_PICTURES) if out.isatty() else text)
     out.flush()

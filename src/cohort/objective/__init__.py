@@ -12,7 +12,7 @@ from cohort.objective.coefficients import Cause, Coefficients, coefficients
 from cohort.objective.controllers import entropy_weight, next_beta, next_entropy_coefficient
 from cohort.objective.credit import Outcomes, process_advantages, token_advantages
 from cohort.objective.diagnostics import TokenStatistics, UpdateTokens, token_statistics
-from cohort.objective.explain import coefficient_table, explain, try_own_functions
+from cohort.objective.explain import coefficient_table, explain, try_user_functions
 from cohort.objective.kl import k1, k2, k3, kl_correction, kl_multiplier
 from cohort.objective.mismatch import MismatchResult, mismatch_weights
 from cohort.objective.ratio import importance_ratio, leveled_log_ratio
@@ -78,7 +78,7 @@ __all__ = [
     "top_entropy_tokens",
     "top_k_of_group",
     "trust_region",
-    "try_own_functions",
+    "try_user_functions",
     "unlikeliness",
     "vocabulary_kl",
 ]

@@ -40,27 +40,26 @@ import torch
 from torch import Tensor
 
 from cohort.errors import ConfigError, RewardError
-from cohort.objective.own import call_own
-from cohort.objective.segments import grouped_order, place_in_run, segment_count, segment_sum
+from cohort.objective.segments import grouped_order, index_in_run, segment_count, segment_sum
+from cohort.objective.user_function import call_user_function
 from cohort.plugins import load_function
-from cohort.presets.objective import GROUP_BASELINES
-from cohort.presets.parts import BaselineRule, BatchStd, GroupMean, GroupStd, Scale
+from cohort.presets.parts import GROUP_BASELINES, BatchStd, GroupMean, GroupStd, Scale
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStatistics:
-    """Per-group statistics over the scored members (those whose reward is not NaN). Axis R: distinct group ids.
+    """Per-group statistics over the scored members (those whose reward is not NaN). Axis P: distinct group ids.
 
-    ``index_S`` maps a completion to its place on axis R. ``std_R`` is NaN where ``count - ddof`` is not positive.
-    ``degenerate_R``: fewer than two scored members, or all of them equal (max == min, an exact test: a rounding error
+    ``index_S`` maps a completion to its index on axis P. ``std_P`` is NaN where ``count - ddof`` is not positive.
+    ``degenerate_P``: fewer than two scored members, or all of them equal (max == min, an exact test: a rounding error
     in a standard deviation never decides whether a group teaches something).
     """
 
     index_S: Tensor
-    count_R: Tensor
-    mean_R: Tensor
-    std_R: Tensor
-    degenerate_R: Tensor
+    count_P: Tensor
+    mean_P: Tensor
+    std_P: Tensor
+    degenerate_P: Tensor
 
 
 def group_statistics(rewards_S: Tensor, group_S: Tensor, *, ddof: int = 1) -> GroupStatistics:
@@ -85,21 +84,21 @@ def group_statistics(rewards_S: Tensor, group_S: Tensor, *, ddof: int = 1) -> Gr
     def per_group(values: Tensor) -> Tensor:
         return torch.zeros(num_groups, dtype=torch.float64, device=values.device).index_add_(0, where, values)
 
-    count_R = per_group(torch.ones_like(kept))
-    mean_R = per_group(kept) / count_R
-    std_R = torch.sqrt(per_group((kept - mean_R[where]) ** 2) / (count_R - ddof).clamp(min=0))
-    infinity = torch.full_like(mean_R, torch.inf)
-    highest_R = (-infinity).scatter_reduce(0, where, kept, "amax")
-    lowest_R = infinity.scatter_reduce(0, where, kept, "amin")
-    degenerate_R = (count_R < 2) | (highest_R == lowest_R)
-    return GroupStatistics(index_S, count_R, mean_R, std_R, degenerate_R)
+    count_P = per_group(torch.ones_like(kept))
+    mean_P = per_group(kept) / count_P
+    std_P = torch.sqrt(per_group((kept - mean_P[where]) ** 2) / (count_P - ddof).clamp(min=0))
+    infinity = torch.full_like(mean_P, torch.inf)
+    highest_P = (-infinity).scatter_reduce(0, where, kept, "amax")
+    lowest_P = infinity.scatter_reduce(0, where, kept, "amin")
+    degenerate_P = (count_P < 2) | (highest_P == lowest_P)
+    return GroupStatistics(index_S, count_P, mean_P, std_P, degenerate_P)
 
 
 def outcome_advantages(
     rewards_S: Tensor,
     group_S: Tensor,
     *,
-    baseline: BaselineRule | float | str = "group_mean",
+    baseline: float | str = "group_mean",
     scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
     lengths_S: Tensor | None = None,
 ) -> Tensor:
@@ -133,19 +132,19 @@ def outcome_advantages(
     centred_S = centred_rewards(baseline, rewards_S, statistics, lengths_S)
     silent_S = ~scored_S | centred_S.isnan()  # no score, or nothing to be compared with
     if baseline in GROUP_BASELINES or isinstance(scale, GroupStd):
-        silent_S = silent_S | statistics.degenerate_R[index_S]
+        silent_S = silent_S | statistics.degenerate_P[index_S]
     match scale:
         case GroupStd(epsilon=epsilon):
-            centred_S = centred_S / (statistics.std_R[index_S] + epsilon)
+            centred_S = centred_S / (statistics.std_P[index_S] + epsilon)
         case GroupMean(epsilon=epsilon):
             if bool((rewards_S < 0).any()):
                 raise RewardError(
                     f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), "
                     f"got {float(rewards_S[scored_S].min()):g}: set objective.scale to 'none' or 'group_std'"
                 )
-            too_few_S = statistics.count_R[index_S] < 2
-            silent_S = silent_S | too_few_S | (statistics.mean_R[index_S] == 0)  # 0: all of the group are 0
-            centred_S = centred_S / (statistics.mean_R[index_S] + epsilon)
+            too_few_S = statistics.count_P[index_S] < 2
+            silent_S = silent_S | too_few_S | (statistics.mean_P[index_S] == 0)  # 0: all of the group are 0
+            centred_S = centred_S / (statistics.mean_P[index_S] + epsilon)
         case BatchStd(of=of, unit=unit, ddof=ddof, epsilon=epsilon):
             if unit == "token" and baseline == "batch_mean":
                 centred_S = rewards_S - rewards_S[_by_token(scored_S, lengths_S)].mean()
@@ -158,7 +157,7 @@ def outcome_advantages(
 
 
 def centred_rewards(
-    baseline: BaselineRule | float | str,
+    baseline: float | str,
     rewards_S: Tensor,
     statistics: GroupStatistics,
     lengths_S: Tensor | None = None,
@@ -166,8 +165,8 @@ def centred_rewards(
     """Rewards less their baseline, shape ``[S]``; NaN where there is no reward, or no other to compare it with."""
     if isinstance(baseline, int | float):
         return rewards_S - baseline
-    index_S, mean_S = statistics.index_S, statistics.mean_R[statistics.index_S]
-    count_S = statistics.count_R[index_S]
+    index_S, mean_S = statistics.index_S, statistics.mean_P[statistics.index_S]
+    count_S = statistics.count_P[index_S]
     match baseline:
         case "none":
             return rewards_S
@@ -179,17 +178,17 @@ def centred_rewards(
             if lengths_S is None:
                 raise ValueError("baseline 'length_weighted' needs lengths_S")
             lengths_S = lengths_S.double().masked_fill(torch.isnan(rewards_S), 0)
-            num_groups = len(statistics.mean_R)
-            weighted_R = segment_sum(lengths_S * rewards_S.nan_to_num(nan=0.0), index_S, num_groups)
-            total_R = segment_sum(lengths_S, index_S, num_groups)
+            num_groups = len(statistics.mean_P)
+            weighted_P = segment_sum(lengths_S * rewards_S.nan_to_num(nan=0.0), index_S, num_groups)
+            total_P = segment_sum(lengths_S, index_S, num_groups)
             # A group whose completions are all empty has no weights: its plain mean.
-            mean_R = torch.where(total_R > 0, weighted_R / total_R.clamp(min=1), statistics.mean_R)
-            return rewards_S - mean_R[index_S]
+            mean_P = torch.where(total_P > 0, weighted_P / total_P.clamp(min=1), statistics.mean_P)
+            return rewards_S - mean_P[index_S]
         case "batch_mean":
             return rewards_S - rewards_S.nanmean()
         case "second_best":
             return _lead_over_the_second(rewards_S, index_S) * count_S
-    return rewards_S - _own_baseline(baseline, rewards_S, index_S)
+    return rewards_S - _user_baseline(baseline, rewards_S, index_S)
 
 
 @cache
@@ -202,10 +201,10 @@ def custom_baseline(spec: str) -> Callable[..., Tensor]:
     return load_function(spec, what="baseline")
 
 
-def _own_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
+def _user_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
     if ":" not in spec:
         raise ValueError(f"unknown baseline {spec!r}")
-    baseline_S = call_own(custom_baseline(spec), f"baseline {spec}", rewards_S.clone(), index_S.clone())
+    baseline_S = call_user_function(custom_baseline(spec), f"baseline {spec}", rewards_S.clone(), index_S.clone())
     if bool(baseline_S[~rewards_S.isnan()].isinf().any()):
         raise ConfigError(f"baseline {spec} returned an infinite number for a scored completion")
     return baseline_S.double()
@@ -231,7 +230,7 @@ def combined_advantages(
     group_S: Tensor,
     *,
     over_batch: bool,
-    baseline: BaselineRule | float | str = "group_mean",
+    baseline: float | str = "group_mean",
     scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
     lengths_S: Tensor | None = None,
 ) -> Tensor:
@@ -273,9 +272,9 @@ def combined_advantages(
 
 
 def live_groups(rewards_SK: Tensor, group_S: Tensor) -> Tensor:
-    """Which groups' rewards are not all equal, boolean, shape ``[R]``, R the distinct ids in ascending order. With
+    """Which groups' rewards are not all equal, boolean, shape ``[P]``, P the distinct ids in ascending order. With
     several columns, K, a group lives when any of them differs within it."""
-    live = [~group_statistics(rewards_S, group_S, ddof=0).degenerate_R for rewards_S in rewards_SK.T]
+    live = [~group_statistics(rewards_S, group_S, ddof=0).degenerate_P for rewards_S in rewards_SK.T]
     return torch.stack(live).any(dim=0)
 
 
@@ -285,7 +284,7 @@ def _lead_over_the_second(rewards_S: Tensor, index_S: Tensor) -> Tensor:
     order_S = grouped_order(rewards_S.nan_to_num(nan=-torch.inf), index_S, descending=True)
     order_S = order_S[~torch.isnan(rewards_S[order_S])]
     sorted_S = rewards_S[order_S]
-    first = (place_in_run(index_S[order_S]) == 0).nonzero().squeeze(-1)
+    first = (index_in_run(index_S[order_S]) == 0).nonzero().squeeze(-1)
     second = (first + 1).clamp(max=max(len(order_S) - 1, 0))
     lead_S[order_S[first]] = sorted_S[first] - sorted_S[second]
     return lead_S

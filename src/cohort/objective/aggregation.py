@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from cohort.objective.segments import segment_count, segment_sum
-from cohort.presets.parts import Aggregation
 
 
 def token_weights(
     sequence_N: Tensor,
     num_sequences: int,
     *,
-    aggregation: Aggregation = "seq_mean_token_mean",
+    aggregation: str = "seq_mean_token_mean",
     group_S: Tensor | None = None,
     length: int | None = None,
     counted_N: Tensor | None = None,
@@ -76,6 +75,6 @@ def _prompt_divisor(lengths_S: Tensor, group_S: Tensor | None, count_empty: bool
         raise ValueError("aggregation 'prompt_mean' needs group_S: the group of each completion")
     _, index_S = torch.unique(group_S, return_inverse=True)
     num_groups = segment_count(index_S)
-    tokens_R = segment_sum(lengths_S, index_S, num_groups)
-    prompts = num_groups if count_empty else int((tokens_R > 0).sum())
-    return (prompts * tokens_R.clamp(min=1))[index_S]
+    tokens_P = segment_sum(lengths_S, index_S, num_groups)
+    prompts = num_groups if count_empty else int((tokens_P > 0).sum())
+    return (prompts * tokens_P.clamp(min=1))[index_S]

@@ -8,7 +8,7 @@ sum of token scores:
              \\________ policy term ________________/      \\______ KL term ______/
 
 A variant is its choice of A (``credit``), ratio (``ratio``), phi (``trust``), mismatch weight w (``mismatch``), Z
-(``aggregation``), beta and kappa (``kl``): a row of ``cohort.presets.TABLE``. Nothing here needs autograd; the update
+(``aggregation``), beta and kappa (``kl``): a row of ``cohort.presets.TABLE``. Autograd is not used here; the update
 runs ``backward`` on ``-(c.detach() * logps).sum()``. Terms over the whole vocabulary are in ``vocabulary``.
 """
 
@@ -28,11 +28,10 @@ from cohort.objective.mismatch import mismatch_weights
 from cohort.objective.ratio import MAX_LOG_RATIO, leveled_log_ratio
 from cohort.objective.trust import Trusted, trust_region
 from cohort.presets.objective import Objective
-from cohort.presets.parts import Cap, Gamma
 
 
 class Cause(IntEnum):
-    """Why a token has no policy gradient: the first that applies, in this order. ACTIVE: none does."""
+    """Why a token has no policy gradient: the first cause that applies, in this order. ACTIVE: none applies."""
 
     ACTIVE = 0
     MASKED = 1
@@ -49,14 +48,14 @@ class Cause(IntEnum):
     CLIPPED_HIGH = 7
     """Silenced by the trust region."""
     VANISHED = 8
-    """The trust region's multiplier is 0 without a bound being passed: an underflow, or a rule of your own."""
+    """The trust region's multiplier is 0 inside its bounds: an underflow, or a user's rule."""
     HELD = 9
-    """It has a gradient, but its log-ratio was held to +-20."""
+    """It has a gradient, but its log-ratio was clamped to +-20."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """The terms of c_N, apart, and what the log says of them. Shape ``[N]`` each, but for the last."""
+    """The terms of c_N, and what the log needs to explain them. Shape ``[N]`` each, but for the last."""
 
     policy_N: Tensor
     kl_N: Tensor
@@ -89,7 +88,7 @@ def coefficients(
     ref_logps_N: Tensor | None = None,
     base_weights_N: Tensor | None = None,
 ) -> Coefficients:
-    """c_N of the module's header, for any part of a minibatch that holds its sequences whole.
+    """c_N of the module's header, for any part of a minibatch that contains its sequences whole.
 
     Args:
         objective: the row of the table.
@@ -100,8 +99,8 @@ def coefficients(
         old_logps_N: log-probs of the policy that sampled; None when that is the current one: the ratio is 1.
         sampler_logps_N: the engine's own; needed by a ratio or KL anchored there and by mismatch rules.
         ref_logps_N: log-probs of the reference; needed for a KL in the loss, refused without any KL.
-        base_weights_N: each token's 1/Z in the KL term; None: ``weights_N``. Where it is 0 the token is not a loss
-            token: its log-probs may be anything, NaN too, and it belongs to no sequence.
+        base_weights_N: each token's 1/Z in the KL term; None: ``weights_N``. A token with 0 is not a loss token: its
+            log-probs may be anything, even NaN, and it belongs to no sequence.
 
     Returns:
         Coefficients in float32, or in float64 when ``logps_N`` is float64. A token with advantage 0 has a policy term
@@ -123,18 +122,13 @@ def coefficients(
     if bool(loss_N.all()):
         return _coefficients(objective, tokens.to(dtype))
     kept = _coefficients(objective, tokens.select(loss_N).to(dtype))
-    return Coefficients(
-        policy_N=_scattered(kept.policy_N, loss_N, 0),
-        kl_N=_scattered(kept.kl_N, loss_N, 0),
-        cause_N=_scattered(kept.cause_N, loss_N, Cause.MASKED),
-        value_N=_scattered(kept.value_N, loss_N, 0),
-        log_ratio_N=_scattered(kept.log_ratio_N, loss_N, 0),
-        acted_NM=_scattered(kept.acted_NM, loss_N, 0),
-    )
+    of_masked = {"cause_N": int(Cause.MASKED)}
+    names = [field.name for field in dataclasses.fields(kept)]
+    return Coefficients(*(_scattered(getattr(kept, name), loss_N, of_masked.get(name, 0)) for name in names))
 
 
 def _scattered(values: Tensor, where_N: Tensor, elsewhere: int) -> Tensor:
-    """The values of the chosen tokens at their places among all."""
+    """The values of the chosen tokens at their positions among all."""
     full = torch.full((len(where_N), *values.shape[1:]), elsewhere, dtype=values.dtype, device=values.device)
     full[where_N] = values
     return full
@@ -187,7 +181,7 @@ class _Tokens:
 
 
 def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:
-    """``coefficients`` where every token is a loss token."""
+    """``coefficients`` of loss tokens only."""
     rule, a_N, sequence_N = objective.trust_region, tokens.advantages_N, tokens.sequence_N
     token_log_ratio_N = tokens.log_ratio_to(objective.ratio_anchor)
     log_ratio_N = leveled_log_ratio(token_log_ratio_N, objective.ratio_level, sequence_N)
@@ -196,9 +190,8 @@ def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:
     )
     value_N = surrogate_value(objective, trusted, tokens.logps_N, a_N, sequence_N)
     policy_N = tokens.weights_N * trusted.phi_N * a_N
-    none_N = torch.zeros_like(a_N, dtype=torch.bool)
-    dropped_N = off_policy_N = none_N
-    acted_NM = none_N.new_zeros(len(none_N), 0)
+    dropped_N = off_policy_N = torch.zeros_like(a_N, dtype=torch.bool)
+    acted_NM = dropped_N.new_zeros(len(dropped_N), 0)
     if objective.mismatch:
         assert tokens.sampler_logps_N is not None
         if sequence_N is None:
@@ -228,10 +221,11 @@ def surrogate_value(
     objective: Objective, trusted: Trusted, logps_N: Tensor, advantages_N: Tensor, sequence_N: Tensor | None
 ) -> Tensor:
     """The surrogate per token: weighted by 1/Z and summed it has the coefficients as its gradient, where factors that
-    are weights (a capped ratio, earlier ratios of a prefix, phi of a rule of one's own) count as constants."""
+    are weights (a capped ratio, earlier ratios of a prefix, phi of a user's rule) count as constants."""
     if objective.ratio_anchor == "self":
         return advantages_N * logps_N
-    if objective.ratio_level == "sequence_product" and not isinstance(objective.trust_region, Cap | Gamma):
+    rule = objective.trust_region
+    if objective.ratio_level == "sequence_product" and not (rule is not None and rule.constant_weight):
         assert sequence_N is not None
         return trusted.value_N / torch.bincount(sequence_N)[sequence_N]  # one W_i A_i per sequence, not per token
     return trusted.value_N

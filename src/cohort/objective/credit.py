@@ -19,7 +19,7 @@ from cohort.objective.advantages import batch_std, combined_advantages, group_st
 from cohort.objective.segments import by_sign, segment_mean, segment_sum, suffix_sums
 from cohort.objective.shaping import soft_overlong, top_k_of_group, unlikeliness
 from cohort.presets.objective import Objective
-from cohort.presets.parts import BaselineRule, BatchStd, GroupStd, Scale, TopK  # noqa: F401 (GroupStd: doctest)
+from cohort.presets.parts import BatchStd, GroupStd, Scale, TopK  # noqa: F401 (GroupStd: doctest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Outcomes:
 class _Comparison(TypedDict):
     """What a completion is compared with, as keyword arguments."""
 
-    baseline: BaselineRule | float | str
+    baseline: float | str
     scale: Scale | None
     lengths_S: Tensor
 
@@ -204,7 +204,7 @@ def _compared(objective: Objective, outcomes: Outcomes) -> Tensor:
     compared_S = ~outcomes.rewards_S.isnan() & _chosen(objective, outcomes, shaped_rewards(objective, outcomes))
     if objective.baseline == "leave_one_out":
         statistics = group_statistics(outcomes.rewards_S.masked_fill(~compared_S, torch.nan), outcomes.group_S)
-        compared_S = compared_S & (statistics.count_R >= 2)[statistics.index_S]
+        compared_S = compared_S & (statistics.count_P >= 2)[statistics.index_S]
     return compared_S
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from cohort.objective.coefficients import Cause, Coefficients, surrogate_value
 from cohort.objective.kl import MAX_LOG_GAP, k1, k3, kl_multiplier
-from cohort.objective.ratio import MAX_LOG_RATIO, exp_held
+from cohort.objective.ratio import MAX_LOG_RATIO, exp_clamped
 from cohort.objective.segments import prefix_sums, segment_count, segment_sum
 from cohort.objective.trust import trust_region
 from cohort.presets.objective import Objective
-from cohort.presets.parts import FIPO, GMPO, Cap, Mask, PPOClip
 
 VERY_UNLIKELY = 1e-4
 """A token that the trainer thinks this much less likely than the sampler did: engines do not differ so by rounding."""
@@ -151,12 +150,11 @@ def _gradient_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
 
 def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:
     log_ratio_N, a_N, sequence_N = tokens.coefficients.log_ratio_N, tokens.advantages_N, tokens.sequence_N
-    ratio_N = exp_held(log_ratio_N)
+    ratio_N = exp_clamped(log_ratio_N)
     rule = objective.trust_region
-    of_tokens = isinstance(rule, GMPO) or objective.ratio_level == "token"  # the ratios here are single tokens'
-    low, high = (
-        (rule.low, rule.high) if of_tokens and isinstance(rule, PPOClip | Mask | Cap | GMPO | FIPO) else (0.8, 1.2)
-    )
+    low, high = 0.8, 1.2
+    if rule is not None and (rule.of_single_tokens or objective.ratio_level == "token") and not rule.of_probabilities:
+        low, high = getattr(rule, "low", low), getattr(rule, "high", high)  # the ratios here are those of single tokens
     up_N, down_N = a_N > 0, a_N < 0
     sums = {
         "ratio": _sum(ratio_N),
@@ -169,7 +167,7 @@ def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]
     }
     count = segment_count(sequence_N)
     lengths_S = torch.bincount(sequence_N, minlength=count)
-    weight_S = exp_held(segment_sum(log_ratio_N, sequence_N, count))
+    weight_S = exp_clamped(segment_sum(log_ratio_N, sequence_N, count))
     mean_a_S = segment_sum(a_N.to(log_ratio_N), sequence_N, count)
     for sign, of_N, of_S in (
         ("positive", up_N, (mean_a_S > 0) & (lengths_S > 0)),
@@ -185,7 +183,7 @@ def _ratio_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]
 
 
 def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]:
-    rho_N = exp_held(log_rho_N)
+    rho_N = exp_clamped(log_rho_N)
     count = segment_count(tokens.sequence_N)
     unlikely_S = segment_sum((rho_N < VERY_UNLIKELY).to(rho_N), tokens.sequence_N, count) > 0
     # Which half of its completion a token is in: a drift from one to the other means an off-by-one or a temperature.

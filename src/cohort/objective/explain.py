@@ -10,8 +10,10 @@ from cohort.errors import ConfigError
 from cohort.objective.advantages import custom_baseline, outcome_advantages
 from cohort.objective.coefficients import coefficients
 from cohort.objective.trust import custom_rule, trust_region
+from cohort.presets import describe
+from cohort.presets.kl import KL
 from cohort.presets.objective import Objective
-from cohort.presets.parts import KL, Custom, KLMask, TVMask
+from cohort.presets.trust_regions import Custom
 
 RATIOS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 PROBABILITY = 0.08
@@ -23,7 +25,7 @@ def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
     ratios to the anchor; the bounds of the rule are among them."""
     bounds = [getattr(objective.trust_region, name, None) for name in ("low", "high", "dual")]
     inside = [bound for bound in bounds if isinstance(bound, float) and 0 < bound < 1 / PROBABILITY]
-    if isinstance(objective.trust_region, TVMask | KLMask):  # not bounds of a ratio
+    if objective.trust_region and objective.trust_region.of_probabilities:  # not bounds of a ratio
         inside = []
     # A bound itself still counts as inside: a hair toward 1, so that exp(log(bound)) is not a hair past it.
     ratios = sorted({*(r for r in RATIOS if r not in inside), *(bound + (1 - bound) * 1e-9 for bound in inside)})
@@ -46,7 +48,7 @@ def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
     return list(zip(ratios, *columns, strict=True))
 
 
-def try_own_functions(objective: Objective, num_generations: int = 8) -> None:
+def try_user_functions(objective: Objective, num_generations: int = 8) -> None:
     """Load a trust region or baseline of one's own afresh, and call it once, so that a broken one is found before
     anything expensive starts.
 
@@ -79,14 +81,14 @@ def try_own_functions(objective: Objective, num_generations: int = 8) -> None:
 def explain(objective: Objective) -> str:
     """The resolved formula, term by term, and the table."""
     note = ""
-    if isinstance(objective.trust_region, TVMask | KLMask):
+    if objective.trust_region and objective.trust_region.of_probabilities:
         note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
     lines = zip(("ratio", "A = +1", "A = -1"), zip(*coefficient_table(objective), strict=True), strict=True)
     at_1 = next((up, down) for ratio, up, down in coefficient_table(objective) if ratio == 1)
     rows = [f"    {name:<7}" + "".join(f"{_short(number):>8}" for number in numbers) for name, numbers in lines]
     if at_1 != (1.0, -1.0):
         rows.append("    at ratio 1 it is not 1: on-policy gradients are scaled by it")
-    return "\n".join([objective.describe(), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])
+    return "\n".join([describe(objective), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])
 
 
 def _short(number: float) -> str:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cohort.objective.ratio import exp_held, leveled_log_ratio
-from cohort.presets.parts import KL, Direction
+from cohort.objective.ratio import exp_clamped, leveled_log_ratio
+from cohort.presets.kl import KL, Direction
 
 MAX_LOG_GAP = 20.0
 """D is held to +-20 before ``exp`` (e^20 = 4.9e8): beyond, e^D only overflows."""
@@ -111,10 +111,10 @@ def kl_correction(kl: KL, log_ratio_N: Tensor, sequence_N: Tensor | None = None)
     if kl.correction == "none":
         return None
     if kl.correction == "token_ratio":
-        return exp_held(log_ratio_N)
+        return exp_clamped(log_ratio_N)
     if sequence_N is None:
         raise ValueError(f"kl.correction {kl.correction!r} needs sequence_N: which sequence each token belongs to")
     if kl.correction == "prefix_product":
         prefix_N = leveled_log_ratio(log_ratio_N, "prefix_product", sequence_N)
-        return exp_held(prefix_N - log_ratio_N if kl.estimator == "full" else prefix_N)
-    return exp_held(leveled_log_ratio(log_ratio_N, "sequence_product", sequence_N))
+        return exp_clamped(prefix_N - log_ratio_N if kl.estimator == "full" else prefix_N)
+    return exp_clamped(leveled_log_ratio(log_ratio_N, "sequence_product", sequence_N))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cohort.objective.segments import prefix_sums, segment_count, segment_mean, segment_sum
-from cohort.presets.parts import RatioLevel
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are held to +-20 before ``exp``: float32 overflows at 88.7, and e^20 = 4.9e8 is past any use. The share of
@@ -30,15 +29,15 @@ def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:
     >>> importance_ratio(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
     tensor([1.0000, 0.3679])
     """
-    return exp_held(logps_N - old_logps_N)
+    return exp_clamped(logps_N - old_logps_N)
 
 
-def exp_held(log_N: Tensor) -> Tensor:
+def exp_clamped(log_N: Tensor) -> Tensor:
     """``exp`` of a log-ratio held to +-``MAX_LOG_RATIO``: finite whatever came."""
     return torch.exp(log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def leveled_log_ratio(log_ratio_N: Tensor, level: RatioLevel, sequence_N: Tensor | None = None) -> Tensor:
+def leveled_log_ratio(log_ratio_N: Tensor, level: str, sequence_N: Tensor | None = None) -> Tensor:
     """Log of each token's ratio at a level, shape ``[N]``; see the module's header.
 
     Args:

@@ -44,10 +44,10 @@ def grouped_order(values_S: Tensor, index_S: Tensor, *, descending: bool = False
     return by_value[torch.argsort(index_S[by_value], stable=True)]
 
 
-def place_in_run(sorted_keys: Tensor) -> Tensor:
+def index_in_run(sorted_keys: Tensor) -> Tensor:
     """0, 1, 2, ... within each run of equal keys (rows of keys).
 
-    >>> place_in_run(torch.tensor([4, 4, 4, 7, 7]))
+    >>> index_in_run(torch.tensor([4, 4, 4, 7, 7]))
     tensor([0, 1, 2, 0, 1])
     """
     place = torch.arange(len(sorted_keys), device=sorted_keys.device)

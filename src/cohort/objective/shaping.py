@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RewardError
-from cohort.objective.segments import grouped_order, place_in_run
+from cohort.objective.segments import grouped_order, index_in_run
 from cohort.presets.parts import SoftOverlong, TopK, Unlikeliness
 
 
@@ -61,13 +61,13 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
         raise RewardError(
             "unlikeliness needs rewards that are not negative: it would soften likely completions' penalty"
         )
-    _, index_S, count_R = torch.unique(group_S, return_inverse=True, return_counts=True)
+    _, index_S, count_P = torch.unique(group_S, return_inverse=True, return_counts=True)
     order_S = grouped_order(mean_logps_S, index_S)
-    place_S = place_in_run(index_S[order_S])
+    place_S = index_in_run(index_S[order_S])
     # Where neighbours are equally likely, the place of the first of them.
-    place_in_tie_S = place_in_run(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
+    place_in_tie_S = index_in_run(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
     rank_S = torch.empty_like(place_S).scatter_(0, order_S, place_S - place_in_tie_S)
-    kept_S: Tensor = 1 - rule.strength * rank_S.double() / count_R[index_S]
+    kept_S: Tensor = 1 - rule.strength * rank_S.double() / count_P[index_S]
     return rewards_S.double() * kept_S
 
 
@@ -85,6 +85,6 @@ def top_k_of_group(rule: TopK, rewards_S: Tensor, lengths_S: Tensor, group_S: Te
     better_S = -lengths_S if rule.metric == "shortest" else rewards_S.double() / lengths_S.clamp(min=1)
     better_S = better_S.masked_fill(torch.isnan(rewards_S), -torch.inf)
     order_S = grouped_order(better_S, group_S, descending=True)
-    place_S = place_in_run(group_S[order_S])
+    place_S = index_in_run(group_S[order_S])
     chosen_S = torch.empty_like(place_S, dtype=torch.bool).scatter_(0, order_S, place_S < rule.k)
     return chosen_S & ~torch.isnan(rewards_S)

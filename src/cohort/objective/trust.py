@@ -1,8 +1,8 @@
-"""Trust regions: what an update may still move.
+"""Trust regions: what an update may still move. One function per rule that ``cohort.presets.trust_regions`` declares.
 
 A rule is its multiplier phi(ratio, A), the factor by which a token's advantage enters its gradient coefficient, and,
-for the log only, the surrogate's value. ``side_N`` says where a rule silenced a token or held its ratio: -1 below, +1
-above, 0 nowhere.
+for the log only, the surrogate's value. ``side_N`` says where a rule silenced a token or clamped its ratio: -1 below,
++1 above, 0 nowhere.
 
     rule        phi                                                          value
     none        r                                                            r A
@@ -16,31 +16,28 @@ above, 0 nowhere.
     kl_mask     min(r, cap); 0 where KL(p_a || p) > threshold and moving on  phi A
     gmpo        G = exp(mean of clipped log r); 0 where the token is clipped G A
     fipo        ppo_clip times a detached weight of the later log-ratios     the same times ppo_clip's value
-
-Sources: PPO (arXiv 1707.06347), dual clip (1912.09729), INTELLECT-2 (2505.07291), CISPO (2506.13585), SAPO
-(2511.20347), VESPO (2602.10693), DPPO (2602.04879), GMPO (2507.20673), FIPO (2603.19835).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, singledispatch
 
 import torch
 from torch import Tensor
 
 from cohort.errors import ConfigError
-from cohort.objective.own import call_own
-from cohort.objective.ratio import MAX_LOG_RATIO, exp_held, leveled_log_ratio
+from cohort.objective.ratio import MAX_LOG_RATIO, exp_clamped, leveled_log_ratio
 from cohort.objective.segments import by_sign, suffix_sums
+from cohort.objective.user_function import call_user_function
 from cohort.plugins import load_function
-from cohort.presets.parts import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TrustRegion, TVMask
+from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, Rule, TVMask
 
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """What a rule makes of the tokens. Shape ``[N]`` each."""
+    """The result of a rule. Shape ``[N]`` each."""
 
     phi_N: Tensor
     """The gradient multiplier."""
@@ -50,8 +47,27 @@ class Trusted:
     """int8: -1 where the rule acted on a low ratio, +1 on a high one, 0 where it did not act."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """The arguments of a rule. Shape ``[N]`` each."""
+
+    ratio_N: Tensor
+    """At the objective's level."""
+    advantages_N: Tensor
+    logps_N: Tensor
+    token_log_ratio_N: Tensor
+    """Of the single tokens."""
+    sequence_N: Tensor | None
+
+    def sequences(self, rule: Rule) -> Tensor:
+        """The sequence ids that a rule needs."""
+        if self.sequence_N is None:
+            raise ValueError(f"trust region {rule.rule!r} needs sequence_N: which sequence each token belongs to")
+        return self.sequence_N
+
+
 def trust_region(
-    rule: TrustRegion | None,
+    rule: Rule | None,
     log_ratio_N: Tensor,
     advantages_N: Tensor,
     logps_N: Tensor,
@@ -72,44 +88,100 @@ def trust_region(
     A token exactly on a bound is not silenced: the surrogate's ``min`` has its full gradient there.
     """
     token_N = log_ratio_N if token_log_ratio_N is None else token_log_ratio_N
-    ratio_N, a_N = exp_held(log_ratio_N), advantages_N
-    match rule:
-        case None:
-            return Trusted(ratio_N, ratio_N * a_N, _sides(ratio_N))
-        case PPOClip(low=low, high=high, dual=dual):
-            below_N, above_N = ppo_clip_sides(ratio_N, a_N, low, high, dual)
-            phi_N = ratio_N.masked_fill(below_N | above_N, 0)
-            return Trusted(phi_N, ppo_clip_value(ratio_N, a_N, low, high, dual), _sides(ratio_N, below_N, above_N))
-        case Mask(low=low, high=high, signed=signed):
-            below_N, above_N = ratio_N < low, ratio_N > high
-            if signed:
-                below_N, above_N = below_N & (a_N < 0), above_N & (a_N > 0)
-            return _silenced(ratio_N, a_N, below_N, above_N)
-        case Cap(low=low, high=high):
-            phi_N = ratio_N.clamp(low, high)
-            return Trusted(phi_N, phi_N * a_N * logps_N, _sides(ratio_N, ratio_N < low, ratio_N > high))
-        case SAPO():
-            return _sapo(rule, ratio_N, a_N)
-        case Gamma():
-            return _gamma(rule, ratio_N, a_N, logps_N)
-        case TVMask(low=low, high=high, cap=cap):
-            moved_N = torch.exp(logps_N) - torch.exp(logps_N - token_N)
-            return _silenced(ratio_N.clamp(max=cap), a_N, (a_N < 0) & (-moved_N > low), (a_N > 0) & (moved_N > high))
-        case KLMask(threshold=threshold, cap=cap):
-            far_N = bernoulli_kl(logps_N - token_N, logps_N) > threshold
-            return _silenced(
-                ratio_N.clamp(max=cap), a_N, far_N & (a_N < 0) & (token_N < 0), far_N & (a_N > 0) & (token_N > 0)
-            )
-        case GMPO(low=low, high=high):
-            return _gmpo(token_N, a_N, sequence_N, low, high)
-        case FIPO():
-            clip = PPOClip(low=rule.low, high=rule.high, dual=rule.dual)
-            clipped = trust_region(clip, log_ratio_N, a_N, logps_N)
-            weight_N = _future_weight(rule, token_N, ratio_N, a_N, sequence_N)
-            return Trusted(clipped.phi_N * weight_N, clipped.value_N * weight_N, clipped.side_N)
-        case Custom():
-            phi_N = _custom_phi(rule, ratio_N, a_N)
-            return Trusted(phi_N, phi_N * a_N, _sides(ratio_N))
+    return apply(rule, Ratios(exp_clamped(log_ratio_N), advantages_N, logps_N, token_N, sequence_N))
+
+
+@singledispatch
+def apply(rule: Rule | None, at: Ratios) -> Trusted:
+    """The mathematics of a rule, registered for its class; for None, the ratio itself."""
+    assert rule is None, f"no function is registered for {type(rule).__name__}"
+    return Trusted(at.ratio_N, at.ratio_N * at.advantages_N, _sides(at.ratio_N))
+
+
+@apply.register
+def _ppo_clip(rule: PPOClip, at: Ratios) -> Trusted:
+    bounds = rule.low, rule.high, rule.dual
+    below_N, above_N = ppo_clip_sides(at.ratio_N, at.advantages_N, *bounds)
+    phi_N = at.ratio_N.masked_fill(below_N | above_N, 0)
+    value_N = ppo_clip_value(at.ratio_N, at.advantages_N, *bounds)
+    return Trusted(phi_N, value_N, _sides(at.ratio_N, below_N, above_N))
+
+
+@apply.register
+def _(rule: Mask, at: Ratios) -> Trusted:
+    below_N, above_N = at.ratio_N < rule.low, at.ratio_N > rule.high
+    if rule.signed:
+        below_N, above_N = below_N & (at.advantages_N < 0), above_N & (at.advantages_N > 0)
+    return _silenced(at.ratio_N, at, below_N, above_N)
+
+
+@apply.register
+def _(rule: Cap, at: Ratios) -> Trusted:
+    phi_N = at.ratio_N.clamp(rule.low, rule.high)
+    return _constant_weight(phi_N, at, at.ratio_N < rule.low, at.ratio_N > rule.high)
+
+
+@apply.register
+def _(rule: SAPO, at: Ratios) -> Trusted:
+    tau_N = by_sign(at.advantages_N > 0, rule.tau_positive, rule.tau_negative, at.ratio_N)
+    gate_N = torch.sigmoid(tau_N * (at.ratio_N - 1))
+    phi_N = at.ratio_N * 4 * gate_N * (1 - gate_N)  # sech^2(x / 2) = 4 sigmoid(x) (1 - sigmoid(x))
+    return Trusted(phi_N, gate_N * (4 / tau_N) * at.advantages_N, _sides(at.ratio_N))
+
+
+@apply.register
+def _(rule: Gamma, at: Ratios) -> Trusted:
+    up_N = at.advantages_N >= 0
+    k_N = by_sign(up_N, rule.k_positive, rule.k_negative, at.ratio_N)
+    lambda_N = by_sign(up_N, rule.lambda_positive, rule.lambda_negative, at.ratio_N)
+    log_phi_N = k_N * at.ratio_N.log() + lambda_N * (1 - at.ratio_N)
+    # phi may vanish far below 1 but must not become infinite.
+    return _constant_weight(torch.exp(log_phi_N.clamp(max=MAX_LOG_RATIO)), at)
+
+
+@apply.register
+def _(rule: TVMask, at: Ratios) -> Trusted:
+    moved_N = torch.exp(at.logps_N) - torch.exp(at.logps_N - at.token_log_ratio_N)
+    below_N, above_N = (at.advantages_N < 0) & (-moved_N > rule.low), (at.advantages_N > 0) & (moved_N > rule.high)
+    return _silenced(at.ratio_N.clamp(max=rule.cap), at, below_N, above_N)
+
+
+@apply.register
+def _(rule: KLMask, at: Ratios) -> Trusted:
+    token_N, a_N = at.token_log_ratio_N, at.advantages_N
+    far_N = bernoulli_kl(at.logps_N - token_N, at.logps_N) > rule.threshold
+    below_N, above_N = far_N & (a_N < 0) & (token_N < 0), far_N & (a_N > 0) & (token_N > 0)
+    return _silenced(at.ratio_N.clamp(max=rule.cap), at, below_N, above_N)
+
+
+@apply.register
+def _(rule: GMPO, at: Ratios) -> Trusted:
+    token_N, a_N, sequence_N = at.token_log_ratio_N, at.advantages_N, at.sequences(rule)
+    low, high = torch.tensor([rule.low, rule.high], dtype=token_N.dtype, device=token_N.device).log()
+    below_N, above_N = (a_N < 0) & (token_N < low), (a_N > 0) & (token_N > high)
+    clipped_N = torch.where(below_N, low, torch.where(above_N, high, token_N))
+    mean_N = exp_clamped(leveled_log_ratio(clipped_N, "sequence_mean", sequence_N))
+    return Trusted(mean_N.masked_fill(below_N | above_N, 0), mean_N * a_N, _sides(token_N, below_N, above_N))
+
+
+@apply.register
+def _(rule: FIPO, at: Ratios) -> Trusted:
+    clipped = _ppo_clip(rule, at)
+    future_N = suffix_sums(at.token_log_ratio_N, at.sequences(rule), discount=2 ** (-1 / rule.half_life))
+    weight_N = exp_clamped(future_N).clamp(rule.weight_low, rule.weight_high)
+    unsafe_N = (at.advantages_N < 0) & (at.ratio_N > rule.safety)
+    weight_N = torch.where(unsafe_N, weight_N.clamp(max=1), weight_N)
+    return Trusted(clipped.phi_N * weight_N, clipped.value_N * weight_N, clipped.side_N)
+
+
+@apply.register
+def _(rule: Custom, at: Ratios) -> Trusted:
+    name = f"trust region {rule.function}"
+    phi_N = call_user_function(custom_rule(rule.function), name, at.ratio_N, at.advantages_N)
+    if not bool(phi_N.isfinite().all()):
+        raise ConfigError(f"{name} returned a multiplier that is not finite")
+    phi_N = phi_N.to(at.ratio_N)
+    return Trusted(phi_N, phi_N * at.advantages_N, _sides(at.ratio_N))
 
 
 def ppo_clip_sides(
@@ -165,54 +237,9 @@ def bernoulli_kl(anchor_logps_N: Tensor, logps_N: Tensor) -> Tensor:
     anchor_N, p_N = anchor_logps_N.exp(), logps_N.exp()
     rest_anchor_N = -torch.expm1(anchor_logps_N.clamp(max=0))
     rest_N = -torch.expm1(logps_N.clamp(max=0))
-    own_N = anchor_N * (anchor_N.clamp(min=tiny).log() - p_N.clamp(min=tiny).log())
-    other_N = rest_anchor_N * (rest_anchor_N.clamp(min=tiny).log() - rest_N.clamp(min=tiny).log())
-    return (own_N + other_N).clamp(min=0)
-
-
-def _silenced(weight_N: Tensor, advantages_N: Tensor, below_N: Tensor, above_N: Tensor) -> Trusted:
-    phi_N = weight_N.masked_fill(below_N | above_N, 0)
-    return Trusted(phi_N, phi_N * advantages_N, _sides(weight_N, below_N, above_N))
-
-
-def _sides(like_N: Tensor, below_N: Tensor | None = None, above_N: Tensor | None = None) -> Tensor:
-    side_N = torch.zeros_like(like_N, dtype=torch.int8)
-    if below_N is not None:
-        side_N = side_N.masked_fill(below_N, -1)
-    return side_N if above_N is None else side_N.masked_fill(above_N, 1)
-
-
-def _sapo(rule: SAPO, ratio_N: Tensor, a_N: Tensor) -> Trusted:
-    tau_N = by_sign(a_N > 0, rule.tau_positive, rule.tau_negative, ratio_N)
-    gate_N = torch.sigmoid(tau_N * (ratio_N - 1))
-    phi_N = ratio_N * 4 * gate_N * (1 - gate_N)  # sech^2(x / 2) = 4 sigmoid(x) (1 - sigmoid(x))
-    return Trusted(phi_N, gate_N * (4 / tau_N) * a_N, _sides(ratio_N))
-
-
-def _gamma(rule: Gamma, ratio_N: Tensor, a_N: Tensor, logps_N: Tensor) -> Trusted:
-    k_N = by_sign(a_N >= 0, rule.k_positive, rule.k_negative, ratio_N)
-    lambda_N = by_sign(a_N >= 0, rule.lambda_positive, rule.lambda_negative, ratio_N)
-    log_phi_N = k_N * ratio_N.log() + lambda_N * (1 - ratio_N)
-    phi_N = torch.exp(log_phi_N.clamp(max=MAX_LOG_RATIO))  # far below 1 it may vanish; infinite it must not be
-    return Trusted(phi_N, phi_N * a_N * logps_N, _sides(ratio_N))
-
-
-def _gmpo(token_N: Tensor, advantages_N: Tensor, sequence_N: Tensor | None, low: float, high: float) -> Trusted:
-    if sequence_N is None:
-        raise ValueError("trust region 'gmpo' needs sequence_N: which sequence each token belongs to")
-    bounds = torch.tensor([low, high], dtype=token_N.dtype, device=token_N.device).log()
-    below_N, above_N = (advantages_N < 0) & (token_N < bounds[0]), (advantages_N > 0) & (token_N > bounds[1])
-    clipped_N = torch.where(below_N, bounds[0], torch.where(above_N, bounds[1], token_N))
-    mean_N = exp_held(leveled_log_ratio(clipped_N, "sequence_mean", sequence_N))
-    return Trusted(mean_N.masked_fill(below_N | above_N, 0), mean_N * advantages_N, _sides(token_N, below_N, above_N))
-
-
-def _future_weight(rule: FIPO, token_N: Tensor, ratio_N: Tensor, a_N: Tensor, sequence_N: Tensor | None) -> Tensor:
-    if sequence_N is None:
-        raise ValueError("trust region 'fipo' needs sequence_N: which sequence each token belongs to")
-    future_N = suffix_sums(token_N, sequence_N, discount=2 ** (-1 / rule.half_life))
-    weight_N = exp_held(future_N).clamp(rule.weight_low, rule.weight_high)
-    return torch.where((a_N < 0) & (ratio_N > rule.safety), weight_N.clamp(max=1), weight_N)
+    token_N = anchor_N * (anchor_N.clamp(min=tiny).log() - p_N.clamp(min=tiny).log())
+    others_N = rest_anchor_N * (rest_anchor_N.clamp(min=tiny).log() - rest_N.clamp(min=tiny).log())
+    return (token_N + others_N).clamp(min=0)
 
 
 @cache
@@ -225,8 +252,20 @@ def custom_rule(spec: str) -> Callable[..., Tensor]:
     return load_function(spec, what="trust region")
 
 
-def _custom_phi(rule: Custom, ratio_N: Tensor, a_N: Tensor) -> Tensor:
-    phi_N = call_own(custom_rule(rule.function), f"trust region {rule.function}", ratio_N, a_N)
-    if not bool(phi_N.isfinite().all()):
-        raise ConfigError(f"trust region {rule.function} returned a multiplier that is not finite")
-    return phi_N.to(ratio_N)
+def _silenced(weight_N: Tensor, at: Ratios, below_N: Tensor, above_N: Tensor) -> Trusted:
+    phi_N = weight_N.masked_fill(below_N | above_N, 0)
+    return Trusted(phi_N, phi_N * at.advantages_N, _sides(weight_N, below_N, above_N))
+
+
+def _constant_weight(
+    phi_N: Tensor, at: Ratios, below_N: Tensor | None = None, above_N: Tensor | None = None
+) -> Trusted:
+    """A detached weight of A log(policy)."""
+    return Trusted(phi_N, phi_N * at.advantages_N * at.logps_N, _sides(phi_N, below_N, above_N))
+
+
+def _sides(like_N: Tensor, below_N: Tensor | None = None, above_N: Tensor | None = None) -> Tensor:
+    side_N = torch.zeros_like(like_N, dtype=torch.int8)
+    if below_N is not None:
+        side_N = side_N.masked_fill(below_N, -1)
+    return side_N if above_N is None else side_N.masked_fill(above_N, 1)

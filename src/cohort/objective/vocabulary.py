@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cohort.presets.parts import Direction
+from cohort.presets.kl import Direction
 
 IMPOSSIBLE = -1e4
 """A log-prob whose ``exp`` is 0 in every dtype, and that may be multiplied with any weight."""
@@ -53,8 +53,8 @@ def vocabulary_kl(
         raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}")
     if top_k is not None and top_k < log_probs_NV.shape[-1]:
         leading_NV = (log_probs_NV if direction == "reverse" else ref_log_probs_NV).detach()
-        chosen_NK = leading_NV.topk(top_k, dim=-1).indices
-        log_probs_NV, ref_log_probs_NV = _with_tail(log_probs_NV, chosen_NK), _with_tail(ref_log_probs_NV, chosen_NK)
+        chosen_NU = leading_NV.topk(top_k, dim=-1).indices
+        log_probs_NV, ref_log_probs_NV = _with_tail(log_probs_NV, chosen_NU), _with_tail(ref_log_probs_NV, chosen_NU)
     first_NV, second_NV = log_probs_NV, ref_log_probs_NV
     if direction == "forward":
         first_NV, second_NV = second_NV, first_NV
@@ -62,13 +62,13 @@ def vocabulary_kl(
     return (first_NV.exp() * (first_NV.clamp(min=lowest) - second_NV.clamp(min=lowest))).sum(-1)
 
 
-def _with_tail(log_probs_NV: Tensor, chosen_NK: Tensor) -> Tensor:
+def _with_tail(log_probs_NV: Tensor, chosen_NU: Tensor) -> Tensor:
     """The chosen tokens' log-probs and, last, that of all others together."""
-    rest_NV = log_probs_NV.scatter(-1, chosen_NK, -torch.inf)
+    rest_NV = log_probs_NV.scatter(-1, chosen_NU, -torch.inf)
     # Without any mass in the bucket its log is -inf, and the gradient of a logsumexp of nothing would be NaN.
     no_mass_N1 = torch.isneginf(rest_NV).all(-1, keepdim=True)
     tail_N1 = rest_NV.masked_fill(no_mass_N1, 0.0).logsumexp(-1, keepdim=True).masked_fill(no_mass_N1, -torch.inf)
-    return torch.cat([log_probs_NV.gather(-1, chosen_NK), tail_N1], dim=-1)
+    return torch.cat([log_probs_NV.gather(-1, chosen_NU), tail_N1], dim=-1)
 
 
 def top_entropy_tokens(entropy_N: Tensor, share: float, counted_N: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """A Hugging Face causal language model as a policy."""
 
 from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, load_adapter_weights, merged
+from cohort.policy.compute import disable_dropout, enable_checkpointing
 from cohort.policy.distribution import Distribution, penalized_where
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms
 from cohort.policy.load import (
@@ -15,14 +16,16 @@ from cohort.policy.load import (
     without_progress_bars,
 )
 from cohort.policy.passes import Prefixes
-from cohort.policy.policy import Policy, disable_dropout, enable_checkpointing
+from cohort.policy.policy import Policy
 from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
+from cohort.policy.rows import PackedRows
 
 __all__ = [
     "CompletionStates",
     "Distribution",
     "ExpertBalance",
     "Head",
+    "PackedRows",
     "Policy",
     "Precision",
     "Prefixes",

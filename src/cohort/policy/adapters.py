@@ -11,8 +11,7 @@ from torch import nn
 
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
-from cohort.policy.library import ADAPTER_FILE, peft_library
-from cohort.policy.load import Precision
+from cohort.policy.load import ADAPTER_FILE, Precision, peft_library
 
 TRAINED, REFERENCE = "default", "reference"
 """Names of the adapter that is trained, and of the one that stands for the reference."""

@@ -22,8 +22,8 @@ STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotations that depend on the position alone, not on how long the sequence is."""
 
 
-class UnknownAnatomy(Exception):  # noqa: N818 - not an error: another path is taken
-    """The model is not one that can be read; the message says why."""
+class UnsupportedModel(Exception):  # noqa: N818 - not an error: another implementation is used
+    """An implementation cannot run a model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Linear:
             return cls(module.weight, module.bias)
         base: Any = getattr(module, "base_layer", None)
         if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
-            raise UnknownAnatomy(f"{name} is a {type(module).__name__}")
+            raise UnsupportedModel(f"{name} is a {type(module).__name__}")
         if getattr(module, "merged", False):
-            raise UnknownAnatomy(f"{name} has its adapter merged")
+            raise UnsupportedModel(f"{name} has its adapter merged")
         adapters = []
         for active in () if module.disable_adapters else module.active_adapters:
             if active not in module.lora_A:
@@ -61,7 +61,7 @@ class Linear:
             special = bool(getattr(module, "use_dora", {}).get(active)) or active in getattr(module, "lora_variant", {})
             plain = type(a) is nn.Linear and type(b) is nn.Linear and getattr(b, "bias", None) is None
             if special or not plain:
-                raise UnknownAnatomy(f"{name} has an adapter that is not plain LoRA")
+                raise UnsupportedModel(f"{name} has an adapter that is not plain LoRA")
             adapters.append(Adapter(a.weight, b.weight, float(module.scaling[active])))
         return cls(base.weight, base.bias, tuple(adapters))
 
@@ -78,10 +78,10 @@ class Norm:
     def of(cls, module: Any, *, shifted: bool) -> Norm:
         """A norm of transformers, which spells eps in two ways."""
         if hasattr(module, "modules_to_save"):
-            raise UnknownAnatomy("a norm is trained by an adapter")
+            raise UnsupportedModel("a norm is trained by an adapter")
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
         if eps is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
-            raise UnknownAnatomy(f"a norm is a {type(module).__name__}")
+            raise UnsupportedModel(f"a norm is a {type(module).__name__}")
         return cls(module.weight, float(eps), shifted)
 
 
@@ -134,21 +134,21 @@ class Anatomy:
         """Read a model.
 
         Raises:
-            UnknownAnatomy: it has something that is not known here.
+            UnsupportedModel: it has something that is not known here.
         """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = model.config
         family = config.model_type
         if family not in FAMILIES:
-            raise UnknownAnatomy(f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
+            raise UnsupportedModel(f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
         shifted, body = family in SHIFTED_NORMS, model.model
         if not isinstance(body.embed_tokens, nn.Embedding):
-            raise UnknownAnatomy(f"its embedding is a {type(body.embed_tokens).__name__}")
+            raise UnsupportedModel(f"its embedding is a {type(body.embed_tokens).__name__}")
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         if activation not in {"silu", "gelu_pytorch_tanh"}:
-            raise UnknownAnatomy(f"the activation is {activation!r}")
+            raise UnsupportedModel(f"the activation is {activation!r}")
         if getattr(config, "use_bidirectional_attention", False):
-            raise UnknownAnatomy("attention is bidirectional")
+            raise UnsupportedModel("attention is bidirectional")
         attention = body.layers[0].self_attn
         return cls(
             embedding=body.embed_tokens,
@@ -207,7 +207,7 @@ def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     for module in (layer, attention, mlp):
         if not type(module).__module__.startswith("transformers."):
-            raise UnknownAnatomy(f"{type(module).__name__} is a class of its own")
+            raise UnsupportedModel(f"{type(module).__name__} is a class of its own")
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
 
     def norm(name: str) -> Norm:
@@ -238,7 +238,7 @@ def _static_rotary(rotary: Any) -> Any:
     kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     for kind in kinds:
         if kind not in STATIC_ROPES:
-            raise UnknownAnatomy(f"its rotary embedding is {kind!r}, which changes with the sequence's length")
+            raise UnsupportedModel(f"its rotary embedding is {kind!r}, which changes with the sequence's length")
     return rotary
 
 

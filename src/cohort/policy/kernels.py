@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cohort.native import Unavailable, fields, load, threads_for
-
-if TYPE_CHECKING:
-    from cohort.policy.policy import Policy
+from cohort.policy.compute import ComputeModel
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the kernels read and write."""
@@ -300,19 +298,19 @@ def _zeros_after(like: Tensor, count: int) -> Tensor:
     return made
 
 
-def kernels_for(policy: Policy) -> tuple[UpdateKernels | None, str]:
+def kernels_for(model: ComputeModel) -> tuple[UpdateKernels | None, str]:
     """The kernels for a policy's passes; else None, and why."""
-    without = why_no_kernels(policy) if policy.native_kernels else "switched off"
+    without = why_no_kernels(model) if model.native_kernels else "switched off"
     return (None, without) if without else (UpdateKernels(), "")
 
 
-def why_no_kernels(policy: Policy) -> str:
+def why_no_kernels(model: ComputeModel) -> str:
     """What keeps a policy from native kernels, its sampler's or its passes'; empty: nothing does."""
-    compute, master = policy.precision.compute, policy.precision.master
-    if policy.device.type != "cpu":
-        return f"the device is {policy.device.type}"
+    compute, master = model.precision.compute, model.precision.master
+    if model.device.type != "cpu":
+        return f"the device is {model.device.type}"
     if master != torch.float32 or compute not in DTYPES:
-        return f"the precision is {policy.precision}"
+        return f"the precision is {model.precision}"
     try:
         load()
     except Unavailable as reason:

@@ -92,8 +92,9 @@ class Layout:
         before = [0] * len(lengths) if prefixes is None else [prefix_lengths[prefix] for prefix in prefixes]
         self.before = tuple(before)
         """Tokens of the prefix that each sequence continues."""
-        positions = [first + place for first, length in zip(before, lengths, strict=True) for place in range(length)]
-        self.positions_N = torch.tensor(positions, device=device)
+        shifts = torch.tensor(self.before) - torch.tensor(self.starts[:-1])
+        shift_N = shifts.repeat_interleave(torch.tensor(self.lengths))
+        self.positions_N = (torch.arange(self.tokens) + shift_N).to(device)
         self.longest = max(first + length for first, length in zip(before, lengths, strict=True))
         """Tokens of the longest sequence with its prefix."""
         self.prefix_starts = (0, *accumulate(prefix_lengths))

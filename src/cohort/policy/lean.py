@@ -6,7 +6,7 @@ What ``Anatomy`` knows runs this way; it computes what transformers' modules com
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -15,34 +15,32 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy, Norm
+from cohort.policy.compute import ComputeModel
 from cohort.policy.fused import Fused
 from cohort.policy.head import gradient_of, takes_in_place
 from cohort.policy.kernels import kernels_for
 from cohort.policy.passes import Hidden, PackedPass
-
-if TYPE_CHECKING:
-    from cohort.policy.policy import Policy
 
 
 class LeanLayers:
     """See the module.
 
     Args:
-        policy: the model.
+        model: the model.
 
     Raises:
-        UnknownAnatomy: it is of another kind.
+        UnsupportedModel: it is of another kind.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.anatomy = Anatomy.of(policy.model)
-        wide = torch.promote_types(policy.precision.master, torch.float32)
-        self.fused = Fused(kernels_for(policy)[0], wide, policy.precision.compute)
+    def __init__(self, model: ComputeModel) -> None:
+        self.model = model
+        self.anatomy = Anatomy.of(model.model)
+        wide = torch.promote_types(model.precision.master, torch.float32)
+        self.fused = Fused(kernels_for(model)[0], wide, model.precision.compute)
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        with self.policy.compute():
+        with self.model.compute():
             x = self._embedded(ids_N).to(self.fused.wide)
             angles = self._angles(positions_N)
             update: Tensor | None = None
@@ -58,14 +56,14 @@ class LeanLayers:
     def _embedded(self, ids_N: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
-        if self.policy.adds_gradients and plain and takes_in_place(embedding.weight):
+        if self.model.adds_gradients and plain and takes_in_place(embedding.weight):
             out: Tensor = _Lookup.apply(embedding.weight, ids_N, embedding.padding_idx)  # type: ignore[no-untyped-call]
             return out
         return embedding(ids_N)  # type: ignore[no-any-return]
 
     def _recomputed(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         # The backward pass may run outside of the block that the forward pass ran in.
-        with self.policy.compute():
+        with self.model.compute():
             return self._layer(*arguments)
 
     def _layer(

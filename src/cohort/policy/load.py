@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from cohort.errors import ModelError
-from cohort.policy.library import ADAPTER_FILE, peft_library
+
+ADAPTER_FILE = "adapter_config.json"
+"""The file that marks a folder as an adapter's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,19 @@ class Precision:
     def __str__(self) -> str:
         name = str(self.compute).removeprefix("torch.")
         return name if self.compute == self.master else f"{name} over {str(self.master).removeprefix('torch.')} weights"
+
+
+def peft_library() -> Any:
+    """The peft package.
+
+    Raises:
+        ModelError: peft is not installed.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ModelError("adapters need peft, which is not installed: pip install 'cohort-rl[lora]'") from None
+    return peft
 
 
 def resolve_device(name: str) -> torch.device:

@@ -20,24 +20,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cohort.policy.attention import packed_attention
+from cohort.policy.compute import ComputeModel
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.kernels import UpdateKernels, kernels_for
 from cohort.policy.layout import Layout
-
-if TYPE_CHECKING:
-    from cohort.policy.policy import Policy
+from cohort.policy.rows import PackedRows
 
 SHARED = "prompts computed once per group, completions packed"
-
-
-class NotShared(Exception):  # noqa: N818 - not an error: another way is taken
-    """A model's attention cannot be exchanged; the message says why."""
 
 
 class Prefixes:
@@ -53,8 +48,6 @@ class Prefixes:
         self, prompt_ids: Sequence[Sequence[int]], keys_values: dict[int, tuple[Tensor, Tensor]], *, attached: bool
     ) -> None:
         self.prompt_ids = prompt_ids
-        self.numbers = {tuple(prompt): number for number, prompt in enumerate(prompt_ids)}
-        """The number of each among them."""
         self._computed = keys_values
         self.keys_values = keys_values
         if not attached:
@@ -100,14 +93,9 @@ class Passes(Protocol):
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """Read prompts; see ``Prefixes``."""
 
-    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
-        """What the model computes where each completion token was drawn.
-
-        Args:
-            prefixes: the prompts.
-            prompt_S: the number of each completion's prompt among them.
-            completion_ids: the completions. None may be empty.
-        """
+    def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
+        """What the model computes where each drawn token of the rows was drawn. Rows refer to the prompts that were
+        read."""
 
 
 class Body(Protocol):
@@ -122,44 +110,49 @@ class SharedPasses:
     """See the module.
 
     Args:
-        policy: the model.
+        model: the model.
         head: from hidden states to logits.
         body: what runs its layers.
     """
 
     shared = True
 
-    def __init__(self, policy: Policy, head: Head, body: Body) -> None:
-        self.policy = policy
+    def __init__(self, model: ComputeModel, head: Head, body: Body) -> None:
+        self.model = model
         self.head = head
         self.body = body
-        self.kernels, without = kernels_for(policy)
+        self.kernels, without = kernels_for(model)
         self.description = SHARED
-        if policy.device.type == "cpu":
+        if model.device.type == "cpu":
             self.description += ", native kernels" if self.kernels else f", no native kernels: {without}"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """See ``Passes``."""
         keys_values: dict[int, tuple[Tensor, Tensor]] = {}
-        ids = [prompt[:-1] for prompt in prompt_ids if len(prompt) > 1]
+        ids = [torch.as_tensor(prompt[:-1]) for prompt in prompt_ids if len(prompt) > 1]
         if ids:
-            layout = Layout([len(prompt) for prompt in ids], self.policy.device)
-            self._run(ids, PackedPass(layout, self.kernels, read=keys_values))
+            layout = Layout([len(prompt) for prompt in ids], self.model.device)
+            self._run(torch.cat(ids), PackedPass(layout, self.kernels, read=keys_values))
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
 
-    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
+    def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
         """See ``Passes``."""
         prompts = prefixes.prompt_ids
-        rows = [(prompts[p][-1], *ids[:-1]) for p, ids in zip(prompt_S, completion_ids, strict=True)]
         layout = Layout(
-            [len(row) for row in rows], self.policy.device, prompt_S, [len(prompt) - 1 for prompt in prompts]
+            rows.lengths_B.tolist(), self.model.device, rows.prompt_B.tolist(), [len(prompt) - 1 for prompt in prompts]
         )
-        return self._run(rows, PackedPass(layout, self.kernels, prefixes=prefixes.keys_values))
+        packed = PackedPass(layout, self.kernels, prefixes=prefixes.keys_values)
+        found = self._run(rows.inputs_T(prompts), packed)
+        if (drawn_N := rows.drawn_N) is None:
+            return found
+        states, *router_logits = (
+            each.index_select(0, drawn_N.to(each.device)) for each in (found.states_NH, *found.router_logits)
+        )
+        return Hidden(states, tuple(router_logits))
 
-    def _run(self, rows: Sequence[Sequence[int]], packed: PackedPass) -> Hidden:
-        ids_N = torch.tensor([token for row in rows for token in row], device=self.policy.device)
-        count, positions_N = len(ids_N), packed.layout.positions_N
-        found = self.body(in_like_shapes(ids_N), in_like_shapes(positions_N), packed)
+    def _run(self, ids_T: Tensor, packed: PackedPass) -> Hidden:
+        count, positions_T = len(ids_T), packed.layout.positions_N
+        found = self.body(in_like_shapes(ids_T.to(self.model.device)), in_like_shapes(positions_T), packed)
         return Hidden(found.states_NH[:count], tuple(logits[:count] for logits in found.router_logits))
 
 
@@ -237,14 +230,14 @@ class PlainPasses:
     """Prompt and completion together, padded on the right, by the model's own forward pass.
 
     Args:
-        policy: the model.
+        model: the model.
         head: from hidden states to logits; one without a linear layer takes the model's own logits.
     """
 
     shared = False
 
-    def __init__(self, policy: Policy, head: Head) -> None:
-        self.policy = policy
+    def __init__(self, model: ComputeModel, head: Head) -> None:
+        self.model = model
         self.head = head
         self.description = "prompts computed with every completion, padded"
         if head.linear is None:
@@ -254,27 +247,27 @@ class PlainPasses:
         """See ``Passes``. Nothing is computed yet."""
         return Prefixes(prompt_ids, {}, attached=attached)
 
-    def hidden(self, prefixes: Prefixes, prompt_S: Sequence[int], completion_ids: Sequence[Sequence[int]]) -> Hidden:
+    def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
         """See ``Passes``."""
-        prompt_ids = [prefixes.prompt_ids[p] for p in prompt_S]
-        shortest = min(map(len, prompt_ids))
-        rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+        prompts = [torch.as_tensor(prefixes.prompt_ids[p]) for p in rows.prompt_B.tolist()]
+        texts = map(torch.cat, zip(prompts, rows.ids_T.split(rows.lengths_B.tolist()), strict=True))
         # Padded on the right without an attention mask: under causal attention no real token sees what follows it.
-        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.policy.device)
-        # Position t predicts token t+1, so the first one needed belongs to the shortest prompt's last token.
-        keep = input_ids.shape[1] - shortest + 1
-        taken = torch.zeros(len(rows), keep, dtype=torch.bool)
-        for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-            start = len(prompt) - shortest
-            taken[row, start : start + len(completion)] = True
-        compute = self.policy.compute
-        with compute(), same_when_recomputed(self.policy.model, compute):
+        input_ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(self.model.device)
+        before_B = torch.tensor([len(prompt) for prompt in prompts])
+        before_B -= before_B.min()
+        # Position t predicts token t+1, so the first position needed is the last token of the shortest prompt.
+        keep = input_ids.shape[1] - min(map(len, prompts)) + 1
+        row_T, position_T = rows.rows_and_positions
+        index_T = row_T * keep + before_B[row_T] + position_T
+        index_N = index_T if rows.drawn_N is None else index_T[rows.drawn_N]
+        compute = self.model.compute
+        with compute(), same_when_recomputed(self.model.model, compute):
             if self.head.linear is None:
-                hidden = self.policy.logits(input_ids, keep=keep, use_cache=False).logits
+                hidden = self.model.logits(input_ids, keep=keep, use_cache=False).logits
             else:
-                decoder = base_of(self.policy.model).get_decoder()
+                decoder = base_of(self.model.model).get_decoder()
                 hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[:, -keep:]
-        return Hidden(hidden[taken.to(self.policy.device)])
+        return Hidden(hidden.flatten(0, 1).index_select(0, index_N.to(self.model.device)))
 
 
 def base_of(model: Any) -> Any:

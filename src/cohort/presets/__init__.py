@@ -1,7 +1,18 @@
-"""What an objective is: its parts as plain data, and the named rows of the table. Imports no torch."""
+"""What an objective is: its parts as declarations, and the table of presets. Imports no torch."""
 
-from cohort.presets.objective import Objective
-from cohort.presets.resolve import nested, optional_parts, preset, setting_names, with_flags
-from cohort.presets.table import PRESETS, TABLE
+from cohort.presets.objective import Objective, optional_parts, setting_names
+from cohort.presets.settings import nested, with_flags
+from cohort.presets.table import PRESETS, TABLE, preset
+from cohort.presets.text import describe
 
-__all__ = ["PRESETS", "TABLE", "Objective", "nested", "optional_parts", "preset", "setting_names", "with_flags"]
+__all__ = [
+    "PRESETS",
+    "TABLE",
+    "Objective",
+    "describe",
+    "nested",
+    "optional_parts",
+    "preset",
+    "setting_names",
+    "with_flags",
+]

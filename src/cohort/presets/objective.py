@@ -1,59 +1,62 @@
-"""An objective: one row of the table, every part named, what cannot be combined refused."""
+"""An objective: a preset's name and all its parts. Combinations that make no sense are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, Strict
 
 from cohort.errors import ConfigError
-from cohort.presets.bounds import check_words
+from cohort.presets import words
+from cohort.presets.base import Checked, Part, PositiveInt, Weight, Word, kinds, nearest, one_of, require
+from cohort.presets.kl import KL, EntropyBonus
 from cohort.presets.parts import (
-    FIPO,
-    GMPO,
-    KL,
-    Aggregation,
-    BaselineRule,
+    GROUP_BASELINES,
     BatchStd,
-    Cap,
-    Credit,
-    Denominator,
-    DropDead,
-    DynamicSampling,
-    EntropyBonus,
-    Gamma,
     GroupFilter,
     GroupMean,
     GroupStd,
-    KLMask,
     Mismatch,
     MismatchWeight,
-    RatioAnchor,
-    RatioLevel,
-    RewardAggregation,
     Scale,
     SignWeights,
     SoftOverlong,
-    Truncated,
-    TrustRegion,
-    TVMask,
     Unlikeliness,
-    Veto,
 )
+from cohort.presets.settings import SHORTHANDS, merged
+from cohort.presets.trust_regions import TrustRegion
 
 ABOUT = ("name", "version", "source", "summary")
-"""Fields that say which row this is; all others are its parts."""
-GROUP_BASELINES = ("group_mean", "leave_one_out", "length_weighted", "second_best")
-"""Baselines that compare a completion with the others of its group."""
-WHOLE_SEQUENCE_LEVELS = ("sequence_mean", "sequence_product")
-"""Ratio levels at which a completion has one ratio and one advantage."""
+"""Fields that identify a row of the table; all others are its parts."""
+WORDS: Mapping[str, Mapping[str, Word]] = {
+    "reward_aggregation": words.REWARD_AGGREGATION,
+    "baseline": words.BASELINE,
+    "credit": words.CREDIT,
+    "truncated": words.TRUNCATED,
+    "ratio_anchor": words.RATIO_ANCHOR,
+    "ratio_level": words.RATIO_LEVEL,
+    "aggregation": words.AGGREGATION,
+    "denominator": words.DENOMINATOR,
+}
+"""The settings that hold a word, and what each word declares."""
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """Everything that distinguishes one variant from another. Made once, checked when made.
+def _check_baseline(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        require(math.isfinite(value), f"expected a finite number, got {value!r}")
+    elif value not in words.BASELINE and ":" not in str(value):
+        raise ConfigError(
+            f"expected one of {', '.join(words.BASELINE)}, a number, or a function as file.py:function, "
+            f"got {value!r}{nearest(value, words.BASELINE)}"
+        )
+    return value
+
+
+class Objective(Checked):
+    """Everything that distinguishes one variant from another.
 
     Raises:
         ConfigError: a number is out of its range, or two parts cannot be combined; the message says why.
@@ -65,58 +68,74 @@ class Objective:
     source: str = ""
     """The paper whose numbers these are."""
     summary: str = ""
-    """What differs from GRPO, in one line."""
+    """The difference from GRPO, in one line."""
 
     # Rewards to advantages: once per rollout.
     soft_overlong: SoftOverlong | None = None
     unlikeliness: Unlikeliness | None = None
-    reward_aggregation: RewardAggregation = "sum_then_normalize"
+    reward_aggregation: Annotated[str, one_of(words.REWARD_AGGREGATION)] = "sum_then_normalize"
     """How several rewards become one: sum and normalise; or normalise each in its group and sum; or that, and normalise
     the sums over the batch."""
     group_filter: GroupFilter | None = None
-    baseline: BaselineRule | float | str = "group_mean"
-    """What is taken off a reward; a number is a constant; "module:function" or "file.py:function" is your own, of
-    rewards and groups."""
-    scale: Scale | None = dataclasses.field(default_factory=GroupStd)
-    """What the centred reward is divided by."""
+    baseline: Annotated[float | str, BeforeValidator(_check_baseline)] = "group_mean"
+    """Subtracted from a reward. A number is a constant; "module:function" or "file.py:function" is a user's function
+    of rewards and groups."""
+    scale: Scale | None = GroupStd()
+    """The divisor of the centred reward."""
     sign_weights: SignWeights | None = None
-    credit: Credit = "outcome"
+    credit: Annotated[str, one_of(words.CREDIT)] = "outcome"
     """Which tokens a reward belongs to."""
-    discount: float = 1.0
+    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Of later rewards, per token, with credit "return_to_go"."""
-    truncated: Truncated = "keep"
+    truncated: Annotated[str, one_of(words.TRUNCATED)] = "keep"
     """Completions cut by the length limit, after the advantages of the whole group: kept; masked (no term sees them);
-    advantage 0; or ``truncated_penalty`` taken off it."""
-    truncated_penalty: float = 1.0
+    given advantage 0; or given an advantage lower by ``truncated_penalty``."""
+    truncated_penalty: Weight = 1.0
 
     # The policy term.
-    ratio_anchor: RatioAnchor = "old"
-    """What the current policy is divided by; "self" makes every ratio 1."""
-    ratio_level: RatioLevel = "token"
+    ratio_anchor: Annotated[str, one_of(words.RATIO_ANCHOR)] = "old"
+    """The policy that the current one is divided by; "self" makes every ratio 1."""
+    ratio_level: Annotated[str, one_of(words.RATIO_LEVEL)] = "token"
     trust_region: TrustRegion | None = None
-    mismatch: tuple[Mismatch, ...] = ()
-    top_entropy: float = 1.0
+    mismatch: Annotated[tuple[Mismatch, ...], Strict(False)] = ()
+    top_entropy: Share = 1.0
     """Share of the minibatch's tokens, those of highest entropy, that the policy term uses."""
 
     # The other terms.
-    kl: KL = dataclasses.field(default_factory=KL)
+    kl: KL = KL()
     entropy: EntropyBonus | None = None
 
     # Denominators.
-    aggregation: Aggregation = "seq_mean_token_mean"
-    aggregation_length: int | None = None
+    aggregation: Annotated[str, one_of(words.AGGREGATION)] = "seq_mean_token_mean"
+    aggregation_length: PositiveInt | None = None
     """L of aggregation "constant"; unset: ``rollout.max_completion_length``."""
-    denominator: Denominator = "base"
+    denominator: Annotated[str, one_of(words.DENOMINATOR)] = "base"
     """Whether tokens that ``top_entropy`` leaves out still count in the denominators ("base") or not."""
     count_empty: bool = True
     """Whether completions without a loss token count in B."""
 
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_numbers(self)
-        check_advantage_parts(self)
-        check_credit(self)
-        check_policy_parts(self)
+    def check(self) -> None:
+        """Refuse numbers without effect, and parts that cannot be combined."""
+        require(
+            self.aggregation_length is None or self.aggregation == "constant",
+            f"aggregation_length belongs to aggregation 'constant', not {self.aggregation!r}",
+        )
+        require(
+            self.truncated_penalty == 1 or self.truncated == "penalize",
+            "truncated_penalty belongs to truncated 'penalize'",
+        )
+        require(
+            self.denominator == "base" or self.top_entropy < 1,
+            "denominator 'after_masks' is about the tokens that top_entropy leaves out: set top_entropy",
+        )
+        require(self.discount == 1 or self.credit == "return_to_go", "discount belongs to credit 'return_to_go'")
+        for name, value in self.settings().items():
+            for part in value if isinstance(value, tuple) else (value,):
+                declared = part if isinstance(part, Part) else WORDS.get(name, {}).get(str(part), Word(""))
+                for excluded in declared.excludes:
+                    other = getattr(self, excluded.setting)
+                    refused = excluded.refuses(other.rule if isinstance(other, Part) else other)
+                    require(not refused, excluded.message.format(part=part, objective=self))
 
     @property
     def beta(self) -> float:
@@ -130,175 +149,73 @@ class Objective:
 
     @property
     def needs_old_logps(self) -> bool:
-        """Old log-probs are needed even when one update uses a rollout: a KL outside of the loss is made of them."""
+        """Whether even a single update per rollout needs old log-probs: a KL outside of the loss is made of them."""
         return self.beta != 0 and self.kl.place != "loss"
 
     @property
     def token_advantages(self) -> bool:
-        """Advantages may differ between the tokens of a completion."""
+        """Whether advantages may differ between the tokens of a completion."""
         return self.credit != "outcome" or (
             self.beta != 0 and self.kl.place == "advantage" and self.kl.scope == "token"
         )
 
     @property
     def group_relative(self) -> bool:
-        """Baseline or scale are made of the other completions of the group: it takes at least two."""
+        """Whether baseline or scale use the other completions of the group, and so need at least two."""
         return self.baseline in GROUP_BASELINES or isinstance(self.scale, GroupStd | GroupMean)
 
-    def replace(self, **settings: Any) -> Objective:
-        """A copy with some settings changed.
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether there is a KL in the reward."""
+        return self.beta != 0 and self.kl.place == "reward"
 
-        A part may be given whole, as a word, or as a table: a table with the part's own rule, or without a rule,
-        changes only the numbers it names; a table with another rule begins from that rule's own numbers. ``beta``,
+    @property
+    def kl_scaled_by_batch(self) -> bool:
+        """Whether scale "batch_std" would divide the KL. REINFORCE++ is so by definition: returns to go with the KL in
+        them, whitened over tokens."""
+        whitened = isinstance(self.scale, BatchStd) and self.scale.unit == "token" and self.credit == "return_to_go"
+        return self.kl_in_reward and not whitened
+
+    @property
+    def token_weighting(self) -> str | None:
+        """What treats the tokens of a completion differently where it has one ratio, as a clause; None: nothing."""
+        if self.trust_region is not None and self.trust_region.constant_weight:
+            return None
+        if self.top_entropy < 1:
+            return "top_entropy chooses"
+        by_token = any(isinstance(rule, MismatchWeight) and rule.level == "token" for rule in self.mismatch)
+        return "a mismatch weight of level 'token' weighs" if by_token else None
+
+    @property
+    def length_text(self) -> str:
+        """L of aggregation "constant" in words."""
+        return str(self.aggregation_length or "max_completion_length")
+
+    def replace(self, **settings: object) -> Objective:
+        """Return a copy with some settings changed.
+
+        A part may be given as an object, as a word, or as a table. A table with the part's present rule, or without a
+        rule, changes only the numbers it names; a table with another rule starts from that rule's defaults. ``beta``,
         ``epsilon`` and ``epsilon_high`` are short for ``kl.beta`` and the bounds of the PPO clip.
 
         Raises:
-            ConfigError: an unknown setting, or one that does not fit.
+            ConfigError: a setting is unknown or does not fit.
 
         >>> Objective().replace(trust_region={"rule": "ppo_clip", "high": 1.28}).trust_region
         PPOClip(low=0.8, high=1.28, dual=None)
         """
-        from cohort.presets.resolve import replaced
+        return Objective(**{**dict(self), **merged(self, self.settings(), settings)})
 
-        return replaced(self, settings)
-
-    def describe(self) -> str:
-        """The resolved formula in plain text, term by term, with its numbers."""
-        from cohort.presets.describe import describe
-
-        return describe(self)
-
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The parts, by name, without name, version, source and summary."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ABOUT}
+        return {name: value for name, value in self if name not in ABOUT}
 
 
-def check_numbers(objective: Objective) -> None:
-    """Plain numbers are in their ranges."""
-    if isinstance(objective.baseline, float) and not math.isfinite(objective.baseline):
-        raise ConfigError(f"baseline must be finite, got {objective.baseline!r}")
-    if not 0 < objective.top_entropy <= 1:
-        raise ConfigError(f"top_entropy is the share of tokens kept, in (0, 1], got {objective.top_entropy!r}")
-    if not 0 <= objective.discount <= 1:
-        raise ConfigError(f"discount must be in [0, 1], got {objective.discount!r}")
-    if objective.truncated_penalty < 0:
-        raise ConfigError(f"truncated_penalty must not be negative, got {objective.truncated_penalty!r}")
-    if objective.aggregation_length is not None and objective.aggregation_length < 1:
-        raise ConfigError(f"aggregation_length must be at least 1, got {objective.aggregation_length!r}")
-    if objective.aggregation_length is not None and objective.aggregation != "constant":
-        raise ConfigError(f"aggregation_length belongs to aggregation 'constant', not {objective.aggregation!r}")
-    if objective.truncated_penalty != 1 and objective.truncated != "penalize":
-        raise ConfigError("truncated_penalty belongs to truncated 'penalize'")
-    if objective.denominator == "after_masks" and objective.top_entropy == 1:
-        raise ConfigError("denominator 'after_masks' is about the tokens that top_entropy leaves out: set top_entropy")
-    if objective.discount != 1 and objective.credit != "return_to_go":
-        raise ConfigError("discount belongs to credit 'return_to_go'")
+def setting_names() -> tuple[str, ...]:
+    """The settings of an objective, shorthands included."""
+    return (*(name for name in Objective.model_fields if name not in ABOUT), *SHORTHANDS)
 
 
-def check_advantage_parts(objective: Objective) -> None:
-    """Baseline, scale, filter and reward aggregation fit together."""
-    scale, baseline, kl = objective.scale, objective.baseline, objective.kl
-    if isinstance(scale, GroupMean) and objective.soft_overlong:
-        raise ConfigError(
-            "scale 'group_mean' needs rewards that are not negative, and soft_overlong makes negative ones: set "
-            "scale 'none' or soft_overlong 'none'"
-        )
-    if isinstance(scale, GroupMean) and kl.beta and kl.place == "reward":
-        raise ConfigError("scale 'group_mean' with the KL in the reward would divide by a mean of both: set kl.place")
-    if isinstance(scale, GroupStd) and kl.beta and kl.place == "reward":
-        raise ConfigError(
-            "the KL in the reward with scale 'group_std' would divide beta by the group's spread, and make pure KL "
-            "noise of groups whose rewards are equal: set kl.place 'advantage' (after scaling), or scale 'none'"
-        )
-    # REINFORCE++ is the exception, by its definition: returns with the KL in them, whitened over tokens.
-    whitened_returns = objective.credit == "return_to_go" and isinstance(scale, BatchStd) and scale.unit == "token"
-    if isinstance(scale, BatchStd) and not whitened_returns and kl.beta and kl.place == "reward":
-        raise ConfigError(
-            "the KL in the reward with scale 'batch_std' would divide beta by the batch's spread: set kl.place "
-            "'advantage' (after scaling), or scale 'none'"
-        )
-    if isinstance(objective.group_filter, DropDead | DynamicSampling) and baseline not in GROUP_BASELINES:
-        raise ConfigError(
-            f"group_filter {objective.group_filter.rule!r} drops groups of equal rewards, which teach with baseline "
-            f"{baseline!r}: set group_filter 'none', or baseline 'group_mean'"
-        )
-    if isinstance(objective.group_filter, DropDead | DynamicSampling) and objective.unlikeliness:
-        raise ConfigError(
-            "unlikeliness gives groups of equal rewards something to learn, and group_filter "
-            f"{objective.group_filter.rule!r} would drop them before: set one of them to 'none'"
-        )
-    if objective.reward_aggregation == "sum_then_normalize":
-        return
-    if objective.credit != "outcome":
-        raise ConfigError(f"reward_aggregation {objective.reward_aggregation!r} needs credit 'outcome'")
-    if kl.beta and kl.place == "reward":
-        raise ConfigError(
-            f"with reward_aggregation {objective.reward_aggregation!r} there is no single reward for the KL to be "
-            "part of: set kl.place 'advantage' or 'loss'"
-        )
-    if objective.soft_overlong or objective.unlikeliness:
-        raise ConfigError(
-            f"with reward_aggregation {objective.reward_aggregation!r} there is no single reward to shape: set "
-            "soft_overlong and unlikeliness to 'none'"
-        )
-    if isinstance(scale, BatchStd):
-        raise ConfigError(
-            "reward_aggregation normalises each reward in its group: set scale 'group_std' or 'none'; "
-            "'normalize_sum_normalize' is the one that also divides by the batch's spread"
-        )
-
-
-def check_credit(objective: Objective) -> None:
-    """Rewards that belong to tokens need parts that know tokens."""
-    scale, baseline = objective.scale, objective.baseline
-    if objective.credit == "process" and (baseline != "group_mean" or not isinstance(scale, GroupStd | None)):
-        raise ConfigError(
-            "credit 'process' normalises all step rewards of a group together: set baseline 'group_mean' and scale "
-            "'group_std' or 'none'"
-        )
-    if objective.credit == "given" and (baseline != "none" or scale is not None):
-        raise ConfigError("credit 'given' takes the advantages as they come: set baseline 'none' and scale 'none'")
-    if objective.credit in ("process", "given"):
-        _refuse_outcome_parts(objective)
-    if baseline == "second_best" and not isinstance(scale, GroupStd | None):
-        raise ConfigError("baseline 'second_best' is an estimate of its own: set scale 'none' (or 'group_std')")
-
-
-def _refuse_outcome_parts(objective: Objective) -> None:
-    for name in ("soft_overlong", "unlikeliness", "group_filter"):
-        if getattr(objective, name) is not None:
-            raise ConfigError(f"{name} is about a completion's one reward; credit {objective.credit!r} has none")
-    if objective.beta and objective.kl.place == "reward":
-        raise ConfigError(f"the KL in the reward needs a completion's one reward; credit {objective.credit!r} has none")
-
-
-def check_policy_parts(objective: Objective) -> None:
-    """Ratio, trust region, mismatch rules and KL fit together."""
-    rule, level, anchor = objective.trust_region, objective.ratio_level, objective.ratio_anchor
-    if anchor == "self" and rule is not None:
-        raise ConfigError(
-            f"ratio_anchor 'self' makes every ratio 1, so trust_region {rule.rule!r} would never act: set "
-            "trust_region 'none' or ratio_anchor 'old'"
-        )
-    if level in WHOLE_SEQUENCE_LEVELS and objective.token_advantages:
-        raise ConfigError(
-            f"ratio_level {level!r} moves a completion as one, and needs one advantage for it: set ratio_level "
-            "'sequence_mean_token' or 'prefix_product', or give outcome credit and a KL of scope 'sequence'"
-        )
-    if level in WHOLE_SEQUENCE_LEVELS and not isinstance(rule, Cap | Gamma):
-        token_weights = [m for m in objective.mismatch if isinstance(m, MismatchWeight) and m.level == "token"]
-        if objective.top_entropy < 1 or token_weights:
-            what = "top_entropy chooses" if objective.top_entropy < 1 else "a mismatch weight of level 'token' weighs"
-            raise ConfigError(
-                f"ratio_level {level!r} moves a completion as one, and {what} single tokens: set ratio_level "
-                "'sequence_mean_token' or 'token'"
-            )
-    if isinstance(rule, TVMask | KLMask | FIPO) and level != "token":
-        raise ConfigError(f"trust_region {rule.rule!r} is about single tokens: set ratio_level 'token'")
-    if isinstance(rule, GMPO) and level != "sequence_mean":
-        raise ConfigError("trust_region 'gmpo' is a geometric mean over the sequence: set ratio_level 'sequence_mean'")
-    if anchor == "sampler" and any(isinstance(item, MismatchWeight | Veto) for item in objective.mismatch):
-        raise ConfigError(
-            "ratio_anchor 'sampler' carries the mismatch in its ratio already: set mismatch 'none', or ratio_anchor "
-            "'old'"
-        )
+def optional_parts() -> frozenset[str]:
+    """The parts whose absence, "none", is one of their values."""
+    return frozenset(name for name, field in Objective.model_fields.items() if kinds(field.annotation)) | {"baseline"}

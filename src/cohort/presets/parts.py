@@ -1,362 +1,273 @@
-"""The parts an objective is put together from, as frozen dataclasses with their own numbers.
-
-A part that has numbers is a class: choosing another one never reinterprets them, and bounds are bounds on the ratio
-itself, never epsilons. A part that has none is a word. ``None`` (in TOML "none") is the part's absence. What each one
-computes stands with the function that computes it, in ``cohort.objective``. Importing this module imports no torch.
-"""
+"""The parts that shape rewards, advantages, groups and mismatch weights, each declared once."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from cohort.presets.bounds import check_bounds, check_finite, check_words, require
-from cohort.presets.trust_regions import (
-    FIPO,
-    GMPO,
-    SAPO,
-    Cap,
-    Custom,
-    Gamma,
-    KLMask,
-    Mask,
-    PPOClip,
-    TrustRegion,
-    TVMask,
+from pydantic import Field
+
+from cohort.presets.base import Bound, Ddof, Excludes, Needs, Part, PositiveInt, Weight, check_bounds
+
+GROUP_BASELINES = ("group_mean", "leave_one_out", "length_weighted", "second_best")
+"""Baselines that compare a completion with the others of its group."""
+NORMALIZED = ("normalize_then_sum", "normalize_sum_normalize")
+"""Reward aggregations that make an advantage of each reward."""
+PER_STEP = ("process", "given")
+"""Credits whose rewards belong to tokens."""
+SHAPES_ONE_REWARD = (
+    Excludes(
+        "credit",
+        PER_STEP,
+        "{part.rule} is about a completion's one reward; credit {objective.credit!r} has none",
+    ),
+    Excludes(
+        "reward_aggregation",
+        NORMALIZED,
+        "with reward_aggregation {objective.reward_aggregation!r} there is no single reward to shape: set "
+        "soft_overlong and unlikeliness to 'none'",
+    ),
 )
-
-__all__ = [
-    "FIPO",
-    "GMPO",
-    "KL",
-    "SAPO",
-    "Aggregation",
-    "BaselineRule",
-    "BatchStd",
-    "Cap",
-    "Credit",
-    "Custom",
-    "Denominator",
-    "Direction",
-    "DropDead",
-    "DynamicSampling",
-    "EntropyBonus",
-    "Gamma",
-    "GroupFilter",
-    "GroupMean",
-    "GroupStd",
-    "KLMask",
-    "Mask",
-    "Mismatch",
-    "MismatchWeight",
-    "OffPolicyMask",
-    "PPOClip",
-    "RatioAnchor",
-    "RatioLevel",
-    "RewardAggregation",
-    "Scale",
-    "SignWeights",
-    "SoftOverlong",
-    "TVMask",
-    "TopK",
-    "Truncated",
-    "TrustRegion",
-    "Unlikeliness",
-    "Veto",
-]
-
-RewardAggregation = Literal["sum_then_normalize", "normalize_then_sum", "normalize_sum_normalize"]
-BaselineRule = Literal["none", "group_mean", "leave_one_out", "length_weighted", "batch_mean", "second_best"]
-Credit = Literal["outcome", "process", "return_to_go", "given"]
-Truncated = Literal["keep", "mask", "zero", "penalize"]
-RatioAnchor = Literal["self", "old", "sampler"]
-RatioLevel = Literal["token", "sequence_mean", "sequence_mean_token", "sequence_product", "prefix_product"]
-Aggregation = Literal["seq_mean_token_mean", "token_mean", "prompt_mean", "constant", "seq_sum", "token_sum"]
-Denominator = Literal["base", "after_masks"]
-Direction = Literal["reverse", "forward"]
-
+FILTERS_ONE_REWARD = Excludes(
+    "credit",
+    PER_STEP,
+    "group_filter is about a completion's one reward; credit {objective.credit!r} has none",
+)
+DROPS_DEAD_GROUPS = (
+    FILTERS_ONE_REWARD,
+    Needs(
+        "baseline",
+        GROUP_BASELINES,
+        "group_filter {part.rule!r} drops groups of equal rewards, which have a gradient with baseline "
+        "{objective.baseline!r}: set group_filter 'none', or baseline 'group_mean'",
+    ),
+    Excludes(
+        "unlikeliness",
+        ("unlikeliness",),
+        "unlikeliness gives groups of equal rewards a gradient, and group_filter {part.rule!r} would drop them before: "
+        "set one of them to 'none'",
+    ),
+)
 
 # Advantages ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStd:
+class GroupStd(Part):
     """Divide by the group's standard deviation plus ``epsilon``."""
 
-    rule: ClassVar[str] = "group_std"
-    ddof: int = 1
+    rule: Literal["group_std"] = "group_std"
+    formula: ClassVar[str] = "(std(R_group, ddof {ddof}) + {epsilon:g})"
+    source: ClassVar[str] = "DeepSeekMath (arXiv 2402.03300)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (
+        Excludes(
+            "kl_in_reward",
+            (True,),
+            "the KL in the reward with scale 'group_std' would divide beta by the group's spread, and make pure KL "
+            "noise of groups whose rewards are equal: set kl.place 'advantage' (after scaling), or scale 'none'",
+        ),
+    )
+    ddof: Ddof = 1
     """1 divides by n - 1 (TRL, verl), 0 by n; the paper does not say."""
-    epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        require(self.ddof in (0, 1), f"group_std: ddof must be 0 or 1, got {self.ddof!r}")
-        require(self.epsilon >= 0, f"group_std: epsilon must not be negative, got {self.epsilon!r}")
-        check_finite("group_std", self.epsilon)
+    epsilon: Weight = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchStd:
+class BatchStd(Part):
     """Divide by the standard deviation over the whole rollout plus ``epsilon``."""
 
-    rule: ClassVar[str] = "batch_std"
+    rule: Literal["batch_std"] = "batch_std"
+    source: ClassVar[str] = "Lite PPO (arXiv 2508.08221), REINFORCE++ (2501.03262)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (
+        Excludes(
+            "kl_scaled_by_batch",
+            (True,),
+            "the KL in the reward with scale 'batch_std' would divide beta by the batch's spread: set kl.place "
+            "'advantage' (after scaling), or scale 'none'",
+        ),
+        Excludes(
+            "reward_aggregation",
+            NORMALIZED,
+            "reward_aggregation normalises each reward in its group: set scale 'group_std' or 'none'; "
+            "'normalize_sum_normalize' is the one that also divides by the batch's spread",
+        ),
+    )
     of: Literal["raw", "centred"] = "raw"
-    """Of the rewards as they came, or after their baseline was taken off."""
+    """The rewards as scored, or after subtracting their baseline."""
     unit: Literal["sample", "token"] = "sample"
-    """Every completion counts once, or every token does (then baseline "batch_mean" is a mean over tokens too)."""
-    ddof: int = 1
-    epsilon: float = 1e-6
+    """What counts once: a completion, or a token (then baseline "batch_mean" is a mean over tokens too)."""
+    ddof: Ddof = 1
+    epsilon: Weight = 1e-6
 
-    def __post_init__(self) -> None:
-        require(self.ddof in (0, 1), f"batch_std: ddof must be 0 or 1, got {self.ddof!r}")
-        require(self.epsilon >= 0, f"batch_std: epsilon must not be negative, got {self.epsilon!r}")
-        check_finite("batch_std", self.epsilon)
-        check_words(self)
+    def words(self) -> str:
+        """What the deviation is of."""
+        rewards = "rewards" if self.of == "raw" else "centred rewards"
+        unit = "" if self.unit == "sample" else ", each token counting once"
+        return f"(std of all {rewards} of the batch, ddof {self.ddof}{unit} + {self.epsilon:g})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMean:
+class GroupMean(Part):
     """Divide by the group's mean reward plus ``epsilon``. Rewards must not be negative."""
 
-    rule: ClassVar[str] = "group_mean"
-    epsilon: float = 0.0
+    rule: Literal["group_mean"] = "group_mean"
+    source: ClassVar[str] = "MaxRL (arXiv 2602.02710)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (
+        Excludes(
+            "soft_overlong",
+            ("soft_overlong",),
+            "scale 'group_mean' needs rewards that are not negative, and soft_overlong makes negative ones: set "
+            "scale 'none' or soft_overlong 'none'",
+        ),
+        Excludes(
+            "kl_in_reward",
+            (True,),
+            "scale 'group_mean' with the KL in the reward would divide by a mean of both: set kl.place",
+        ),
+    )
+    epsilon: Weight = 0.0
 
-    def __post_init__(self) -> None:
-        require(self.epsilon >= 0, f"group_mean: epsilon must not be negative, got {self.epsilon!r}")
-        check_finite("group_mean", self.epsilon)
+    def words(self) -> str:
+        """The divisor."""
+        return f"(mean(R_group) + {self.epsilon:g})" if self.epsilon else "mean(R_group)"
 
 
-Scale = GroupStd | BatchStd | GroupMean
+Scale = Annotated[GroupStd | BatchStd | GroupMean, Field(discriminator="rule")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignWeights:
+class SignWeights(Part):
     """Multiply positive advantages by ``positive`` and negative ones by ``negative``."""
 
-    rule: ClassVar[str] = "sign_weights"
-    positive: float = 1.0
-    negative: float = 1.0
-
-    def __post_init__(self) -> None:
-        require(min(self.positive, self.negative) >= 0, "sign_weights: weights must not be negative")
-        check_finite("sign_weights", self.positive, self.negative)
+    rule: Literal["sign_weights"] = "sign_weights"
+    formula: ClassVar[str] = "times {positive:g} where A > 0, {negative:g} where A < 0"
+    positive: Weight = 1.0
+    negative: Weight = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftOverlong:
+class SoftOverlong(Part):
     """A growing penalty on the reward of completions near the length limit."""
 
-    rule: ClassVar[str] = "soft_overlong"
-    cache_share: float = 0.2
+    rule: Literal["soft_overlong"] = "soft_overlong"
+    source: ClassVar[str] = "DAPO (arXiv 2503.14476)"
+    excludes: ClassVar[tuple[Excludes, ...]] = SHAPES_ONE_REWARD
+    cache_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The last share of ``max_completion_length`` over which the penalty grows from 0 to 1."""
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     """Length at which it is 1. Unset: ``rollout.max_completion_length``."""
 
-    def __post_init__(self) -> None:
-        require(0 < self.cache_share <= 1, f"soft_overlong: cache_share must be in (0, 1], got {self.cache_share!r}")
-        require(self.max_length is None or self.max_length >= 1, "soft_overlong: max_length must be at least 1")
+    def words(self) -> str:
+        """The ramp."""
+        return (
+            f"R + soft overlong: 0 up to {1 - self.cache_share:g} L, then down to -1 at "
+            f"L = {self.max_length or 'max_completion_length'}, over the last {self.cache_share:g} L"
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unlikeliness:
-    """Take a share off the reward of a group's likelier completions."""
+class Unlikeliness(Part):
+    """Subtract a share of the reward of a group's likelier completions."""
 
-    rule: ClassVar[str] = "unlikeliness"
-    strength: float = 0.25
-
-    def __post_init__(self) -> None:
-        require(0 <= self.strength <= 1, f"unlikeliness: strength must be in [0, 1], got {self.strength!r}")
+    rule: Literal["unlikeliness"] = "unlikeliness"
+    formula: ClassVar[str] = "R (1 - {strength:g} rank/G), rank of the mean log-prob in the group, least likely 0"
+    source: ClassVar[str] = "Rewarding the Unlikely (arXiv 2506.02355)"
+    excludes: ClassVar[tuple[Excludes, ...]] = SHAPES_ONE_REWARD
+    strength: Annotated[float, Field(ge=0, le=1)] = 0.25
 
 
 # Groups -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropDead:
+class DropDead(Part):
     """Leave out groups whose rewards are all equal: they cost no pass and do not count in the denominator."""
 
-    rule: ClassVar[str] = "drop_dead"
+    rule: Literal["drop_dead"] = "drop_dead"
+    formula: ClassVar[str] = "groups of equal rewards are left out, of the denominator too"
+    excludes: ClassVar[tuple[Excludes, ...]] = DROPS_DEAD_GROUPS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicSampling:
-    """Leave out dead groups and sample new prompts in their place, in at most ``max_rounds`` rounds per step."""
+class DynamicSampling(Part):
+    """Leave out dead groups and sample new prompts for them, in at most ``max_rounds`` rounds per step."""
 
-    rule: ClassVar[str] = "dynamic_sampling"
-    max_rounds: int = 4
+    rule: Literal["dynamic_sampling"] = "dynamic_sampling"
+    formula: ClassVar[str] = (
+        "groups of equal rewards are replaced by new prompts, in at most {max_rounds} rounds of sampling per step"
+    )
+    source: ClassVar[str] = "DAPO (arXiv 2503.14476)"
+    excludes: ClassVar[tuple[Excludes, ...]] = DROPS_DEAD_GROUPS
+    max_rounds: PositiveInt = 4
 
-    def __post_init__(self) -> None:
-        require(self.max_rounds >= 1, f"dynamic_sampling: max_rounds must be at least 1, got {self.max_rounds!r}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
+class TopK(Part):
     """Learn from the ``k`` best completions of a group by ``metric``, compared among themselves; A is 0 elsewhere."""
 
-    rule: ClassVar[str] = "top_k"
-    k: int = 8
+    rule: Literal["top_k"] = "top_k"
+    source: ClassVar[str] = "GFPO (arXiv 2508.09726)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (FILTERS_ONE_REWARD,)
+    k: Annotated[int, Field(ge=2)] = 8
     metric: Literal["shortest", "reward_per_token"] = "shortest"
 
-    def __post_init__(self) -> None:
-        require(self.k >= 2, f"top_k: k must be at least 2, got {self.k!r}")
-        check_words(self)
+    def words(self) -> str:
+        """Which completions have an advantage."""
+        what = "shortest" if self.metric == "shortest" else "by reward per token"
+        return (
+            f"the {self.k} best completions of a group ({what}) have an advantage, among themselves; the others have 0"
+        )
 
 
-GroupFilter = DropDead | DynamicSampling | TopK
-
+GroupFilter = Annotated[DropDead | DynamicSampling | TopK, Field(discriminator="rule")]
 
 # Sampler and trainer ------------------------------------------------------------------------------------------------
 
+IN_THE_RATIO = Excludes(
+    "ratio_anchor",
+    ("sampler",),
+    "ratio_anchor 'sampler' carries the mismatch in its ratio already: set mismatch 'none', or ratio_anchor 'old'",
+)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchWeight:
-    """Weight or drop by rho = old / sampler at a level. ``truncate`` holds rho to [low, high]; ``mask`` is rho inside
+
+class MismatchWeight(Part):
+    """Weight or drop by rho = old / sampler at a level. ``truncate`` clamps rho to [low, high]; ``mask`` is rho inside
     and 0 outside; ``reject`` is 1 inside and 0 outside."""
 
-    rule: ClassVar[str] = "weight"
+    rule: Literal["weight"] = "weight"
+    source: ClassVar[str] = "mask at level token: IcePop (arXiv 2510.18855)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (IN_THE_RATIO,)
     level: Literal["token", "sequence", "geometric"] = "token"
     mode: Literal["truncate", "mask", "reject"] = "truncate"
-    low: float = 0.0
-    high: float = 2.0
+    low: Bound = 0.0
+    high: Bound = 2.0
 
-    def __post_init__(self) -> None:
-        check_words(self)
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
         check_bounds("mismatch weight", self.low, self.high)
 
+    def words(self) -> str:
+        """The factor, and the level of rho."""
+        factor = {
+            "truncate": f"times clip(rho, {self.low:g}, {self.high:g})",
+            "mask": f"times rho, none outside [{self.low:g}, {self.high:g}]",
+            "reject": f"none where rho is outside [{self.low:g}, {self.high:g}]",
+        }[self.mode]
+        level = {"token": "per token", "sequence": "product over the sequence", "geometric": "its geometric mean"}
+        return f"{factor}; rho = old / sampler, {level[self.level]}"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Veto:
+
+class Veto(Part):
     """Drop every sequence that has a token with rho = old / sampler outside [low, high]."""
 
-    rule: ClassVar[str] = "veto"
-    low: float = 1e-4
-    high: float = 1e4
+    rule: Literal["veto"] = "veto"
+    formula: ClassVar[str] = "sequences with a token of rho = old / sampler outside [{low:g}, {high:g}] are dropped"
+    excludes: ClassVar[tuple[Excludes, ...]] = (IN_THE_RATIO,)
+    low: Bound = 1e-4
+    high: Bound = 1e4
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
         check_bounds("veto", self.low, self.high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffPolicyMask:
-    """DeepSeek-V3.2: drop a sequence with A < 0 whose mean log(sampler / policy) is above ``threshold``."""
+class OffPolicyMask(Part):
+    """Drop a sequence with A < 0 whose mean log(sampler / policy) is above ``threshold``."""
 
-    rule: ClassVar[str] = "off_policy_mask"
-    threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        require(self.threshold >= 0, "off_policy_mask: threshold must not be negative")
+    rule: Literal["off_policy_mask"] = "off_policy_mask"
+    formula: ClassVar[str] = "sequences with A < 0 and mean log(sampler / policy) > {threshold:g} are dropped"
+    source: ClassVar[str] = "DeepSeek-V3.2 (arXiv 2512.02556)"
+    threshold: Bound = 0.5
 
 
-Mismatch = MismatchWeight | Veto | OffPolicyMask
-
-
-# KL and entropy -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KL:
-    """The KL term, named by what it does. ``forward`` is KL(reference || policy), ``reverse`` KL(policy || reference).
-
-    ``k3`` used as a loss without a ratio, as in DeepSeekMath, is direction "forward", correction "none".
-    """
-
-    rule: ClassVar[str] = "kl"
-    beta: float = 0.0
-    """Weight. 0: no KL term and no reference model."""
-    direction: Direction = "reverse"
-    scope: Literal["token", "sequence"] = "token"
-    """Whose gradient: that of each token's conditional KL with its prefix held fixed, or the sequence KL's in full."""
-    place: Literal["loss", "reward", "advantage"] = "loss"
-    """In the loss; in the reward before baseline and scale; or in the advantage, after them."""
-    correction: Literal["none", "token_ratio", "prefix_product", "sequence_weight"] = "none"
-    """The importance weight that a KL in the loss carries when the tokens come from another policy."""
-    anchor: Literal["old", "sampler"] = "old"
-    """That other policy."""
-    estimator: Literal["sampled", "full"] = "sampled"
-    """From the sampled token, or over the vocabulary."""
-    top_k: int | None = None
-    """With "full": the vocabulary's ``top_k`` most likely tokens and one bucket for the rest. Unset: all of them."""
-    target: float | None = None
-    """Adaptive: beta moves so that the mean KL per token (k3) approaches this. Unset: beta stays."""
-    horizon_default: ClassVar[int] = 10_000
-    horizon: int = 10_000
-    """Adaptive: completions over which beta may change by a factor of about 1.2."""
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        require(self.beta >= 0, f"beta must not be negative, got {self.beta:g}")
-        require(math.isfinite(self.beta), "beta must be finite")
-        require(
-            self.target is not None or self.horizon == type(self).horizon_default,
-            "kl.horizon belongs to an adaptive KL: set kl.target",
-        )
-        require(self.target is None or self.target > 0, "kl.target must be positive")
-        require(self.target is None or self.beta > 0, "kl.target moves beta: set beta to the weight to begin with")
-        require(self.horizon > 0, "kl.horizon must be positive")
-        require(self.top_k is None or self.top_k > 0, "kl.top_k must be positive")
-        self._check_estimator()
-        self._check_correction()
-        self._check_place()
-
-    def _check_estimator(self) -> None:
-        if self.estimator == "sampled":
-            require(self.top_k is None, "kl.top_k belongs to kl.estimator 'full'")
-            return
-        require(self.place == "loss", "kl.estimator 'full' differentiates the logits: set kl.place 'loss'")
-        require(self.scope == "token", "kl.estimator 'full' is a sum over tokens: set kl.scope 'token'")
-        require(
-            self.correction in ("none", "prefix_product"),
-            "kl.estimator 'full' has no sampled token to correct for, only its prefix: set kl.correction 'none' or "
-            "'prefix_product'",
-        )
-
-    def _check_correction(self) -> None:
-        require(
-            self.scope == "token" or self.correction in ("none", "sequence_weight"),
-            f"kl.scope 'sequence' with kl.correction {self.correction!r} is the gradient of no KL: set "
-            "kl.correction 'sequence_weight'",
-        )
-        require(
-            self.anchor == "old" or self.correction != "none" or self.place != "loss",
-            "kl.anchor 'sampler' has no effect with kl.correction 'none'",
-        )
-
-    def _check_place(self) -> None:
-        if self.place == "loss":
-            return
-        require(self.anchor == "old", f"kl.anchor 'sampler' has no effect with kl.place {self.place!r}")
-        require(
-            self.direction == "reverse",
-            f"kl.place {self.place!r} gives the reverse KL's gradient only: k3 as a reward is the reverse minus the "
-            "forward KL's. Set kl.direction 'reverse'",
-        )
-        require(
-            self.correction == "none",
-            f"kl.place {self.place!r} is weighted by the ratio of the policy term already: set kl.correction 'none'",
-        )
-        require(
-            self.place == "advantage" or self.scope == "sequence",
-            "kl.place 'reward' is a reward of the whole completion: set kl.scope 'sequence', or kl.place 'advantage'",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntropyBonus:
-    """``coefficient`` times the mean full-vocabulary entropy, added to the objective."""
-
-    rule: ClassVar[str] = "entropy"
-    coefficient: float = 0.0
-    target: float | None = None
-    """Adaptive: the coefficient rises by ``step`` after an update whose entropy is at most this, falls otherwise, and
-    the bonus counts only while it is. Unset: the coefficient stays."""
-    step: float = 0.005
-
-    def __post_init__(self) -> None:
-        require(self.coefficient >= 0, "entropy.coefficient must not be negative")
-        require(
-            self.coefficient > 0 or self.target is not None,
-            "entropy has no effect with coefficient 0 and no target: set entropy.coefficient, or entropy 'none'",
-        )
-        check_finite("entropy", self.coefficient)
-        require(self.target is None or self.target > 0, "entropy.target must be positive")
-        require(self.step > 0, "entropy.step must be positive")
+Mismatch = Annotated[MismatchWeight | Veto | OffPolicyMask, Field(discriminator="rule")]

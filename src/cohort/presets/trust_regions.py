@@ -1,59 +1,100 @@
-"""The rules of the trust region, with their numbers. What each computes is in ``cohort.objective.trust``."""
+"""Trust regions: the rules that limit how far an update moves the policy. Their mathematics is ``objective.trust``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from cohort.presets.bounds import check_bounds, check_finite, require
+from pydantic import Field
+
+from cohort.presets.base import Bound, Excludes, Needs, Part, Positive, Weight, check_bounds, require
+
+Cap20 = Annotated[float, Field(ge=1)]
+NO_RATIO = Excludes(
+    "ratio_anchor",
+    ("self",),
+    "ratio_anchor 'self' makes every ratio 1, so trust_region {part.rule!r} would never act: set trust_region 'none' "
+    "or ratio_anchor 'old'",
+)
+PER_TOKEN = Needs(
+    "ratio_level",
+    ("token",),
+    "trust_region {part.rule!r} is about single tokens: set ratio_level 'token'",
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PPOClip:
-    """PPO's clip with separate bounds; ``dual`` also silences A < 0 above that ratio (dual clip, two-sided clip)."""
+class Rule(Part):
+    """A trust region. ``formula`` is its surrogate; ``{{anchor}}`` in it is the policy that the ratio divides by."""
 
-    rule: ClassVar[str] = "ppo_clip"
-    low: float = 0.8
-    high: float = 1.2
-    dual: float | None = None
+    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO,)
+    constant_weight: ClassVar[bool] = False
+    """Whether the ratio is a detached weight of log(policy), so that every token keeps a gradient of its own."""
+    of_probabilities: ClassVar[bool] = False
+    """Whether the rule compares probabilities, not ratios, so that its bounds are not bounds of a ratio."""
+    of_single_tokens: ClassVar[bool] = False
+    """Whether the bounds are for the ratios of single tokens at every ``ratio_level``."""
 
-    def __post_init__(self) -> None:
+
+class PPOClip(Rule):
+    """PPO's clip with separate bounds. ``dual`` also silences tokens with A < 0 and a ratio above it."""
+
+    rule: Literal["ppo_clip"] = "ppo_clip"
+    formula: ClassVar[str] = "min(r A, clip(r, {low:g}, {high:g}) A)"
+    source: ClassVar[str] = "PPO (arXiv 1707.06347), dual clip (1912.09729), INTELLECT-2 (2505.07291)"
+    low: Bound = 0.8
+    high: Bound = 1.2
+    dual: Bound | None = None
+
+    def words(self) -> str:
+        """The formula; the second bound where there is one."""
+        return super().words() + (f"; and none where A < 0 and r > {self.dual:g}" if self.dual else "")
+
+    def check(self) -> None:
+        """Require low < 1 <= high < dual."""
         require(
             self.high >= 1,
-            f"ppo_clip: high ({self.high:g}) is a bound on the ratio itself: an epsilon of 0.28 is high = 1.28",
+            f"{self.rule}: high ({self.high:g}) is a bound on the ratio itself: an epsilon of 0.28 is high = 1.28",
         )
-        check_bounds("ppo_clip", self.low, self.high, why=", the ratio of a policy to itself")
+        check_bounds(self.rule, self.low, self.high, why=", the ratio of a policy to itself")
         require(
             self.dual is None or self.dual > self.high,
-            f"ppo_clip: dual ({self.dual}) must be above high ({self.high:g}): dual and two-sided clip are the same "
+            f"{self.rule}: dual ({self.dual}) must be above high ({self.high:g}): dual and two-sided clip are the same "
             "rule only there, and below it would also cut A > 0",
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mask:
-    """Silence tokens whose ratio is outside [low, high]: whatever the advantage's sign, or (``signed``) only where the
-    ratio moved the way the advantage pushes."""
+class Mask(Rule):
+    """Silence tokens with a ratio outside [low, high]; with ``signed`` only where the ratio moved the way the advantage
+    pushes."""
 
-    rule: ClassVar[str] = "mask"
-    low: float = 0.5
-    high: float = 5.0
+    rule: Literal["mask"] = "mask"
+    formula: ClassVar[str] = "r A; none where r outside [{low:g}, {high:g}]"
+    low: Bound = 0.5
+    high: Bound = 5.0
     signed: bool = False
 
-    def __post_init__(self) -> None:
+    def words(self) -> str:
+        """The formula, by the sign of A if ``signed``."""
+        signed = f"r A; none where A > 0 and r > {self.high:g}, or A < 0 and r < {self.low:g}"
+        return signed if self.signed else super().words()
+
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
         check_bounds("mask", self.low, self.high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cap:
-    """CISPO: the ratio, held to [low, high], is a weight; nothing is silenced."""
+class Cap(Rule):
+    """CISPO: the ratio, clamped to [low, high], is a weight; nothing is silenced."""
 
-    rule: ClassVar[str] = "cap"
-    low: float = 0.0
-    high: float = 5.0
+    rule: Literal["cap"] = "cap"
+    formula: ClassVar[str] = "clip(r, {low:g}, {high:g}) A log(policy), the clipped ratio a constant weight"
+    source: ClassVar[str] = "CISPO (arXiv 2506.13585)"
+    constant_weight: ClassVar[bool] = True
+    low: Bound = 0.0
+    high: Bound = 5.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
         check_bounds(
             "cap",
             self.low,
@@ -63,105 +104,128 @@ class Cap:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SAPO:
+class SAPO(Rule):
     """A smooth gate: r * sech^2(tau (r - 1) / 2), with tau by the advantage's sign."""
 
-    rule: ClassVar[str] = "sapo"
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    rule: Literal["sapo"] = "sapo"
+    formula: ClassVar[str] = (
+        "sigmoid(tau (r - 1)) (4 / tau) A; phi = r sech^2(tau (r - 1) / 2); tau {tau_positive:g} (A > 0), "
+        "{tau_negative:g} (A <= 0)"
+    )
+    source: ClassVar[str] = "SAPO (arXiv 2511.20347)"
+    tau_positive: Annotated[Positive, Field(allow_inf_nan=False)] = 1.0
+    tau_negative: Annotated[Positive, Field(allow_inf_nan=False)] = 1.05
 
-    def __post_init__(self) -> None:
-        require(min(self.tau_positive, self.tau_negative) > 0, "sapo: temperatures must be positive")
-        check_finite("sapo", self.tau_positive, self.tau_negative)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gamma:
+class Gamma(Rule):
     """VESPO: the weight r^k exp(lambda (1 - r)), with (k, lambda) by the advantage's sign."""
 
-    rule: ClassVar[str] = "gamma"
-    k_positive: float = 2.0
-    lambda_positive: float = 3.0
-    k_negative: float = 3.0
-    lambda_negative: float = 2.0
+    rule: Literal["gamma"] = "gamma"
+    formula: ClassVar[str] = (
+        "r^k exp(lambda (1 - r)) A log(policy), the first factor a constant weight; (k, lambda) "
+        "({k_positive:g}, {lambda_positive:g}) where A >= 0, ({k_negative:g}, {lambda_negative:g}) where A < 0"
+    )
+    source: ClassVar[str] = "VESPO (arXiv 2602.10693)"
+    constant_weight: ClassVar[bool] = True
+    k_positive: Weight = 2.0
+    lambda_positive: Weight = 3.0
+    k_negative: Weight = 3.0
+    lambda_negative: Weight = 2.0
 
-    def __post_init__(self) -> None:
-        numbers = (self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative)
-        require(min(numbers) >= 0, "gamma: k and lambda must not be negative")
-        check_finite("gamma", *numbers)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TVMask:
+class TVMask(Rule):
     """DPPO: silence tokens whose probability moved more than ``low``/``high`` the way the advantage pushes."""
 
-    rule: ClassVar[str] = "tv_mask"
-    low: float = 0.15
-    high: float = 0.15
-    cap: float = 20.0
+    rule: Literal["tv_mask"] = "tv_mask"
+    formula: ClassVar[str] = (
+        "min(r, {cap:g}) A; none where A > 0 and p - p_{{anchor}} > {high:g}, or A < 0 and p_{{anchor}} - p > {low:g}"
+    )
+    source: ClassVar[str] = "DPPO (arXiv 2602.04879)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO, PER_TOKEN)
+    of_probabilities: ClassVar[bool] = True
+    low: Bound = 0.15
+    high: Bound = 0.15
+    cap: Cap20 = 20.0
 
-    def __post_init__(self) -> None:
-        require(min(self.low, self.high) >= 0, "tv_mask: differences of probability must not be negative")
-        require(self.cap >= 1, f"tv_mask: cap must be at least 1, got {self.cap:g}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KLMask:
+class KLMask(Rule):
     """DPPO: silence tokens whose Bernoulli KL(anchor || policy) is above ``threshold`` and which still move away."""
 
-    rule: ClassVar[str] = "kl_mask"
-    threshold: float = 0.05
-    cap: float = 20.0
+    rule: Literal["kl_mask"] = "kl_mask"
+    formula: ClassVar[str] = (
+        "min(r, {cap:g}) A; none where Bernoulli KL(p_{{anchor}} || p) > {threshold:g} and A pushes further away"
+    )
+    source: ClassVar[str] = "DPPO (arXiv 2602.04879)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO, PER_TOKEN)
+    of_probabilities: ClassVar[bool] = True
+    threshold: Bound = 0.05
+    cap: Cap20 = 20.0
 
-    def __post_init__(self) -> None:
-        require(self.threshold >= 0, "kl_mask: threshold must not be negative")
-        require(self.cap >= 1, f"kl_mask: cap must be at least 1, got {self.cap:g}")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GMPO:
+class GMPO(Rule):
     """Clip each token's ratio to [low, high], then take the geometric mean over the sequence."""
 
-    rule: ClassVar[str] = "gmpo"
-    low: float = math.exp(-0.4)
-    high: float = math.exp(0.4)
+    rule: Literal["gmpo"] = "gmpo"
+    formula: ClassVar[str] = (
+        "A times the geometric mean of ratios clipped to [{low:.4g}, {high:.4g}] on the side A pushes to"
+    )
+    source: ClassVar[str] = "GMPO (arXiv 2507.20673)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (
+        NO_RATIO,
+        Needs(
+            "ratio_level",
+            ("sequence_mean",),
+            "trust_region 'gmpo' is a geometric mean over the sequence: set ratio_level 'sequence_mean'",
+        ),
+    )
+    of_single_tokens: ClassVar[bool] = True
+    low: Bound = math.exp(-0.4)
+    high: Bound = math.exp(0.4)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
         check_bounds("gmpo", self.low, self.high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FIPO:
+class FIPO(PPOClip):
     """PPO's clip times a weight from the discounted log-ratios of a token and those that follow it."""
 
-    rule: ClassVar[str] = "fipo"
-    low: float = 0.8
-    high: float = 1.2
-    dual: float | None = None
-    half_life: float = 32.0
+    rule: Literal["fipo"] = "fipo"  # type: ignore[assignment]  # another name than PPOClip's
+    source: ClassVar[str] = "FIPO (arXiv 2603.19835)"
+    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO, PER_TOKEN)
+    half_life: Positive = 32.0
     """Tokens after which a later token's log-ratio counts half: gamma = 2^(-1 / half_life)."""
-    weight_low: float = 1.0
-    weight_high: float = 1.2
-    safety: float = 4.0
+    weight_low: Bound = 1.0
+    weight_high: Bound = 1.2
+    safety: Positive = 4.0
     """A token with A < 0 and a ratio above this is never weighted by more than 1."""
 
-    def __post_init__(self) -> None:
-        PPOClip(low=self.low, high=self.high, dual=self.dual)
-        check_bounds("fipo weight", self.weight_low, self.weight_high, why=", what an on-policy token has")
-        require(self.half_life > 0, "fipo: half_life must be positive")
-        require(self.safety > 0, "fipo: safety is a ratio and must be positive")
+    def words(self) -> str:
+        """The clip and the weight."""
+        return (
+            f"{super().words()}; times clip(exp(sum of log r from the token on, half-life "
+            f"{self.half_life:g}), {self.weight_low:g}, {self.weight_high:g}), at most 1 where A < 0 and "
+            f"r > {self.safety:g}"
+        )
+
+    def check(self) -> None:
+        """Require the clip's order, and weight_low <= 1 <= weight_high."""
+        super().check()
+        check_bounds("fipo weight", self.weight_low, self.weight_high, why=", the weight of an on-policy token")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Custom:
-    """Your own rule: ``function(ratio_N, advantages_N) -> phi_N``, named "module:function" or "file.py:function"."""
+class Custom(Rule):
+    """A user's rule: ``function(ratio_N, advantages_N) -> phi_N``, named "module:function" or "file.py:function"."""
 
-    rule: ClassVar[str] = "custom"
+    rule: Literal["custom"] = "custom"
+    formula: ClassVar[str] = "phi A, phi = {function}(r, A)"
     function: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Require a name with a colon."""
         require(":" in self.function, f"custom: expected module:function or file.py:function, got {self.function!r}")
 
 
-TrustRegion = PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | Custom
+TrustRegion = Annotated[
+    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | Custom, Field(discriminator="rule")
+]

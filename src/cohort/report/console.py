@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from cohort.config import GRPOConfig, Schedule
+from cohort.data import DataCursor, PromptLoader
 from cohort.objective import explain
 from cohort.rewards import RewardRunner
 from cohort.rollout import Sampling
 from cohort.types import Prompt
 
 if TYPE_CHECKING:
-    from cohort.data import Stream
     from cohort.objective import Objective
     from cohort.policy import Policy
     from cohort.rollout import LocalEngine
@@ -38,7 +38,7 @@ def describe_run(
     policy: Policy,
     engine: LocalEngine,
     budget: str,
-    prompts: Stream,
+    prompts: PromptLoader,
     rewards: RewardRunner,
     objective: Objective,
     schedule: Schedule,
@@ -60,7 +60,7 @@ def describe_run(
             f"sampling: {sampling.describe()}{replayed}",
             engine.describe_ends(),
             *prompts.describe(),
-            describe_prompt(prompts.take(0, 1)[0]),
+            describe_prompt(prompts.fetch(DataCursor(), 1)[0]),
             rewards.describe(),
             explain(objective),
             f"update: {share}{policy.passes.description}; {budget}",

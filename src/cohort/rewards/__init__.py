@@ -1,17 +1,13 @@
-"""Rewards: the contract, the runner, the built-in functions.
-
-A worker process imports this room without torch: the runner, which makes tensors, is imported when it is used.
-"""
+"""Rewards: the contract of reward functions, the runner, and the built-in functions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from cohort.rewards.builtin import BUILTIN_REWARDS
-from cohort.rewards.contract import RewardFunction, TrainerState, as_reward_function
-from cohort.rewards.kinds import reward
+from cohort.rewards.contract import RewardFunction, TrainerState, reward
 from cohort.rewards.model import RewardModel
-from cohort.rewards.specs import resolve_reward
+from cohort.rewards.specs import as_reward_function, resolve_reward
 
 if TYPE_CHECKING:
     from cohort.rewards.runner import RewardRunner
@@ -29,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RewardRunner":
+    if name == "RewardRunner":  # on demand: worker processes import this package and do not need it
         from cohort.rewards.runner import RewardRunner
 
         return RewardRunner

@@ -1,96 +1,177 @@
-"""One call of a reward function, wherever it is made: here, on the event loop, or in a worker process."""
+"""Calls of reward functions: in this process, on an event loop, or in worker processes; and the cache of results."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import os
+import pickle
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
-from cohort.workers import CallFailed, said_of
+from cohort.errors import RewardError
+from cohort.rewards.functions import Function
+from cohort.types import Completion, Prompt
+from cohort.workers import CallFailed, Workers, describe_error
 
-LOGS = ("log_extra", "log_metric")
-"""Arguments that are made where the function is called."""
+if TYPE_CHECKING:  # worker processes import this module; the settings would slow down their start
+    from cohort.config import RewardConfig
+
+CACHE_ENTRIES = 100_000
+"""Maximum number of cached results; the oldest are dropped."""
 
 
 @dataclass(slots=True)
-class Recorded:
-    """What a call returned, and what it said on the side."""
+class Call:
+    """The outcome of one call: what the function returned and what it logged."""
 
-    result: Any = None
+    returned: Any = None
     extras: list[tuple[str, Any]] = field(default_factory=list)
-    """Columns of ``log_extra``: a value for the sample, or a list of them."""
+    """Arguments of each call to ``log_extra``."""
     metrics: list[tuple[str, float]] = field(default_factory=list)
-    """Numbers of ``log_metric``."""
+    """Arguments of each call to ``log_metric``."""
     seconds: float = 0.0
 
-    def logs(self, wanted: frozenset[str]) -> dict[str, Callable[[str, Any], None]]:
-        """Those of ``log_extra`` and ``log_metric`` that the function takes."""
-        given: dict[str, Callable[[str, Any], None]] = {"log_extra": self._extra, "log_metric": self._metric}
-        return {name: log for name, log in given.items() if name in wanted}
-
-    def _extra(self, column: str, values: Any) -> None:
-        self.extras.append((column, values))
-
-    def _metric(self, name: str, value: float) -> None:
-        self.metrics.append((name, float(value)))
+    def logs(self, accepted: frozenset[str]) -> dict[str, Callable[[str, Any], None]]:
+        """``log_extra`` and ``log_metric``, if the function accepts them."""
+        functions: dict[str, Callable[[str, Any], None]] = {
+            "log_extra": lambda column, values: self.extras.append((column, values)),
+            "log_metric": lambda name, value: self.metrics.append((name, float(value))),
+        }
+        return {name: log for name, log in functions.items() if name in accepted}
 
 
-def call_recorded(function: Callable[..., Any], arguments: Mapping[str, Any], logs: frozenset[str]) -> Recorded:
-    """Call a function and wait for it; what it returns may be awaitable."""
-    recorded, start = Recorded(), time.perf_counter()
-    recorded.result = function(**arguments, **recorded.logs(logs))
-    if inspect.isawaitable(recorded.result):
-        recorded.result = run_on_loop(_guarded(recorded.result)).result()
-    recorded.seconds = time.perf_counter() - start
-    return recorded
+def call_plain(function: Callable[..., Any], arguments: Mapping[str, Any], logs: frozenset[str]) -> Call:
+    """Call a plain function. If it returns an awaitable, wait for that on the event loop."""
+    call, start = Call(), time.perf_counter()
+    call.returned = function(**arguments, **call.logs(logs))
+    if inspect.isawaitable(call.returned):
+        call.returned = _run_on_loop(_without_exit(call.returned)).result()
+    call.seconds = time.perf_counter() - start
+    return call
 
 
-async def await_recorded(
+async def call_async(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     logs: frozenset[str],
     timeout: float | None,
-    places: asyncio.Semaphore,
-) -> Recorded:
-    """Call an async function when there is a place for it; its time counts from then.
+    slots: asyncio.Semaphore,
+) -> Call:
+    """Call an async function as soon as a slot is free. The timeout starts then.
 
     Raises:
-        CallFailed: it took too long. It is cancelled, and not waited for: it may not take that for an answer.
+        CallFailed: the call took too long. It is cancelled but not awaited, as it may ignore the cancellation.
     """
-    async with places:
-        recorded, start = Recorded(), time.perf_counter()
-        task = asyncio.ensure_future(_guarded(function(**arguments, **recorded.logs(logs))))
+    async with slots:
+        call, start = Call(), time.perf_counter()
+        task = asyncio.ensure_future(_without_exit(function(**arguments, **call.logs(logs))))
         try:
             await asyncio.wait({task}, timeout=timeout)
         finally:
             if not task.done():
-                task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else will ask
+                task.add_done_callback(lambda late: late.cancelled() or late.exception())  # mark as retrieved
                 task.cancel()
         if not task.done():
             raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
-        recorded.result = task.result()
-        recorded.seconds = time.perf_counter() - start
-    return recorded
+        call.returned = task.result()
+        call.seconds = time.perf_counter() - start
+    return call
 
 
-def run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    """Run a coroutine on the event loop of the rewards, which has a thread of its own: clients and connections that a
-    function keeps stay good from one rollout to the next, and a notebook's own loop is left alone."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+class Caller:
+    """Starts calls in the background, and caches results.
+
+    Args:
+        settings: ``[reward]`` of the settings.
+    """
+
+    def __init__(self, settings: RewardConfig) -> None:
+        self.settings = settings
+        self._workers = Workers(settings.workers or max(1, (os.cpu_count() or 2) // 2))
+        self._slots = asyncio.Semaphore(settings.max_concurrent)
+        self._isolated: dict[str, Callable[..., Call]] = {}  # workers recognise a function by its identity
+        self._cache: OrderedDict[Any, Call] = OrderedDict()
+
+    def describe(self, function: Function) -> str:
+        """Where a function runs, and its time limit."""
+        if not function.in_background:
+            return "here, after sampling"
+        count = self._workers.count
+        where = "async" if function.is_async else f"in {count} worker process{'' if count == 1 else 'es'}"
+        return where + (f", at most {function.timeout:g} s" if function.timeout else "")
+
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Call] | None:
+        """Start a call in the background; None for a function that runs in this thread.
+
+        Raises:
+            RewardError: the function cannot be sent to a worker process.
+        """
+        if not function.in_background:
+            return None
+        if function.is_async:
+            return _run_on_loop(call_async(function.call, arguments, function.logs, function.timeout, self._slots))
+        if function.name not in self._isolated:
+            self._isolated[function.name] = partial(call_plain, function.call, logs=function.logs)
+        try:
+            return self._workers.submit(self._isolated[function.name], {"arguments": arguments}, function.timeout)
+        except CallFailed as error:
+            raise RewardError(
+                f"{function} cannot run in a worker process: {error}. Define it in a module, or set reward.workers to "
+                "0 and leave reward.timeout unset"
+            ) from error
+
+    def cached(self, key: Any) -> Call | None:
+        """The cached result of a call, if there is one."""
+        if key not in self._cache:
+            return None
+        self._cache.move_to_end(key)
+        return replace(self._cache[key], seconds=0.0)
+
+    def store(self, key: Any, call: Call) -> None:
+        """Cache the result of a call, unless its key is None."""
+        if key is not None:
+            self._cache[key] = call
+            if len(self._cache) > CACHE_ENTRIES:
+                self._cache.popitem(last=False)
+
+    def close(self) -> None:
+        """Stop the worker processes. The next call starts new ones."""
+        self._workers.close()
 
 
-def loop_answers(within: float) -> bool:
-    """Whether the event loop does anything: a function that blocks it, as ``time.sleep`` does, stops all others."""
+def cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
+    """Identifies a call by function, row and completion; None if its result cannot be cached."""
+    if not function.cacheable:
+        return None
+    try:
+        columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
+    except Exception:  # columns may hold objects that cannot be pickled
+        return None
+    reason = completion.finish_reason
+    return function.name, prompt.token_ids, columns, completion.token_ids, completion.text, reason
+
+
+def loop_responds(within: float) -> bool:
+    """Whether the event loop reacts within some seconds. It does not while a function blocks it, as ``time.sleep``
+    does."""
     answered = threading.Event()
     _event_loop().call_soon_threadsafe(answered.set)
     return answered.wait(within)
+
+
+def _run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Run a coroutine on the event loop of the rewards. The loop has its own thread and lives as long as the process:
+    clients and connections remain usable across rollouts, and the loop of a notebook is not touched."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
 
 
 @lru_cache(maxsize=1)
@@ -100,9 +181,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _guarded(result: Awaitable[Any]) -> Any:
-    """Wait for a call; one that would end the interpreter would end the loop, and all calls with it."""
+async def _without_exit(result: Awaitable[Any]) -> Any:
+    """Wait for a call. ``SystemExit`` and ``KeyboardInterrupt`` would end the loop and every other call on it."""
     try:
         return await result
     except (SystemExit, KeyboardInterrupt) as error:
-        raise CallFailed(said_of(error), traceback.format_exc().rstrip()) from None
+        raise CallFailed(describe_error(error), traceback.format_exc().rstrip()) from None

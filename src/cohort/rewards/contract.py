@@ -1,287 +1,218 @@
-"""What a reward function is: how it is named, found, called and checked.
+"""The contract of reward functions: what a function receives, what it returns, and how it asks to be called.
 
-A reward function takes keyword arguments and returns one number per completion:
+A reward function takes keyword arguments and returns a number per completion:
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-- ``prompts``, ``completions``: strings; or, when prompts are conversations, lists of messages (a completion is then
-  ``[{"role": "assistant", "content": ...}]``).
-- ``completion_ids``: token ids, the end token included.
-- ``finish_reasons``: "eos", "stop" or "length".
-- ``prefills``: what of the assistant's turn stands in the prompt already ("<think>"), "" where nothing does.
-- every column of the data, as a list: one value per completion.
-- ``trainer_state``: how far the run is (``TrainerState``).
-- ``log_extra(column, values)``: values to keep beside the completions; ``log_metric(name, value)``: a number for the
-  step's metrics.
+What one call sees depends on the function:
 
-It may leave out arguments it does not use. All completions of a rollout come in one call, group after group, when the
-rollout has ended. A function with a parameter ``completion`` is called for each completion alone, as soon as it has
-ended, and returns one number; it gets ``prompt, completion, completion_ids, finish_reason, prefill`` and the row's
-columns as they are. One that is marked ``@reward(per="group")`` is called for each prompt with lists of its completions
-(``completions, completion_ids, finish_reasons``) and the rest as above. To both a completion is its text, of
-conversations too. Any of them may be async.
+- **batch** (the default): all completions of a rollout in one call, group after group, after sampling. ``prompts`` and
+  ``completions`` are strings; for conversations both are lists of messages, and a completion is
+  ``[{"role": "assistant", "content": ...}]``. ``completion_ids``, ``finish_reasons``, ``prefills`` and every column of
+  the data are lists with one entry per completion. Returns a list with one number per completion.
+- **group**, with ``@reward(per="group")``: the completions of one prompt, as soon as all of them have ended.
+  ``completions`` (texts), ``completion_ids`` and ``finish_reasons`` are lists; ``prompt``, ``prefill`` and the columns
+  are the values of the row. Returns a list with one number per completion.
+- **sample**, for a function with a parameter named ``completion``: one completion, as soon as it has ended.
+  ``completion`` (its text), ``completion_ids`` and ``finish_reason`` belong to that completion. Returns one number.
 
-``None`` means that a completion cannot be scored by this function. An exception in place of a number means that scoring
-this completion failed. In place of a number it may give a list with a number or ``None`` for each of
-the completion's tokens, for objectives whose credit is "process" (a number at the last token of each step) or "given"
-(an advantage for each token). With several functions, a ``None`` leaves that function's term out of the
-completion's sum (so return it for whole groups, as for rows of another task); a completion that no function scores, or
-that a function failed on, has no part in its group's statistics.
+The remaining arguments are the same in all calls:
+
+- ``trainer_state``: the progress of the run (``TrainerState``).
+- ``log_extra(column, values)`` stores values beside the completions; ``log_metric(name, value)`` adds a number to the
+  metrics of the step.
+
+``completion_ids`` include the end token. A finish reason is "eos", "stop" or "length". A prefill is the part of the
+assistant turn that is already in the prompt, such as "<think>", or "". A function declares only the arguments it uses.
+It may be a plain function, ``async def``, an object with ``__call__``, or a ``functools.partial`` of any of them.
+
+In place of a number a function may return:
+
+- ``None``: the function cannot score this completion. With several functions, its term is left out of the completion's
+  sum, so return ``None`` for whole groups only (for example, for rows of another task).
+- an exception: scoring this completion failed.
+- a list with a number or ``None`` per token, if ``objective.credit`` is "process" (a number at the last token of each
+  step) or "given" (an advantage for each token).
+
+A completion is unscored if every function returned ``None`` for it or any function failed on it. Unscored completions
+are left out of the statistics of their group.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from cohort.errors import RewardError
-from cohort.rewards.calls import LOGS, call_recorded
-from cohort.rewards.kinds import Kind, Per, function_name, kind_of
-from cohort.rewards.model import RewardModel, is_reward_model
-from cohort.rewards.specs import resolve_reward
-from cohort.types import Completion, Group, Message, Prompt
-from cohort.workers import said_of
+from cohort.types import Group
 
 RewardFunction = Callable[..., Any]
+Per = Literal["sample", "group", "batch"]
+F = TypeVar("F", bound=RewardFunction)
+LOGS = frozenset({"log_extra", "log_metric"})
+"""Arguments that are created where the function runs, possibly in another process."""
+_OPTIONS = "__cohort_reward__"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """How far a run is, for reward functions that change with it."""
+    """The progress of a run, for reward functions that change with it."""
 
     global_step: int = 0
-    """Steps that are done."""
+    """Number of completed steps."""
     max_steps: int = 0
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     epoch: float = 0.0
-    """Passes over the data that are done; NaN where it is a stream, whose length is not known."""
+    """Completed epochs over the data; NaN for streamed data, whose length is unknown."""
     evaluating: bool = False
-    """Whether what is scored is an evaluation's."""
+    """Whether the completions belong to an evaluation."""
 
 
-def as_reward_function(given: Any) -> RewardFunction:
-    """A reward function as users give it: a callable, a name as ``resolve_reward`` takes it, or a reward model.
+def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> dict[str, Any]:
+    """The keyword arguments of one call, except ``log_extra`` and ``log_metric``.
 
-    Raises:
-        RewardError: there is none of that name.
-    """
-    if isinstance(given, str):
-        return resolve_reward(given)
-    return RewardModel(given) if is_reward_model(given) else given
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """In place of a reward: scoring this completion failed."""
-
-    message: str
-    """In one line."""
-    details: str
-    """The traceback, if there is one."""
-
-
-Value = list[float] | Failed
-"""A completion's reward by one function: one number, or one per token; NaN where it gave ``None``."""
-
-
-class Function:
-    """A reward function with its name, and what it takes.
-
-    Args:
-        call: the function.
-        name: what messages call it.
-
-    Raises:
-        RewardError: it takes an argument by position.
-    """
-
-    def __init__(self, call: RewardFunction, name: str) -> None:
-        self.call, self.name = call, name
-        self.kind: Kind = kind_of(call)
-        try:
-            parameters: Sequence[inspect.Parameter] = list(inspect.signature(call).parameters.values())
-        except (TypeError, ValueError):  # built into C: cannot be asked
-            parameters = [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-        for parameter in parameters:
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise RewardError(f"reward function {name} takes {parameter.name!r} by position: it is called by name")
-        self._bound = frozenset(call.keywords) if isinstance(call, partial) else frozenset()
-        """Parameters that have their values: no column of the data takes their place."""
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in self._bound]
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._names = frozenset(p.name for p in named)
-        self._required = [p.name for p in named if p.default is p.empty]
-        self.logs = frozenset(LOGS) if self._takes_all else self._names & frozenset(LOGS)
-        self.watches_run = "trainer_state" in self._names
-        self.names_log_extra = "log_extra" in self._names
-        self.recorded = partial(call_recorded, call, logs=self.logs)
-        """Called with arguments, it gives what the function returned and logged."""
-
-    def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the arguments that it takes.
-
-        Raises:
-            RewardError: it needs one that there is not.
-        """
-        for name in self._required:
-            if name not in arguments and name not in LOGS:
-                raise RewardError(
-                    f"reward function {self.name} needs the argument {name!r}; it can have: "
-                    f"{', '.join([*arguments, *LOGS])}"
-                )
-        if self._takes_all:
-            return {key: value for key, value in arguments.items() if key not in self._bound}
-        return {key: value for key, value in arguments.items() if key in self._names}
-
-    def values(self, result: Any, completions: Sequence[Completion], *, per_token: bool) -> list[Value]:
-        """What one call gave for its completions.
-
-        Raises:
-            RewardError: that is not one number or ``None`` per completion (or, ``per_token``, per token).
-        """
-        results = [result] if self.kind.per == "sample" else _sequence(result)
-        if results is None:
-            raise RewardError(f"reward function {self.name} must return a list of numbers, got {_type(result)}")
-        if len(results) != len(completions):
-            raise RewardError(
-                f"reward function {self.name} must return one reward per completion: {len(completions)}, "
-                f"got {len(results)}"
-            )
-        return [
-            self._value(value, index, len(completion.token_ids) if per_token else None)
-            for index, (value, completion) in enumerate(zip(results, completions, strict=True))
-        ]
-
-    def _value(self, value: Any, index: int, tokens: int | None) -> Value:
-        if isinstance(value, BaseException):
-            text = said_of(value).replace("raised", "gave", 1)
-            return Failed(text, text)
-        if tokens is None:
-            number = self._number(value, index)
-            return number if isinstance(number, Failed) else [number]
-        if value is None:
-            return [math.nan] * tokens
-        items = _sequence(value)
-        if items is None:
-            raise RewardError(
-                f"objective.credit takes rewards per token: reward function {self.name} must return a list of {tokens} "
-                f"numbers or None as result {index} (one per token of completion_ids), got {value!r:.60}"
-            )
-        if len(items) != tokens:
-            raise RewardError(
-                f"reward function {self.name} must return one number or None per token as result {index}: {tokens}, "
-                f"got {len(items)}"
-            )
-        numbers: list[float] = []
-        for item in items:
-            number = self._number(item, index)
-            if isinstance(number, Failed):
-                return number
-            numbers.append(number)
-        return numbers
-
-    def _number(self, value: Any, index: int) -> float | Failed:
-        if value is None:
-            return math.nan
-        if isinstance(value, list | tuple):
-            raise RewardError(
-                f"reward function {self.name} returned a list as result {index}: expected a number; rewards per token "
-                "need objective.credit 'process' or 'given'"
-            )
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = None
-        if number is None or isinstance(value, str):
-            raise RewardError(
-                f"reward function {self.name} must return numbers or None; result {index} is {value!r:.60}"
-            )
-        if not math.isfinite(number):
-            text = f"returned {value!r:.60}: expected a finite number, or None for a completion that cannot be scored"
-            return Failed(text, text)
-        return number
-
-
-def named(functions: Sequence[RewardFunction]) -> tuple[Function, ...]:
-    """Functions with a name each: its own, numbered where two share one.
-
-    >>> [function.name for function in named([max, min, max])]
-    ['max', 'min', 'max_2']
-    """
-    names: list[str] = []
-    for function in functions:
-        name = function_name(function)
-        taken, number = name, 2
-        while taken in names:
-            taken, number = f"{name}_{number}", number + 1
-        names.append(taken)
-    return tuple(Function(function, name) for function, name in zip(functions, names, strict=True))
-
-
-def arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> dict[str, Any]:
-    """The keyword arguments of one call, but for the logs.
+    This is the only place where completions are turned into what reward functions receive.
 
     Args:
         per: what the call sees.
-        groups: whose completions. For a group or a sample only one group, for a sample only one completion.
-        state: how far the run is.
+        groups: the completions of the call. "group" and "sample" take one group, "sample" with one completion.
+        state: the progress of the run.
     """
-    if per == "batch":
-        return _batch_arguments(groups) | {"trainer_state": state}
-    prompt, completions = groups[0].prompt, groups[0].completions
-    given: dict[str, Any] = {
-        **prompt.columns,
-        "prompt": _asked(prompt),
-        "prefill": prompt.prefill,
-        "trainer_state": state,
-    }
-    texts = [completion.text for completion in completions]
-    ids = [list(completion.token_ids) for completion in completions]
-    reasons = [str(completion.finish_reason) for completion in completions]
-    if per == "group":
-        return {**given, "completions": texts, "completion_ids": ids, "finish_reasons": reasons}
-    return {**given, "completion": texts[0], "completion_ids": ids[0], "finish_reason": reasons[0]}
-
-
-def _batch_arguments(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """One list entry per completion, group after group."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
-    return {
-        **{column: [prompt.columns.get(column) for prompt, _ in pairs] for column in columns},
-        "prompts": [_asked(prompt) for prompt, _ in pairs],
-        "completions": [_shown(prompt, completion) for prompt, completion in pairs],
-        "completion_ids": [list(completion.token_ids) for _, completion in pairs],
-        "finish_reasons": [str(completion.finish_reason) for _, completion in pairs],
-        "prefills": [prompt.prefill for prompt, _ in pairs],
-    }
+    # Messages are copied for every call: a function may change its arguments.
+    prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _ in pairs]
+    texts = [completion.text for _, completion in pairs]
+    ids = [list(completion.token_ids) for _, completion in pairs]
+    reasons = [str(completion.finish_reason) for _, completion in pairs]
+    if per == "batch":
+        columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
+        return {
+            **{column: [prompt.columns.get(column) for prompt, _ in pairs] for column in columns},
+            "prompts": prompts,
+            "completions": [
+                [{"role": "assistant", "content": text}] if prompt.is_conversation else text
+                for (prompt, _), text in zip(pairs, texts, strict=True)
+            ],
+            "completion_ids": ids,
+            "finish_reasons": reasons,
+            "prefills": [prompt.prefill for prompt, _ in pairs],
+            "trainer_state": state,
+        }
+    prompt = groups[0].prompt
+    shared = {**prompt.columns, "prompt": prompts[0], "prefill": prompt.prefill, "trainer_state": state}
+    if per == "group":
+        return {**shared, "completions": texts, "completion_ids": ids, "finish_reasons": reasons}
+    return {**shared, "completion": texts[0], "completion_ids": ids[0], "finish_reason": reasons[0]}
 
 
-def _asked(prompt: Prompt) -> str | list[Message]:
-    """A prompt as functions receive it: a list of their own, which they may change."""
-    return prompt.prompt if isinstance(prompt.prompt, str) else [dict(message) for message in prompt.prompt]
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How a reward function is called."""
+
+    per: Per
+    is_async: bool
+    isolated: bool | None = None
+    """Whether the function runs in a worker process; None: decided by the settings."""
+    timeout: float | None = None
+    """Seconds per call; None: ``reward.timeout`` of the settings."""
 
 
-def _shown(prompt: Prompt, completion: Completion) -> Any:
-    """A completion as functions receive it."""
-    return [{"role": "assistant", "content": completion.text}] if prompt.is_conversation else completion.text
+@overload
+def reward(function: F) -> F: ...
+@overload
+def reward(
+    function: None = None, *, per: Per | None = None, isolated: bool | None = None, timeout: float | None = None
+) -> Callable[[F], F]: ...
+def reward(
+    function: F | None = None, *, per: Per | None = None, isolated: bool | None = None, timeout: float | None = None
+) -> F | Callable[[F], F]:
+    """Decorator: set how a reward function, or a class whose instances are reward functions, is called.
+
+    Args:
+        function: the function, if the decorator is used without parentheses.
+        per: what one call sees: "sample", "group" or "batch". None: "sample" for a function with a parameter
+            ``completion`` and none named ``completions``, otherwise "batch".
+        isolated: True: always run in a worker process, which can be killed; False: never. None: decided by the
+            settings.
+        timeout: seconds per call. None: ``reward.timeout`` of the settings.
+
+    Raises:
+        RewardError: ``per`` is unknown; ``timeout`` is not positive, or the function could not be stopped; or an async
+            function is to run in a worker process.
+
+    >>> @reward(per="group")
+    ... def longest(completions, **_):
+    ...     return [float(len(text) == max(map(len, completions))) for text in completions]
+    >>> call_options(longest).per
+    'group'
+    """
+    if per not in (None, "sample", "group", "batch"):
+        raise RewardError(f"per must be 'sample', 'group' or 'batch', got {per!r}")
+    if timeout is not None and not timeout > 0:
+        raise RewardError(f"timeout must be above 0 seconds, got {timeout!r}")
+
+    def decorate(target: F) -> F:
+        is_async = _is_async(target)
+        if is_async and isolated:
+            raise RewardError("isolated=True is for plain functions: async functions share an event loop")
+        if timeout is not None and isolated is False and not is_async:
+            raise RewardError("a plain function with isolated=False cannot be stopped: remove its timeout")
+        try:
+            setattr(target, _OPTIONS, {"per": per, "isolated": isolated, "timeout": timeout})
+        except AttributeError:
+            raise RewardError(
+                f"cannot attach options to {target!r:.60}: decorate the function itself, or wrap it in another"
+            ) from None
+        return target
+
+    return decorate if function is None else decorate(function)
 
 
-def _sequence(value: Any) -> Sequence[Any] | None:
-    """A list, or what is as good as one: a tuple, an array, a range. None for anything else."""
-    if isinstance(value, str | bytes | bytearray | Mapping | Set) or not hasattr(value, "__getitem__"):
-        return None
+def call_options(function: RewardFunction) -> CallOptions:
+    """The options set by ``@reward``, with defaults derived from the function's parameters.
+
+    >>> call_options(lambda completion, **_: 1.0).per, call_options(lambda completions, **_: [1.0]).per
+    ('sample', 'batch')
+    """
+    decorated = (getattr(layer, _OPTIONS, None) for layer in _layers(function))
+    options = next(filter(None, decorated), {"per": None})
+    names = {parameter.name for parameter in parameters_of(function)}
+    default: Per = "sample" if "completion" in names and "completions" not in names else "batch"
+    return CallOptions(**options | {"per": options["per"] or default, "is_async": _is_async(function)})
+
+
+def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
+    """The parameters of a function; ``**columns`` for builtins implemented in C, which have no signature."""
     try:
-        len(value)
-    except TypeError:  # an array without axes
-        return None
-    sequence: Sequence[Any] = value
-    return sequence
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
 
 
-def _type(value: Any) -> str:
-    return type(value).__name__
+def function_name(function: RewardFunction) -> str:
+    """The name of a function, of the class of an object, or of the function inside a partial.
+
+    >>> function_name(functools.partial(max, 1)), function_name(functools.lru_cache()(min))
+    ('max', 'min')
+    """
+    inner = _layers(function)[-1]
+    name = getattr(inner, "__name__", None)
+    return name if isinstance(name, str) else type(inner).__name__
+
+
+def _is_async(function: RewardFunction) -> bool:
+    """Whether a function, or the ``__call__`` of an object or class, is written ``async def``."""
+    inner = _layers(function)[-1]
+    call = inner if inspect.isroutine(inner) else getattr(inner, "__call__", inner)  # noqa: B004
+    return inspect.iscoroutinefunction(call)
+
+
+def _layers(function: RewardFunction) -> list[RewardFunction]:
+    """A function, followed by the functions inside its ``functools.partial`` layers."""
+    layers = [function]
+    while isinstance(layers[-1], functools.partial):
+        layers.append(layers[-1].func)
+    return layers

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion."""
+"""Rewards for the format of a completion."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import regex as _regex
 from pydantic import AfterValidator
 
 from cohort.errors import RewardError
-from cohort.rewards.builtin import import_extra, turn_text
+from cohort.rewards.builtin import import_extra
+from cohort.rewards.messages import turn_text
 
 _FENCED = _re.compile(
     r"^```json[^\S\n]*\n((?:(?!^```json).)*?)^```[^\S\n]*$", _re.DOTALL | _re.MULTILINE | _re.IGNORECASE
 )
 
 MATCH_SECONDS = 5.0
-"""What matching one completion may take. Most take microseconds; a pattern like ``(a+)+b`` can take for ever."""
+"""Time limit for matching one completion. Most take microseconds; a pattern like ``(a+)+b`` may never end."""
 
 
 def _compiled(pattern: str) -> str:
@@ -38,15 +39,15 @@ def _pattern(pattern: str) -> Any:
 def regex(
     completion: Any, prefill: str = "", *, pattern: Annotated[str, AfterValidator(_compiled)], full: bool = False
 ) -> float:
-    r"""1 when a pattern is found in the assistant's turn, 0 otherwise.
+    r"""1 if a pattern is found in the assistant turn, 0 otherwise.
 
-    What the prompt holds of the turn is part of it. Patterns are Python's, flags within them: ``(?i)`` for no case,
-    ``(?s)`` for dots that match line breaks, ``(?m)`` for lines. A completion that takes more than 5 seconds to match
-    is unscored: it fails with TimeoutError.
+    The prefill from the prompt is part of the turn. Patterns use Python's syntax, with inline flags: ``(?i)`` ignores
+    case, ``(?s)`` lets dots match line breaks, ``(?m)`` matches line by line. A completion that takes more than 5
+    seconds to match fails with TimeoutError and is unscored.
 
     Args:
         pattern: the regular expression.
-        full: the turn as a whole must match it.
+        full: the whole turn must match.
 
     >>> regex("It is 42.", pattern=r"\d+"), regex("It is 42.", pattern=r"\d+", full=True)
     (1.0, 0.0)
@@ -57,13 +58,14 @@ def regex(
 
 
 def think_format(completion: Any, prefill: str = "", *, start: str = "<think>", end: str = "</think>") -> float:
-    """1 when the assistant's turn is ``<think>``, reasoning, ``</think>`` and an answer; 0 otherwise.
+    """1 if the assistant turn is ``<think>``, reasoning, ``</think>`` and an answer; 0 otherwise.
 
-    It begins with the one tag, holds each tag once, and has text after the second. What the prompt holds of the turn
-    counts: where the chat template ends in ``<think>``, completions need not begin with it. The reasoning may be empty.
+    The turn must begin with the first tag, contain each tag once, and have text after the second. The prefill from the
+    prompt is part of the turn: if the chat template ends in ``<think>``, completions need not begin with it. The
+    reasoning may be empty.
 
     Args:
-        start, end: the tags.
+        start, end: the two tags.
 
     >>> think_format("<think>6*7</think>42"), think_format("6*7</think>42")
     (1.0, 0.0)
@@ -86,7 +88,7 @@ def _checked(schema: Schema) -> Schema:
 
 @lru_cache(maxsize=64)
 def _validator(schema: str) -> Any:
-    """Of a schema: its JSON text, or the path of a .json file."""
+    """The validator of a schema, given as JSON text or as the path of a .json file."""
     jsonschema, referencing = (import_extra(name, "json_schema") for name in ("jsonschema", "referencing"))
     try:
         content = json.loads(Path(schema).read_text(encoding="utf-8") if schema.endswith(".json") else schema)
@@ -94,21 +96,21 @@ def _validator(schema: str) -> Any:
         kind.check_schema(content)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
         reason = getattr(error, "message", None) or error
-        raise ValueError(f"not a JSON schema, its text or a .json file with one: {reason}") from None
-    return kind(content, registry=referencing.Registry())  # what a $ref names elsewhere is not fetched
+        raise ValueError(f"expected a JSON schema, its text or the path of a .json file: {reason}") from None
+    return kind(content, registry=referencing.Registry())  # fetches no $ref
 
 
 def json_schema(
     completion: Any, prefill: str = "", *, schema: Annotated[Schema, AfterValidator(_checked)], fenced: bool = False
 ) -> float:
-    """1 when the assistant's turn is JSON that a schema accepts, 0 otherwise.
+    """1 if the assistant turn is JSON that a schema accepts, 0 otherwise.
 
-    What the prompt holds of the turn is part of it. JSON as RFC 8259 has it: no NaN, no Infinity, nothing after it. A
-    ``$ref`` to another document is not fetched: it is an error.
+    The prefill from the prompt is part of the turn. JSON follows RFC 8259: no NaN, no Infinity, no text after it. A
+    ``$ref`` to another document is not fetched and raises an error.
 
     Args:
         schema: a JSON schema as a table, as JSON text, or the path of a .json file.
-        fenced: False: the whole turn is the JSON. True: the last block in a fence for json is.
+        fenced: read the last fenced json block instead of the whole turn.
 
     >>> schema = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}
     >>> [json_schema(text, schema=schema) for text in ('{"age": 7}', '{"age": "seven"}', "seven")]
@@ -124,10 +126,10 @@ def json_schema(
     try:
         value = json.loads(text, parse_constant=_refused)
         return float(validator.is_valid(value))
-    except (ValueError, RecursionError):  # not JSON, or deeper than Python reads
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply for Python
         return 0.0
     except import_extra("referencing", "json_schema").exceptions.Unresolvable as error:
-        raise RewardError(f"json_schema: the schema refers to what is not in it: {error}") from None
+        raise RewardError(f"json_schema: the schema contains a reference that cannot be resolved: {error}") from None
 
 
 def _refused(constant: str) -> float:

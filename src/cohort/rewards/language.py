@@ -1,4 +1,4 @@
-"""A reward for the language that a completion is written in."""
+"""A reward for the language of a completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from cohort.rewards.builtin import import_extra, whole_text
+from cohort.rewards.builtin import import_extra
+from cohort.rewards.messages import whole_text
 
 _NOT_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\$[^$\n]+\$|\\[A-Za-z]+|https?://\S+|<[^<>\s]+>",
@@ -26,7 +27,7 @@ def _identifier() -> Any:
 def _known(code: str) -> str:
     labels = _identifier().labels
     if code not in labels:
-        raise ValueError(f"not a language that is known; known are {', '.join(sorted(labels))}")
+        raise ValueError(f"unknown language code; supported: {', '.join(sorted(labels))}")
     return code
 
 
@@ -36,16 +37,16 @@ def language(
     code: Annotated[str, AfterValidator(_known)] = "en",
     min_letters: Annotated[int, Field(gt=0)] = 20,
 ) -> float | None:
-    """The share of the completion that is in a language, from 0 to 1.
+    """The share of a completion that is written in a language, from 0 to 1.
 
-    All that the assistant said is cut into sentences, short ones put together; the share counts the letters of those
-    whose likeliest language is the one asked for. Formulas, code, tags and addresses are left out. The language of a
-    text with fewer letters than ``min_letters`` cannot be told: None.
+    The text of all assistant messages is split into sentences, and the most likely language of each is determined. The
+    share is that of letters in sentences of the requested language. Formulas, code, tags and URLs are ignored. A text
+    with fewer letters than ``min_letters`` is unscored: None.
 
     Args:
-        code: ISO 639 code of the language, as "en", "de" or "zh".
-        min_letters: letters, or signs of a script, that it takes to tell a language. Shorter sentences are put
-            together until they have so many.
+        code: ISO 639 code of the language, such as "en", "de" or "zh".
+        min_letters: number of letters needed to determine a language. Shorter sentences are joined until they have
+            that many.
 
     >>> language("The train leaves at noon and arrives before the shops close."), language("Ja.")
     (1.0, None)
@@ -59,7 +60,7 @@ def language(
 
 
 def _pieces(text: str, min_letters: int) -> list[str]:
-    """Sentences, put together until a piece has enough letters; what is left over goes with the last."""
+    """The sentences of a text, joined until each piece has enough letters. The rest is added to the last piece."""
     pieces: list[str] = []
     piece, letters = [""], 0
     for sentence in _SENTENCE_END.split(text):

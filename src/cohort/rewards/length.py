@@ -1,8 +1,7 @@
-"""Rewards for a completion's length, in tokens."""
+"""Rewards for the length of a completion, in tokens."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,25 +10,25 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from cohort.errors import RewardError
-from cohort.rewards.kinds import kind_of, reward
+from cohort.rewards.contract import call_options, parameters_of, reward
 from cohort.rewards.specs import resolve_reward
 
 
 def soft_overlong(
-    completion: Any,  # noqa: ARG001 - it makes the function one for samples
+    completion: Any,  # noqa: ARG001 - makes this a function per sample
     completion_ids: Sequence[int],
     *,
     max_length: Annotated[int, Field(gt=0)],
     buffer: Annotated[int, Field(ge=0)],
 ) -> float:
-    """A penalty for the last tokens before a completion is cut, from 0 down to -1.
+    """A penalty for the last tokens before the length limit, from 0 down to -1.
 
-    0 up to max_length - buffer tokens, from there straight down to -1 at max_length, -1 above: DAPO, arXiv 2503.14476,
-    equation 13. Without a buffer it is 0 up to max_length. The end token counts as one.
+    0 up to max_length - buffer tokens, then linear down to -1 at max_length, and -1 above: equation 13 of DAPO, arXiv
+    2503.14476. With buffer=0 it is 0 up to max_length. The end token counts.
 
     Args:
-        max_length: tokens from which it is -1.
-        buffer: over how many tokens it falls; at most max_length.
+        max_length: number of tokens at which the penalty is -1.
+        buffer: number of tokens over which the penalty falls; at most max_length.
 
     >>> [soft_overlong("", range(tokens), max_length=100, buffer=20) for tokens in (80, 85, 100, 101)]
     [0.0, -0.25, -1.0, -1.0]
@@ -43,25 +42,25 @@ def soft_overlong(
 
 
 @lru_cache(maxsize=64)
-def _judge_function(spec: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """A reward function by its spec, and the names of its arguments; None: it takes all.
+def _judge(spec: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
+    """A reward function by name, and the names of its arguments; None if it accepts all.
 
     Raises:
-        RewardError: it does not see one sample, or is async.
+        RewardError: the function is not per sample, or is async.
     """
     function = resolve_reward(spec)
-    kind = kind_of(function)
-    if kind.per != "sample" or kind.is_async:
+    options = call_options(function)
+    if options.per != "sample" or options.is_async:
         raise RewardError(f"must name a reward that sees one sample and is not async, got {spec!r}")
-    parameters = inspect.signature(function).parameters.values()
+    parameters = parameters_of(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return function, None
-    bound = getattr(function, "keywords", {})  # a setting is never taken from a column
+    bound = getattr(function, "keywords", {})  # a setting is never read from a column
     return function, frozenset(p.name for p in parameters if p.name not in bound)
 
 
-def _known(spec: str) -> str:
-    _judge_function(spec)  # raises what is wrong with it
+def _checked(spec: str) -> str:
+    _judge(spec)
     return spec
 
 
@@ -76,27 +75,29 @@ def cosine_length(
     r0w: float = -1.0,
     rLw: float = -0.5,
     exceeded: float = -1.0,
-    correct: Annotated[str, AfterValidator(_known)] = "math",
+    correct: Annotated[str, AfterValidator(_checked)] = "math",
     **columns: Any,
 ) -> float | None:
-    """Correct is better than wrong, and of both the more so the shorter the completion is.
+    """A reward for correct and a penalty for wrong completions, both shrinking with length along a cosine.
 
-    r_L + (r_0 - r_L) (1 + cos(pi t / max_length)) / 2 for a completion of t tokens: r_0 at no tokens, r_L at
-    max_length; ``exceeded`` from max_length tokens on, correct or not. The cosine reward of arXiv 2502.03373, with
-    numbers of our choice as defaults. It needs the columns that ``correct`` needs.
+    r_L + (r_0 - r_L) (1 + cos(pi t / max_length)) / 2 for a completion of t tokens: r_0 at 0 tokens, r_L at max_length.
+    From max_length tokens on it is ``exceeded``, correct or not. The cosine reward of arXiv 2502.03373; the default
+    numbers are our own. It needs the columns that ``correct`` needs.
 
     Args:
-        max_length: tokens, the end token included.
-        r0c, rLc: of correct completions, at no tokens and at max_length.
-        r0w, rLw: of wrong completions.
-        exceeded: of completions that have max_length tokens or more.
-        correct: the reward that says what is correct, as reward.functions takes it: correct where it gives 1 or more.
-            One that sees a single sample and is not async. What it cannot score is not scored here: None.
+        max_length: number of tokens, the end token included.
+        r0c, rLc: rewards of correct completions at 0 tokens and at max_length.
+        r0w, rLw: rewards of wrong completions.
+        exceeded: reward of completions with max_length tokens or more.
+        correct: the reward that decides what is correct, named as in reward.functions: correct if it returns 1 or
+            more. It must see one sample and must not be async. If it returns None, the completion is unscored.
 
     >>> [cosine_length("So 4.", [0] * tokens, max_length=100, answer=4) for tokens in (0, 50, 100)]
     [1.0, 0.75, -1.0]
     """
-    judged = _judge(correct, completion=completion, completion_ids=completion_ids, **columns)
+    function, names = _judge(correct)
+    arguments = {"completion": completion, "completion_ids": completion_ids, **columns}
+    judged = function(**{name: value for name, value in arguments.items() if names is None or name in names})
     if judged is None:
         return None
     tokens = len(completion_ids)
@@ -104,11 +105,3 @@ def cosine_length(
         return exceeded
     start, end = (r0c, rLc) if judged >= 1 else (r0w, rLw)
     return end + (start - end) * (1 + math.cos(math.pi * tokens / max_length)) / 2
-
-
-def _judge(spec: str, **given: Any) -> float | None:
-    """What another reward function gives."""
-    function, names = _judge_function(spec)
-    accepted = given if names is None else {name: value for name, value in given.items() if name in names}
-    result: float | None = function(**accepted)
-    return result

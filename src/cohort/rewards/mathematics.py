@@ -8,86 +8,84 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from cohort.errors import RewardError
 from cohort.rewards.answers import final_answer, is_prose, only_answer
-from cohort.rewards.builtin import import_extra, turn_text
-from cohort.rewards.kinds import reward
+from cohort.rewards.builtin import import_extra
+from cohort.rewards.contract import reward
+from cohort.rewards.messages import turn_text
 from cohort.rewards.values import (
     Number,
-    choice_of,
     cleaned,
     number_of,
-    repeated,
-    without_mark,
-    without_symbols,
+    repeated_items,
+    split_choice,
+    split_qualifier,
+    without_unit_symbols,
     words_of,
 )
 
 Log = Callable[[str, Any], None]
-
-_FINAL = re.compile(r"####\s*+(?:\$\s*+)?([-+]?\$?[\d,]*\.?\d+)")
-
+_FINAL_NUMBER = re.compile(r"####\s*+(?:\$\s*+)?([-+]?\$?[\d,]*\.?\d+)")
 VERIFY_SECONDS = 20.0
-"""What comparing one answer may take, the first import of computer algebra included. Most take under a millisecond."""
+"""Time limit for comparing one answer, including the first import of computer algebra. Most take less than 1 ms."""
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last ``####`` of a text, thousands separators and a dollar sign left out; None without one.
+    """The number after the last ``####`` of a text, without thousands separators and dollar sign; None without one.
 
     >>> final_number("so 1,200 in all.\\n#### $1,234.50"), final_number("#### -7"), final_number("1234")
     (Decimal('1234.50'), Decimal('-7'), None)
     """
-    found = _FINAL.findall(text)
+    found = _FINAL_NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 
 def gsm8k(completion: Any, answer: Any, prefill: str = "", log_extra: Log | None = None) -> float | None:
-    """1 when the number after the last ``####`` equals the one after the answer's, 0 otherwise.
+    """1 if the number after the last ``####`` equals that of the row's ``answer``, 0 otherwise.
 
-    The column ``answer`` is as GSM8K has it: worked steps that end in ``#### number``. Numbers are compared by value:
-    ``#### 1,200.0`` equals ``#### 1200``. A row whose answer has no number cannot be scored: None. The completion's
-    number is logged as the column ``answer``.
+    The column ``answer`` is as in GSM8K: a worked solution that ends in ``#### number``. Numbers are compared by value:
+    ``#### 1,200.0`` equals ``#### 1200``. If ``answer`` has no number, the completion is unscored: None. The number of
+    the completion is logged as the column ``answer``.
 
     >>> [gsm8k(text, "24+0\\n#### 24") for text in ("12*2=24\\n#### 24", "#### 25", "24")]
     [1.0, 0.0, 0.0]
     """
     gold = final_number(answer) if isinstance(answer, str) else None
-    said = final_number(turn_text(completion, prefill))
+    found = final_number(turn_text(completion, prefill))
     if log_extra:
-        log_extra("answer", None if said is None else f"{said.normalize():f}")
-    return None if gold is None else float(said == gold)
+        log_extra("answer", None if found is None else f"{found.normalize():f}")
+    return None if gold is None else float(found == gold)
 
 
 @reward(per="sample", isolated=True, timeout=VERIFY_SECONDS)
 def math(
     completion: Any, answer: Any, prefill: str = "", log_extra: Log | None = None, *, marked: bool = False
 ) -> float | None:
-    r"""1 when the completion's final answer equals the row's ``answer``, 0 otherwise.
+    r"""1 if the final answer of the completion equals the row's ``answer``, 0 otherwise.
 
-    The final answer of a text is the content of its last ``\boxed{}`` or the rest of its last line after ``####``,
-    whichever comes last; without them, what follows the last "answer is" or "answer:", up to the first ordinary word;
-    without any of these, the whole of a text that is nothing but an answer, else the last formula or number. What the
-    prompt holds of the assistant's turn is part of the text. ``answer`` is such a text, or the bare answer, or a
-    number.
+    The final answer is the content of the last ``\boxed{}`` or the rest of the last line after ``####``, whichever
+    comes last; without them, the text after the last "answer is" or "answer:", up to the first ordinary word; otherwise
+    the whole text, if it is nothing but an answer, or its last formula or number. The prefill from the prompt is part
+    of the text. ``answer`` is such a text, a bare answer, or a number.
 
     Two numbers are compared exactly: decimals, fractions, mixed numbers, ``1.5 \times 10^3``, thousands separators.
-    Money signs, degrees and units after a number are left out, so units are not compared. "50%" equals 1/2 and 50. A
-    decimal of six places or more equals what it is the rounding of. A base (``2516_8``), "am" or "pm" and a direction
-    are compared where both answers name one. Two answers in words are compared as words, in whatever case. Of a choice
-    with its letter, ``\textbf{(B)} 12``, the one counts that the row's answer is. Anything else (roots, sets,
-    intervals, equations, matrices) is compared by math-verify, lists with how often each of them stands there. An
-    answer far longer than the row's is wrong.
+    Currency, degrees and units after a number are ignored. "50%" equals 1/2 and 50. A decimal with at least six places
+    equals any number that rounds to it. A base (``2516_8``), "am" or "pm", and a direction are compared if both answers
+    have one. Two answers in words are compared as words, ignoring case. For multiple choice with the text of the
+    option, as in ``\textbf{(B)} 12``, the letter or the text counts, depending on the row's answer. All other answers
+    (roots, sets, intervals, equations, matrices) are compared by math-verify; lists must also repeat the same items. An
+    answer that is far longer than the row's is wrong.
 
-    The answer, in one form for all that are written alike, is logged as the column ``answer``.
+    The answer is logged as the column ``answer``, in the same form for all ways of writing it.
 
-    A row whose ``answer`` cannot be read cannot be scored: None. Each call is made in a worker process, which is killed
-    after 20 seconds: such a completion is unscored too. Called directly, it sets no alarm and has no time limit.
+    If ``answer`` cannot be read, the completion is unscored: None. Each call runs in a worker process that is killed
+    after 20 seconds; the completion is then unscored. A direct call has no time limit.
 
     Args:
-        marked: only answers in ``\boxed{}``, after ``####`` or after "answer is" count.
+        marked: only accept answers in ``\boxed{}``, after ``####`` or after "answer is".
 
     >>> (
     ...     math(r"Half of it is \boxed{\frac{3}{4}}.", "0.75"),
@@ -96,7 +94,7 @@ def math(
     ... )
     (1.0, 1.0, 0.0)
     """
-    return _scored(turn_text(completion, prefill), answer, log_extra, marked=marked)
+    return _score(turn_text(completion, prefill), answer, log_extra, marked=marked)
 
 
 @reward(per="sample", isolated=True, timeout=VERIFY_SECONDS)
@@ -109,10 +107,10 @@ def reasoning_answer(
     end: str = "</think>",
     marked: bool = False,
 ) -> float | None:
-    """As ``math``, for what follows the reasoning alone; 0 where the reasoning never ended.
+    """Like ``math``, for the text after the reasoning; 0 if the reasoning has no end.
 
     Args:
-        end: what ends the reasoning; the last one counts. It may stand in the prompt, where that begins the turn.
+        end: the end of the reasoning; its last occurrence counts. It may be part of the prefill from the prompt.
         marked: as in ``math``.
 
     >>> texts = "It is 7.</think>So 8.", "It is 8.</think>So 7.", "So 7."
@@ -120,54 +118,57 @@ def reasoning_answer(
     [0.0, 1.0, 0.0]
     """
     _, ended, after = turn_text(completion, prefill).rpartition(end)
-    return _scored(after if ended else "", answer, log_extra, marked=marked)
+    return _score(after if ended else "", answer, log_extra, marked=marked)
 
 
-def _scored(text: str, answer: Any, log_extra: Log | None, *, marked: bool) -> float | None:
+def _score(text: str, answer: Any, log_extra: Log | None, *, marked: bool) -> float | None:
     gold = read_gold(answer)
-    said = final_answer(text, marked=marked)
-    if gold is not None and not marked and _form(text) == (gold.text, gold.mark):
-        said = text  # "July 4" is the answer, and not 4
-    if gold is None or said is None:
-        if log_extra:
-            log_extra("answer", None if said is None else cleaned(said))
-        return None if gold is None else 0.0
-    found = read_answer(said, gold)
+    found = final_answer(text, marked=marked)
+    if gold is not None and not marked and _split(text) == (gold.text, gold.qualifier):
+        found = text  # the answer is "July 4", not 4
+    parsed = read_answer(found, gold) if gold is not None and found is not None else None
     if log_extra:
-        log_extra("answer", None if found is None else found.canonical())
-    return float(found is not None and _equal(gold, found))
+        as_text = cleaned(found) if gold is None and found is not None else None
+        log_extra("answer", as_text if parsed is None else parsed.canonical())
+    return None if gold is None else float(parsed is not None and _equal(gold, parsed))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that was read: a number, words, or what math-verify made of it."""
+    """An answer as a number, as words, or as parsed by math-verify."""
 
     text: str
     number: Number | None = None
     words: str | None = None
-    parsed: Any = None
-    mark: str | None = None
-    """What tells it from others and is no unit: a base, "am" or "pm", a direction."""
+    algebra: Any = None
+    """The expression that math-verify parsed."""
+    qualifier: str | None = None
+    """A base, "am" or "pm", or a direction."""
     choice: str | None = None
-    """Of a row's answer: the letter that stands before it."""
+    """The letter before the text of an option, of a row's answer."""
+
+    @property
+    def is_letter(self) -> bool:
+        """Whether the answer is a letter alone."""
+        return self.words is not None and len(self.words) == 1
 
     def canonical(self) -> str:
-        """The same text for answers that are equal by simple arithmetic."""
+        """The same text for all answers that simple arithmetic shows to be equal."""
         simple = self.words if self.number is None else str(self.number.value)
         if simple is not None:
-            return f"{simple} {self.mark or ''}".strip()
+            return f"{simple} {self.qualifier or ''}".strip()
         try:
-            return str(self.parsed.doit())
-        except Exception:  # whatever algebra cannot do, the text is still an answer
+            return str(self.algebra.doit())
+        except Exception:  # algebra may fail in many ways
             return self.text
 
 
 def read_gold(answer: Any) -> Answer | None:
-    r"""A row's answer: of a text with a mark, as ``####`` is one, what is marked; of a sentence, its only formula or
-    number; else the whole of it. None where it cannot be read, as in a sentence with several numbers.
+    r"""Read a row's answer: the marked part of a text with a mark such as ``####``; the only formula or number of a
+    sentence; otherwise the whole text. None if it cannot be read, such as a sentence with several numbers.
 
     Raises:
-        RewardError: it is neither text nor a number.
+        RewardError: the answer is neither text nor a number.
 
     >>> read_gold("7+1=8\n#### 8").text, read_gold(0.5).text, read_gold(None)
     ('8', '0.5', None)
@@ -179,62 +180,57 @@ def read_gold(answer: Any) -> Answer | None:
     return _read_gold(str(answer))
 
 
-@lru_cache(maxsize=1024)  # the completions of a group have one
+@lru_cache(maxsize=1024)  # all completions of a group have the same row
 def _read_gold(answer: str) -> Answer | None:
-    said = final_answer(answer, marked=True) or (only_answer(answer) if is_prose(answer) else answer)
-    if said is None:
+    found = final_answer(answer, marked=True) or (only_answer(answer) if is_prose(answer) else answer)
+    if found is None:
         return None
-    choice, said = choice_of(said)
-    return _read(said, choice)
+    choice, text = split_choice(found)
+    return _read(text, choice)
 
 
-def read_answer(said: str, gold: Answer) -> Answer | None:
-    """A completion's answer, read as the gold is written: where that is no equation, its right side counts."""
-    if len(said) > 500 + 10 * len(gold.text):
+def read_answer(text: str, gold: Answer) -> Answer | None:
+    """Read a completion's answer in the form of the row's: of an equation, the right side if the row's has none."""
+    if len(text) > 500 + 10 * len(gold.text):
         return None
-    choice, rest = choice_of(said)
-    said = choice if choice and (gold.choice or _is_letter(gold)) else rest
-    if _equation(said) and not _equation(gold.text):
-        said = said.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
-    form, mark = _form(said)
-    asked_for_a_number = gold.number is not None and number_of(form) is None and not mark
-    return _read(without_symbols(said) if asked_for_a_number else said)
+    choice, rest = split_choice(text)
+    text = choice if choice and (gold.choice or gold.is_letter) else rest
+    if _is_equation(text) and not _is_equation(gold.text):
+        text = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
+    plain, qualifier = _split(text)
+    number_expected = gold.number is not None and number_of(plain) is None and not qualifier
+    return _read(without_unit_symbols(text) if number_expected else text)
 
 
-def _is_letter(answer: Answer) -> bool:
-    return answer.words is not None and len(answer.words) == 1
-
-
-def _equation(text: str) -> bool:
-    """Whether it is one equation, as in "x = 5" or "3 + 4 = 7", and not a list or an inequality."""
+def _is_equation(text: str) -> bool:
+    """Whether a text is one equation, such as "x = 5" or "3 + 4 = 7", not a list or an inequality."""
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", cleaned(text))
     return "=" in text and not re.search(r"[,;<>!]|\\[lg]e|\\neq|\b(?:and|or)\b", text)
 
 
-def _form(said: str) -> tuple[str, str | None]:
-    """A text without what does not change its value, and its mark."""
-    rest, mark = without_mark(said)
-    return cleaned(rest), mark
+def _split(text: str) -> tuple[str, str | None]:
+    """A cleaned answer without its qualifier, and the qualifier."""
+    rest, qualifier = split_qualifier(text)
+    return cleaned(rest), qualifier
 
 
-def _read(said: str, choice: str | None = None) -> Answer | None:
-    text, mark = _form(said)
-    if not text:
-        return None
-    read = partial(Answer, text, mark=mark, choice=choice)
-    if (number := number_of(text)) is not None:
-        return read(number=number)
-    digits = text if mark and re.fullmatch(r"[\w:.]+", text) else None  # 1A3 in base 16 is no product, 2:30 pm no ratio
-    if (words := digits or words_of(said)) is not None:
-        return read(words=words)
-    parsed = _parsed(text)
-    return None if parsed is None else read(parsed=parsed)
+def _read(written: str, choice: str | None = None) -> Answer | None:
+    text, qualifier = _split(written)
+    number = number_of(text)
+    words = algebra = None
+    if number is None:
+        # With a qualifier, digits are no formula: 1A3 in base 16 is no product, and 2:30 pm is no ratio.
+        words = text if qualifier and re.fullmatch(r"[\w:.]+", text) else words_of(written)
+        algebra = _parse(text) if text and words is None else None
+        if not text or (words is None and algebra is None):
+            return None
+    return Answer(text, number, words, algebra, qualifier, choice)
 
 
 def _equal(gold: Answer, found: Answer) -> bool:
-    if gold.choice is not None and _is_letter(found):
+    if gold.choice is not None and found.is_letter:
         return gold.choice.casefold() == found.words
-    if gold.mark and found.mark and gold.mark != found.mark:
+    if gold.qualifier and found.qualifier and gold.qualifier != found.qualifier:
         return False
     if gold.text == found.text:
         return True
@@ -242,31 +238,28 @@ def _equal(gold: Answer, found: Answer) -> bool:
         return gold.number.equals(found.number)
     if gold.words is not None and found.words is not None:
         return gold.words == found.words
-    right_side = gold.text.rpartition("=")[2] if _equation(gold.text) and not _equation(found.text) else None
-    if right_side is not None and found.number is not None and (number := number_of(right_side)) is not None:
-        return number.equals(found.number)
-    if repeated(gold.text) != repeated(found.text):  # math-verify reads a list as a set
+    right_side = number_of(gold.text.rpartition("=")[2])
+    if found.number and right_side and _is_equation(gold.text) and not _is_equation(found.text):
+        return right_side.equals(found.number)
+    if repeated_items(gold.text) != repeated_items(found.text):  # math-verify reads a list as a set
         return False
+    gold_algebra, found_algebra = (_parse(a.text) if a.algebra is None else a.algebra for a in (gold, found))
     verify = _math_verify().verify
-    return bool(verify(_algebra(gold), _algebra(found), allow_set_relation_comp=True, timeout_seconds=None))
+    return bool(verify(gold_algebra, found_algebra, allow_set_relation_comp=True, timeout_seconds=None))
 
 
-def _algebra(answer: Answer) -> Any:
-    return answer.parsed if answer.parsed is not None else _parsed(answer.text)
-
-
-def _parsed(text: str) -> Any:
-    """What math-verify reads in an answer's text; None if nothing."""
+def _parse(text: str) -> Any:
+    """The expression that math-verify reads in the text of an answer; None if it reads nothing."""
     library = _math_verify()
     results = library.parse(
         f"\\boxed{{{text}}}",
         extraction_config=[library.LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",
-        parsing_timeout=None,  # its alarm can only be set in a main thread; the worker that this runs in has a limit
+        parsing_timeout=None,  # its alarm works in a main thread only; the worker process has a time limit
     )
     return results[0] if results else None
 
 
 def _math_verify() -> Any:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout, which is on purpose
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the missing timeout
     return import_extra("math_verify", "math")

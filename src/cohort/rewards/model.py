@@ -1,4 +1,4 @@
-"""A trained reward model as a reward function."""
+"""Reward models as reward functions."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import RewardError
-from cohort.rewards.kinds import reward
+from cohort.rewards.contract import reward
 
 Texts = str | list[dict[str, Any]]
 
 
 @reward(per="batch", isolated=False)
 class RewardModel:
-    """Rewards a completion with the one number that a sequence-classification model gives for prompt and completion.
+    """The output of a sequence-classification model with one label, for prompt and completion.
 
-    Text is read as it stands, prompt and completion joined; a conversation goes through the chat template of the reward
-    model's own tokenizer, with the completion as the assistant's last message. What of that message stood in the prompt
-    already (``prefill``) is part of it. Nothing is truncated: a completion that does not fit the model's context is
-    unscored.
+    A text prompt and its completion are concatenated. A conversation is rendered by the chat template of the reward
+    model's tokenizer, with the prefill and the completion as the last assistant message. Nothing is truncated: a
+    completion that does not fit the context of the model is unscored.
 
     Args:
-        model: a folder, a hub id, or a loaded model with one label.
-        tokenizer: its own tokenizer. None: the one that lies beside the model.
-        batch_tokens: tokens of one pass, padding included. Memory only.
-        device: "auto" is CUDA where there is one. A loaded model stays where it is.
+        model: a folder, a hub id, or a loaded model.
+        tokenizer: the tokenizer of the model. None: the one saved with the model.
+        batch_tokens: maximum number of tokens per forward pass, padding included. Affects memory only.
+        device: "auto" uses CUDA if available. A loaded model is not moved.
 
     Raises:
-        RewardError: it cannot be loaded, has not exactly one label, or has no tokenizer.
+        RewardError: the model cannot be loaded, does not have exactly one label, or has no tokenizer.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, batch_tokens: int = 8192, device: str = "auto") -> None:
@@ -47,17 +46,11 @@ class RewardModel:
     def __call__(
         self, prompts: Sequence[Texts], completions: Sequence[Texts], prefills: Sequence[str] = (), **_: Any
     ) -> list[float | Exception]:
-        """One number per completion; an error for one that does not fit."""
+        """One number per completion; an exception for one that does not fit the context."""
         from cohort.policy import context_length
 
-        texts = [
-            self._text(prompt, completion, prefill)
-            for prompt, completion, prefill in zip(prompts, completions, prefills or [""] * len(prompts), strict=True)
-        ]
-        is_chat = [not isinstance(prompt, str) for prompt in prompts]
         ids = [
-            self.tokenizer(text, add_special_tokens=not chat)["input_ids"]  # a template writes them itself
-            for text, chat in zip(texts, is_chat, strict=True)
+            self._token_ids(*texts) for texts in zip(prompts, completions, prefills or [""] * len(prompts), strict=True)
         ]
         context = context_length(self.model.config)
         rewards: list[float | Exception] = [
@@ -65,23 +58,23 @@ class RewardModel:
             for row in ids
         ]
         for batch in self._batches([i for i, row in enumerate(ids) if context is None or len(row) <= context], ids):
-            for index, number in zip(batch, self._pass([ids[i] for i in batch]), strict=True):
+            for index, number in zip(batch, self._forward([ids[i] for i in batch]), strict=True):
                 rewards[index] = number
         return rewards
 
-    def _text(self, prompt: Texts, completion: Texts, prefill: str) -> str:
+    def _token_ids(self, prompt: Texts, completion: Texts, prefill: str) -> list[int]:
         if isinstance(prompt, str):
-            return f"{prompt}{completion}"
+            return list(self.tokenizer(f"{prompt}{completion}")["input_ids"])
         if not getattr(self.tokenizer, "chat_template", None):
             raise RewardError(f"reward model {self.__name__}: its tokenizer has no chat template for conversations")
         written = completion if isinstance(completion, str) else completion[-1]["content"]
         asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
         answer = {"role": "assistant", "content": prefill + written}
-        text: str = self.tokenizer.apply_chat_template([*asked, answer], tokenize=False)
-        return text
+        text = self.tokenizer.apply_chat_template([*asked, answer], tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes them
 
     def _batches(self, wanted: Sequence[int], ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Completions of like length together; one at a time where the model has no token to pad with."""
+        """Batches of completions of similar length; of one completion if the model has no padding token."""
         batch: list[int] = []
         for index in sorted(wanted, key=lambda i: len(ids[i])):
             full = (len(batch) + 1) * len(ids[index]) > self.batch_tokens or self.model.config.pad_token_id is None
@@ -92,28 +85,27 @@ class RewardModel:
         if batch:
             yield batch
 
-    def _pass(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         import torch
 
-        width, device = max(map(len, rows)), self.model.device
-        pad = self.model.config.pad_token_id or 0
-        input_ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        width, pad = max(map(len, rows)), self.model.config.pad_token_id or 0
+        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.model.device)
+        lengths = torch.tensor([[len(row)] for row in rows], device=self.model.device)
+        mask = (torch.arange(width, device=self.model.device) < lengths).long()
         with torch.inference_mode():
-            logits = self.model(input_ids=input_ids, attention_mask=mask).logits
-        numbers: list[float] = logits[:, 0].double().tolist()
+            numbers: list[float] = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].double().tolist()
         return numbers
 
 
 def is_reward_model(value: Any) -> bool:
-    """Whether something is a loaded model, or the folder of one."""
+    """Whether a value is a loaded model, or the folder of one."""
     if isinstance(value, str | Path):
         return (Path(value).expanduser() / "config.json").is_file()
     return hasattr(value, "config") and hasattr(value, "parameters")
 
 
 def _load(name: str, device: str) -> Any:
-    """A sequence-classification model with a head that was trained."""
+    """Load a sequence-classification model. Refuse one without a trained head."""
     from transformers import AutoModelForSequenceClassification
 
     from cohort.policy import resolve_device, without_progress_bars
@@ -121,14 +113,14 @@ def _load(name: str, device: str) -> Any:
     try:
         with without_progress_bars():
             model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
-    except Exception as error:  # missing, offline, no such class: many kinds
+    except Exception as error:  # transformers raises many types
         raise RewardError(
             f"cannot load the reward model {name}: {(str(error) or repr(error)).splitlines()[0]}"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise RewardError(
-            f"reward model {name}: the weights {', '.join(missing)} are not in it; a causal language model is no "
-            "reward model until its head is trained"
+            f"reward model {name}: the weights {', '.join(missing)} are missing; a causal language model becomes a "
+            "reward model when its classification head is trained"
         )
     return model.to(resolve_device(device))
 
@@ -137,7 +129,5 @@ def _tokenizer(name: str) -> Any:
     from cohort.policy import load_tokenizer
 
     if not name:
-        raise RewardError(
-            "a reward model built in memory has no tokenizer of its own: pass RewardModel(model, tokenizer)"
-        )
+        raise RewardError("a reward model created in memory has no saved tokenizer: pass RewardModel(model, tokenizer)")
     return load_tokenizer(name)

@@ -1,120 +1,118 @@
-"""Scoring one rollout: which calls it takes, begun as early as they can be, gathered at its end."""
+"""The scoring of one rollout: start each call as early as possible, wait for all of them, and combine the rewards."""
 
 from __future__ import annotations
 
 import logging
 import math
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import Any
 
 from cohort.errors import RewardError
-from cohort.rewards.calls import Recorded, loop_answers
-from cohort.rewards.contract import Failed, Function, TrainerState, Value, arguments
+from cohort.rewards.calls import Call, Caller, cache_key, call_plain, loop_responds
+from cohort.rewards.contract import Per, TrainerState, call_arguments
+from cohort.rewards.functions import Function, Value
 from cohort.types import Completion, Group, Prompt, Scores
-from cohort.workers import CallFailed, said_of
+from cohort.workers import CallFailed, describe_error
 
-if TYPE_CHECKING:
-    from cohort.rewards.runner import RewardRunner
-
-Key = tuple[int, int, int]
-"""Places of a function, of a prompt (ALL: the whole batch) and of a completion in its group (ALL: the whole group)."""
+Position = tuple[int, int]
+"""A completion of the rollout: the index of its prompt, and its index within the group."""
 log = logging.getLogger("cohort.rewards")
-ALL = -1
-MOST_BARREN = 3
-"""A function may fail on all completions of a single prompt; that often in a row it is the function's fault."""
+MAX_FAILED_ROLLOUTS = 3
+"""With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 
 
 @dataclass(slots=True)
-class Unit:
-    """One call: of one function on a sample, a group or the batch."""
+class Task:
+    """One call to make: a function with the completions that the call sees."""
 
     function: Function
-    groups: Sequence[Group]
-    """What it sees: completions that ended as they should."""
-    future: Future[Recorded] | None = None
-    """Set when the call is made elsewhere."""
-    recorded: Recorded | None = None
-    """What came of it, unless it raised."""
-    timed_out: bool = False
+    positions: tuple[Position, ...]
+    groups: list[Group]
+    """The completions at the positions."""
+    cache_key: Any = None
+    future: Future[Call] | None = None
+    """Set for a call that runs in the background."""
+    call: Call | None = None
+    """The outcome; None before the call and if the call raised."""
     values: list[Value] = field(default_factory=list)
-    """One per completion it sees, once the call was made."""
+    """One per completion; empty before the call."""
 
     @property
-    def settled(self) -> bool:
-        """Whether the call was made and nothing of it failed."""
-        return bool(self.values) and not any(isinstance(value, Failed) for value in self.values)
+    def failures(self) -> list[CallFailed]:
+        """The values that are failures."""
+        return [value for value in self.values if isinstance(value, CallFailed)]
 
     @property
-    def completions(self) -> list[Completion]:
-        """Those it sees, in order."""
-        return [completion for group in self.groups for completion in group.completions]
+    def done(self) -> bool:
+        """Whether the call was made and no part of it failed."""
+        return bool(self.values) and not self.failures
 
 
 class Scoring:
-    """The scoring of one rollout. ``take`` completions as they end, then ``finish``; in a ``with`` block, so that what
-    is under way is called off when something else fails.
+    """The scoring of one rollout. Pass completions to ``on_completion`` as they end, then call ``finish``.
 
-    Functions that are async or run in worker processes are called for a sample as soon as it has ended, for a group as
-    soon as it is whole, while others are still sampled. The rest is called in ``finish``, in this process.
+    Functions that run in the background are called for a sample as soon as it has ended and for a group as soon as it
+    is complete, while other completions are still being sampled. All other calls are made by ``finish``. As a context
+    manager, it cancels unfinished calls if the block raises.
 
     Args:
-        runner: functions and settings.
-        prompts: of the rollout.
-        num_generations: completions that each of them will have.
-        state: how far the run is.
-        on_error: in place of ``reward.on_error``.
+        functions: the reward functions.
+        caller: makes the calls.
+        prompts: the prompts of the rollout.
+        num_generations: completions per prompt. 0: ``on_completion`` is not used.
+        state: the progress of the run.
+        on_error: as ``reward.on_error`` of the settings.
     """
 
     def __init__(
         self,
-        runner: RewardRunner,
+        functions: Sequence[Function],
+        caller: Caller,
         prompts: Sequence[Prompt],
         num_generations: int,
         state: TrainerState,
-        on_error: str | None = None,
+        on_error: str,
     ) -> None:
-        self._runner, self._prompts, self._state = runner, prompts, state
-        self._num_generations = num_generations
-        self._stops = (on_error or runner.settings.on_error) == "stop"
-        self._units: dict[Key, Unit] = {}
-        self._ended: dict[int, dict[int, Completion]] = {}
+        self._functions, self._caller, self._prompts = functions, caller, prompts
+        self._num_generations, self._state, self._on_error = num_generations, state, on_error
+        self._completions: dict[Position, Completion] = {}
+        self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
 
-    def take(self, prompt_index: int, sample: int, completion: Completion) -> None:
-        """A completion has ended: begin what can be begun. For ``rollout.Watch.on_completion``."""
-        group = self._ended.setdefault(prompt_index, {})
-        group[sample] = completion
-        prompt = self._prompts[prompt_index]
-        for k, function in enumerate(self._runner.functions):
-            if not self._runner.runs_elsewhere(function):
-                continue
-            if function.kind.per == "sample":
-                self._begin((k, prompt_index, sample), [Group(prompt, (completion,)).usable])
-            elif function.kind.per == "group" and len(group) == self._num_generations:
-                whole = Group(prompt, tuple(group[g] for g in sorted(group)))
-                self._begin((k, prompt_index, ALL), [whole.usable])
+    def on_completion(self, prompt_index: int, sample: int, completion: Completion) -> None:
+        """Start the background calls that a completion makes possible. For ``rollout.Watch.on_completion``."""
+        self._completions[prompt_index, sample] = completion
+        group = [(prompt_index, g) for g in range(self._num_generations)]
+        for function in self._functions:
+            if function.in_background:
+                if function.per == "sample":
+                    self._begin(function, [(prompt_index, sample)])
+                elif function.per == "group" and all(position in self._completions for position in group):
+                    self._begin(function, group)
 
     def finish(self, groups: Sequence[Group]) -> Scores:
-        """Make the calls that are left, wait for all, and put the rewards together.
+        """Make the remaining calls, wait for all calls, and combine the rewards.
 
         Args:
-            groups: the rollout's, with every completion, those that failed too.
+            groups: the whole rollout, including completions that are not usable (``FinishReason``).
 
         Raises:
-            RewardError: a function broke its contract; or a call failed and ``reward.on_error`` is "stop", or all calls
-                of a function failed.
+            RewardError: a function broke its contract; all calls of a function failed; or one failed and the settings
+                stop on errors.
         """
-        for k, function in enumerate(self._runner.functions):
-            for key, seen in _calls(k, function, groups):
-                self._begin(key, seen)
-        for attempt in range(self._runner.settings.retries + 1):
-            self._make_calls(again=attempt > 0)
-        self._report_failures()
-        return self._scores(groups)
+        self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
+        for function in self._functions:
+            for positions in _split(function.per, list(self._completions)):
+                self._begin(function, positions)
+        for attempt in range(self._caller.settings.retries + 1):
+            self._make_calls([task for task in self._tasks.values() if not task.done], again=attempt > 0)
+        for function in self._functions:
+            self._report_failures(function, [task for task in self._tasks.values() if task.function is function])
+        return combine(self._functions, list(self._completions.items()), list(self._tasks.values()))
 
     def __enter__(self) -> Scoring:
         return self
@@ -122,205 +120,207 @@ class Scoring:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             return
-        under_way = [unit.future for unit in self._units.values() if unit.future is not None]
-        for future in under_way:
+        futures = [task.future for task in self._tasks.values() if task.future is not None]
+        for future in futures:
             future.cancel()
-        if not all(future.done() for future in under_way):  # a worker is in a call, which only its end stops
-            self._runner.close()
+        if not all(future.done() for future in futures):  # a call in a worker ends only with the worker
+            self._caller.close()
 
-    def _begin(self, key: Key, groups: Sequence[Group]) -> None:
-        """Note a call, and make it now if it is made elsewhere."""
-        if key in self._units or not any(group.completions for group in groups):
+    def _begin(self, function: Function, positions: Sequence[Position]) -> None:
+        """Add the task of one call if it is new, and start it if it runs in the background or is cached."""
+        usable = tuple(position for position in positions if self._completions[position].finish_reason.usable)
+        if not usable or (function.name, usable) in self._tasks:
             return
-        unit = self._units[key] = Unit(self._runner.functions[key[0]], [g for g in groups if g.completions])
-        if (kept := self._runner.cached(unit.function, unit.groups)) is not None:
-            self._take_result(unit, kept)
+        groups = [
+            Group(self._prompts[p], tuple(self._completions[position] for position in group))
+            for p, group in groupby(usable, key=lambda position: position[0])
+        ]
+        task = self._tasks[function.name, usable] = Task(function, usable, groups)
+        task.cache_key = cache_key(function, groups[0].prompt, groups[0].completions[0])
+        if (cached := self._caller.cached(task.cache_key)) is not None:
+            self._accept(task, cached)
         else:
-            unit.future = self._runner.submit(unit.function, self._arguments(unit))
+            task.future = self._caller.submit(function, self._arguments(task))
 
-    def _arguments(self, unit: Unit) -> dict[str, Any]:
-        given = unit.function.accepted(arguments(unit.function.kind.per, unit.groups, self._state))
-        if self._runner.caches(unit.function):  # what is kept must not depend on it
-            given.pop("trainer_state", None)
-        return given
+    def _arguments(self, task: Task) -> dict[str, Any]:
+        return task.function.accepted(call_arguments(task.function.per, task.groups, self._state))
 
-    def _make_calls(self, *, again: bool) -> None:
-        """Make what is to be made here, and gather the rest; ``again``: once more what failed."""
-        units = [unit for unit in self._units.values() if not unit.settled]
-        for unit in units:
+    def _make_calls(self, tasks: Sequence[Task], *, again: bool) -> None:
+        """Make the calls that run in this thread, and wait for the others.
+
+        Args:
+            tasks: without a result, or with a failed one.
+            again: whether this is a retry, so that background calls are submitted again.
+        """
+        for task in tasks:
             if again:
-                unit.future = self._runner.submit(unit.function, self._arguments(unit))
-        for unit in units:
-            if unit.future is None:
-                self._attempt(unit, partial(unit.function.recorded, self._arguments(unit)))
-        self._wait([unit for unit in units if unit.future is not None])
-        for unit in units:
-            if unit.future is not None:
-                self._attempt(unit, unit.future.result)
+                task.future = self._caller.submit(task.function, self._arguments(task))
+        background = [task for task in tasks if task.future is not None]
+        for task in tasks:
+            if task.future is None:
+                self._resolve(task)
+        self._wait(background)
+        for task in background:
+            self._resolve(task)
 
-    def _attempt(self, unit: Unit, call: Callable[[], Recorded]) -> None:
-        unit.recorded, unit.timed_out = None, False
+    def _resolve(self, task: Task) -> None:
+        """Wait for the result of a call, or make it in this thread, and store the values or the failure."""
+        task.call, function = None, task.function
         try:
-            recorded = call()
+            if task.future is None:
+                call = call_plain(function.call, self._arguments(task), function.logs)
+            else:
+                call = task.future.result()
         except RewardError:
             raise
         except CallFailed as error:
-            failed, unit.timed_out = Failed(str(error), error.details), error.timed_out
+            task.values = [error] * len(task.positions)
         except (Exception, SystemExit) as error:
             details = "".join(traceback.format_exception(error)).rstrip()
-            failed, unit.timed_out = Failed(said_of(error), details), isinstance(error, TimeoutError)
+            failure = CallFailed(describe_error(error), details, timed_out=isinstance(error, TimeoutError))
+            task.values = [failure] * len(task.positions)
         else:
-            self._take_result(unit, recorded)
-            return
-        unit.values = [failed] * len(unit.completions)
+            self._accept(task, call)
 
-    def _take_result(self, unit: Unit, recorded: Recorded) -> None:
-        """Check what a call gave, and keep it."""
-        unit.recorded = recorded
-        unit.values = unit.function.values(recorded.result, unit.completions, per_token=self._runner.per_token)
-        self._runner.check_sign(unit.function, unit.values)
-        if unit.settled:
-            self._runner.keep(unit.function, unit.groups, recorded)
+    def _accept(self, task: Task, call: Call) -> None:
+        task.call = call
+        task.values = task.function.values(call.returned, [c for group in task.groups for c in group.completions])
+        if task.done:
+            self._caller.store(task.cache_key, call)
 
-    def _wait(self, units: Sequence[Unit]) -> None:
-        """Until all calls have ended. An event loop that a function blocks is found out when there is a timeout."""
-        on_loop = [unit for unit in units if unit.function.kind.is_async and self._runner.limit(unit.function)]
-        limit = max((self._runner.limit(unit.function) or 0.0 for unit in on_loop), default=0.0)
-        waiting = {unit.future for unit in units if unit.future is not None}
+    def _wait(self, tasks: Sequence[Task]) -> None:
+        """Wait until all calls have ended. With a timeout, detect a function that blocks the event loop."""
+        functions = {task.function for task in tasks if task.function.is_async and task.function.timeout}
+        limit = max((function.timeout or 0 for function in functions), default=None)
+        waiting = {task.future for task in tasks if task.future is not None}
         while waiting:
-            _, waiting = wait(waiting, timeout=limit or None)
-            if waiting and limit and not loop_answers(within=limit):
-                names = ", ".join(dict.fromkeys(unit.function.name for unit in on_loop))
+            _, waiting = wait(waiting, timeout=limit)
+            if waiting and limit and not loop_responds(within=limit):
+                names = ", ".join(function.name for function in self._functions if function in functions)
                 raise RewardError(
-                    f"the async reward functions ({names}) did nothing for {limit:g} s: one of them blocks, as "
-                    "time.sleep or a plain HTTP call does. Await instead, or make it a plain function"
+                    f"the async reward functions ({names}) did nothing for {limit:g} s: one of them "
+                    "blocks, as time.sleep or a plain HTTP call does. Use await, or make it a plain function"
                 )
 
-    def _report_failures(self) -> None:
-        """Say what failed. Stop where the settings say so; and where a function failed on everything, be it of several
-        prompts or, with rollouts of one, for the third time."""
-        for function in self._runner.functions:
-            units = [unit for unit in self._units.values() if unit.function is function]
-            values = [value for unit in units for value in unit.values]
-            failures = [value for value in values if isinstance(value, Failed)]
-            times = self._runner.count_barren(function, barren=0 < len(failures) == len(values))
-            if not failures:
-                continue
-            first = failures[0]
-            what = f"reward function {function.name} failed on {len(failures)} of {len(values)} completions"
-            several = len({group.prompt.uid for unit in units for group in unit.groups}) > 1
-            if self._stops or times >= (1 if several else MOST_BARREN):
-                raise RewardError(f"{what}; the first: {first.message}") from _Details(first.details)
-            log.warning("%s: they are unscored. The first:\n%s", what, first.details)
-
-    def _scores(self, groups: Sequence[Group]) -> Scores:
-        import torch
-
-        runner = self._runner
-        place = {
-            (p, g): s
-            for s, (p, g) in enumerate((p, g) for p, group in enumerate(groups) for g in range(len(group.completions)))
-        }
-        lengths = [len(c.token_ids) if runner.per_token else 1 for group in groups for c in group.completions]
-        columns = [[[math.nan] * length for length in lengths] for _ in runner.functions]
-        errors: dict[int, str] = {}
-        gathered = _Gathered(len(place), runner.column)
-        for key, unit in self._units.items():
-            places = [place[where] for where in _places(key, groups)]
-            for s, value in zip(places, unit.values, strict=True):
-                if isinstance(value, Failed):
-                    errors.setdefault(s, f"{unit.function.name}: {value.details}")
-                else:
-                    columns[key[0]][s] = value
-            gathered.add(unit, places)
-        for s in errors:  # a sum that lacks a term is no reward to compare with others
-            for column in columns:
-                column[s] = [math.nan] * lengths[s]
-        totals_KS = [[_total(numbers) for numbers in column] for column in columns]
-        by_function_SK = torch.tensor(totals_KS, dtype=torch.float64).T
-        weights_K = torch.tensor(runner.weights, dtype=torch.float64)
-        tokens = [[number for numbers in column for number in numbers] for column in columns]
-        return Scores(
-            rewards_S=weighted_sum(by_function_SK, weights_K),
-            by_function_SK=by_function_SK,
-            names=runner.names,
-            weights=runner.weights,
-            token_rewards_N=weighted_sum(torch.tensor(tokens, dtype=torch.float64).T, weights_K)
-            if runner.per_token
-            else None,
-            extras=gathered.extras,
-            errors=errors,
-            counts={**gathered.counts, **gathered.seconds},
-            logged=gathered.logged,
-        )
+    def _report_failures(self, function: Function, tasks: Sequence[Task]) -> None:
+        """Log the failures of a function. Raise if the settings stop on errors, or if every call failed: for several
+        prompts, or in ``MAX_FAILED_ROLLOUTS`` consecutive rollouts of a single prompt."""
+        count = sum(len(task.values) for task in tasks)
+        failures = [failure for task in tasks for failure in task.failures]
+        function.failed_rollouts = function.failed_rollouts + 1 if 0 < len(failures) == count else 0
+        if not failures:
+            return
+        summary = f"{function} failed on {len(failures)} of {count} completions"
+        prompts = {group.prompt.uid for task in tasks for group in task.groups}
+        if self._on_error == "stop" or function.failed_rollouts >= (1 if len(prompts) > 1 else MAX_FAILED_ROLLOUTS):
+            raise RewardError(f"{summary}; the first: {failures[0]}") from _Details(failures[0].details)
+        log.warning("%s, which are unscored. The first failure:\n%s", summary, failures[0].details)
 
 
-class _Details(Exception):  # noqa: N818 - the cause of a RewardError, with the traceback of where it was called
+class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
     pass
 
 
-class _Gathered:
-    """What calls said on the side, by completion."""
-
-    def __init__(self, count: int, column: Callable[[str, str], str]) -> None:
-        self._count, self._column = count, column
-        self.extras: dict[str, list[Any]] = {}
-        self.logged: dict[str, list[float]] = {}
-        self.counts: Counter[str] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    def add(self, unit: Unit, places: Sequence[int]) -> None:
-        name = unit.function.name
-        self.counts[f"rewards/{name}/failed"] += sum(isinstance(value, Failed) for value in unit.values)
-        self.counts[f"rewards/{name}/timeouts"] += len(unit.values) if unit.timed_out else 0
-        self.seconds[f"seconds/reward/{name}"] += unit.recorded.seconds if unit.recorded else 0.0
-        if unit.recorded is None:
-            return
-        for metric, number in unit.recorded.metrics:
-            self.logged.setdefault(metric, []).append(number)
-        for column, given in unit.recorded.extras:
-            values = [given] if unit.function.kind.per == "sample" else given
-            if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(places):
-                raise RewardError(
-                    f"reward function {name} must log one value per completion as {column!r}: {len(places)}, "
-                    f"got {given!r:.60}"
-                )
-            kept = self.extras.setdefault(self._column(column, name), [None] * self._count)
-            for s, value in zip(places, values, strict=True):
-                kept[s] = value
+def _split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
+    """The completions of a rollout, split into what each call sees."""
+    if per == "sample":
+        yield from ([position] for position in positions)
+    elif per == "group":
+        yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
+    else:
+        yield positions
 
 
-def _calls(k: int, function: Function, groups: Sequence[Group]) -> Iterator[tuple[Key, list[Group]]]:
-    """All calls of a function, with what each sees."""
-    if function.kind.per == "batch":
-        yield (k, ALL, ALL), [group.usable for group in groups]
-        return
-    for p, group in enumerate(groups):
-        if function.kind.per == "group":
-            yield (k, p, ALL), [group.usable]
-        else:
-            for g, completion in enumerate(group.completions):
-                yield (k, p, g), [replace(group, completions=(completion,)).usable]
+def combine(
+    functions: Sequence[Function], completions: Sequence[tuple[Position, Completion]], tasks: Sequence[Task]
+) -> Scores:
+    """The scores of a rollout from the values of all calls.
+
+    A completion that any function failed on gets no reward: a sum without one of its terms cannot be compared with
+    others.
+    """
+    import torch
+
+    per_token = functions[0].per_token
+    index = {position: s for s, (position, _) in enumerate(completions)}
+    lengths = [len(completion.token_ids) if per_token else 1 for _, completion in completions]
+    rewards = {function.name: [[math.nan] * length for length in lengths] for function in functions}
+    errors: dict[int, str] = {}
+    extras: dict[str, list[Any]] = {}
+    logged: dict[str, list[float]] = {}
+    counts: defaultdict[str, float] = defaultdict(float)
+    for task in tasks:
+        name, sequences = task.function.name, [index[position] for position in task.positions]
+        for s, value in zip(sequences, task.values, strict=True):
+            if isinstance(value, CallFailed):
+                errors.setdefault(s, f"{name}: {value.details}")
+            else:
+                rewards[name][s] = value
+        counts[f"rewards/{name}/failed"] += len(task.failures)
+        counts[f"rewards/{name}/timeouts"] += sum(failure.timed_out for failure in task.failures)
+        counts[f"seconds/reward/{name}"] += task.call.seconds if task.call else 0.0
+        for metric, number in task.call.metrics if task.call else ():
+            logged.setdefault(metric, []).append(number)
+        for column, values in _extras(task):
+            stored = extras.setdefault(extra_column(functions, column, name), [None] * len(completions))
+            for s, extra in zip(sequences, values, strict=True):
+                stored[s] = extra
+    for s in errors:
+        for rewards_S in rewards.values():
+            rewards_S[s] = [math.nan] * lengths[s]
+    by_function_KS = [[_total(numbers) for numbers in rewards_S] for rewards_S in rewards.values()]
+    by_function_SK = torch.tensor(by_function_KS, dtype=torch.float64).T
+    tokens_NK = torch.tensor([list(chain(*rewards_S)) for rewards_S in rewards.values()], dtype=torch.float64).T
+    weights_K = torch.tensor([function.weight for function in functions], dtype=torch.float64)
+    return Scores(
+        rewards_S=weighted_sum(by_function_SK, weights_K),
+        by_function_SK=by_function_SK,
+        names=tuple(rewards),
+        weights=tuple(function.weight for function in functions),
+        token_rewards_N=weighted_sum(tokens_NK, weights_K) if per_token else None,
+        extras=extras,
+        errors=errors,
+        counts=counts,
+        logged=logged,
+    )
 
 
-def _places(key: Key, groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Prompt and sample of every completion that a call saw."""
-    _, p, g = key
-    if g != ALL:
-        return [(p, g)]
-    prompts = range(len(groups)) if p == ALL else [p]
-    return [(q, h) for q in prompts for h, c in enumerate(groups[q].completions) if c.finish_reason.usable]
+def _extras(task: Task) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The columns logged by a call, with one value per completion.
+
+    Raises:
+        RewardError: another number of values was logged.
+    """
+    for column, logged in task.call.extras if task.call else ():
+        values = [logged] if task.function.per == "sample" else logged
+        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(task.positions):
+            raise RewardError(
+                f"{task.function} must log one value per completion as {column!r}: "
+                f"{len(task.positions)}, got {logged!r:.60}"
+            )
+        yield column, values
+
+
+def extra_column(functions: Sequence[Function], column: str, name: str) -> str:
+    """The column of ``Scores.extras`` that holds what function ``name`` logs as ``column``.
+
+    The name of the function is appended unless it is the only function, or the only one with a parameter
+    ``log_extra``. So the name of a column does not depend on which functions have logged something.
+    """
+    loggers = [function.name for function in functions if function.names_log_extra]
+    return column if (loggers or [function.name for function in functions]) == [name] else f"{column}/{name}"
 
 
 def weighted_sum(values_MK: Any, weights_K: Any) -> Any:
-    """Over functions, those that gave nothing left out; NaN where none gave anything."""
+    """Weighted sum over functions (K), ignoring NaN; NaN where all functions with a weight other than 0 are NaN."""
     import torch
 
     counted_K = weights_K != 0 if bool(weights_K.any()) else torch.ones_like(weights_K, dtype=torch.bool)
-    none_M = values_MK[:, counted_K].isnan().all(dim=1)  # what has no weight scores nothing
-    return torch.where(none_M, torch.nan, (values_MK * weights_K).nansum(dim=1))
+    unscored_M = values_MK[:, counted_K].isnan().all(dim=1)
+    return torch.where(unscored_M, torch.nan, (values_MK * weights_K).nansum(dim=1))
 
 
 def _total(numbers: Sequence[float]) -> float:
-    given = [number for number in numbers if not math.isnan(number)]
-    return math.fsum(given) if given else math.nan
+    """Sum of the numbers that are not NaN; NaN if there are none."""
+    scored = [number for number in numbers if not math.isnan(number)]
+    return math.fsum(scored) if scored else math.nan

@@ -1,4 +1,4 @@
-"""Rewards that compare a completion's text with the row's, or with itself."""
+"""Rewards that compare the text of a completion with the answer of the row, or with itself."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from cohort.rewards.builtin import completion_text, import_extra, whole_text
+from cohort.rewards.builtin import import_extra
+from cohort.rewards.messages import completion_text, whole_text
 
 
 def exact_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case: bool = False) -> float | None:
-    r"""1 when the completion is the row's ``answer``, 0 otherwise.
+    r"""1 if the completion equals the row's ``answer``, 0 otherwise.
 
-    An answer that is not text is compared as Python writes it. A row without one cannot be scored: None.
+    An answer that is not text is converted by ``str``. Without an answer the completion is unscored: None.
 
     Args:
-        strip: leave surrounding space out of both.
+        strip: remove surrounding whitespace from both texts.
         ignore_case: compare without case.
 
     >>> exact_match(" blue\n", "blue"), exact_match("Blue", "blue")
@@ -26,18 +27,19 @@ def exact_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case
     """
     if answer is None:
         return None
-    one, other = (_plain(text, strip, ignore_case) for text in (completion_text(completion), str(answer)))
-    return float(one == other)
+    return float(
+        _normalized(completion_text(completion), strip, ignore_case) == _normalized(str(answer), strip, ignore_case)
+    )
 
 
 def fuzzy_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case: bool = False) -> float | None:
-    r"""How much of the completion and the row's ``answer`` is the same, from 0 to 1.
+    r"""The similarity of the completion and the row's ``answer``, from 0 to 1.
 
-    2 M / T: M the length of the longest common subsequence, T the sum of both lengths, in characters. 1 where both are
-    empty. The same in both directions. A row without an answer cannot be scored: None.
+    2 M / T, where M is the length of the longest common subsequence and T the sum of both lengths, in characters. 1 if
+    both are empty. Symmetric. Without an answer the completion is unscored: None.
 
     Args:
-        strip: leave surrounding space out of both.
+        strip: remove surrounding whitespace from both texts.
         ignore_case: compare without case.
 
     >>> fuzzy_match("kitten", "sitting")  # i, t, t and n: 2 * 4 / 13
@@ -46,11 +48,11 @@ def fuzzy_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case
     if answer is None:
         return None
     ratio = import_extra("rapidfuzz.fuzz", "fuzzy_match").ratio
-    one, other = (_plain(text, strip, ignore_case) for text in (completion_text(completion), str(answer)))
-    return float(ratio(one, other)) / 100
+    texts = (_normalized(text, strip, ignore_case) for text in (completion_text(completion), str(answer)))
+    return float(ratio(*texts)) / 100
 
 
-def _plain(text: str, strip: bool, ignore_case: bool) -> str:
+def _normalized(text: str, strip: bool, ignore_case: bool) -> str:
     text = text.strip() if strip else text
     return text.casefold() if ignore_case else text
 
@@ -63,17 +65,18 @@ def repetition_penalty(
     max_penalty: Annotated[float, Field(le=0)] = -1.0,
     of: Literal["words", "tokens"] = "words",
 ) -> float:
-    """A penalty for repeating oneself: the share of n-grams that were there before, times ``max_penalty``.
+    """A penalty for repetition: the share of repeated n-grams, times ``max_penalty``.
 
-    max_penalty * (1 - different / all), over the n-grams of all that the assistant said. 0 where there are fewer words
-    than one n-gram has.
+    max_penalty * (1 - distinct / all), over the n-grams of all assistant messages. 0 if the text is shorter than one
+    n-gram.
 
     Args:
-        ngram: how many words or tokens in a row are compared.
+        ngram: number of consecutive words or tokens that are compared.
         max_penalty: at most 0.
-        of: "words", parted by space, whatever their case; or "tokens", for languages that do not part words.
+        of: "words", separated by whitespace and compared without case; or "tokens", for languages that do not separate
+            words.
 
-    >>> repetition_penalty("no no no no no no")  # one of four is new
+    >>> repetition_penalty("no no no no no no")  # 4 trigrams, 1 of them distinct
     -0.75
     """
     items: Sequence[Any] = whole_text(completion).casefold().split() if of == "words" else completion_ids

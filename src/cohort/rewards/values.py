@@ -1,4 +1,4 @@
-r"""What an answer's text says without computer algebra: that it is a number, exactly, or that it is words."""
+r"""The value of an answer without computer algebra: an exact number, or words."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fractions import Fraction
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _DIGITS = r"(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)"
 DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
-"""A decimal without its sign, thousands separators allowed."""
+"""Pattern of a decimal without sign, thousands separators allowed."""
 
-NOT_UNITS = frozenset(
+MATH_WORDS = frozenset(
     """pi sqrt infinity inf and or mod sin cos tan log ln exp min max alpha beta gamma delta theta phi omega lambda
     mu""".split()  # noqa: SIM905
 )
-"""Words that mean something in a formula."""
+"""Words that have a meaning in formulas, and so are not units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,16 @@ class Number:
     """A number as it was written."""
 
     value: Fraction
-    """Of "50%" it is 1/2."""
+    """1/2 for "50%"."""
     percent: bool = False
     places: int | None = None
-    """Digits after the decimal point; None for what was not written as a decimal."""
+    """Digits after the decimal point; None if it was not written as a decimal."""
 
     def equals(self, other: Number) -> bool:
-        """Whether both mean the same number. Exact, but for two liberties: "50%" is 1/2 and also 50; and a decimal of
-        six places and six significant digits or more is any number that it is the rounding of, as 0.333333 is 1/3.
+        """Whether both numbers have the same value.
+
+        Exact, with two exceptions: "50%" equals 1/2 and also 50; and a decimal with at least six places and six
+        significant digits equals every number that rounds to it, as 0.333333 equals 1/3.
 
         >>> Number(Fraction(1, 2), percent=True).equals(Number(Fraction(50)))
         True
@@ -41,11 +43,11 @@ class Number:
         if self.value == other.value:
             return True
         if self.percent != other.percent:
-            mine, theirs = (100 if number.percent else 1 for number in (self, other))
-            return self.value * mine == other.value * theirs
+            return self.value * (100 if self.percent else 1) == other.value * (100 if other.percent else 1)
         return self._rounds(other) or other._rounds(self)
 
     def _rounds(self, exact: Number) -> bool:
+        """Whether this is a decimal with enough digits, and the rounding of another number."""
         if self.places is None or self.places < 6 or abs(self.value) * 10**self.places < 10**5:
             return False
         return round(exact.value, self.places) == self.value
@@ -62,12 +64,12 @@ def _fraction(digits: str) -> Fraction:
     return Fraction(digits.replace(",", "").replace(" ", "").rstrip("."))
 
 
-def _power(digits: str) -> Fraction:
-    return Fraction(10) ** int(digits)
+def _power(exponent: str) -> Fraction:
+    return Fraction(10) ** int(exponent)
 
 
 def _repeating(whole: str, once: str, again: str) -> Fraction:
-    r"""Of ``0.1\overline{6}``: 0.1 and 6/90."""
+    r"""``0.1\overline{6}`` is 0.1 + 6/90."""
     return Fraction(f"{whole or 0}.{once or 0}") + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
 
 
@@ -87,14 +89,15 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., Fraction]], ...] = tuple(
         (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", _repeating),
     )
 )
+"""Every way of writing an unsigned number, with the function that computes its value."""
 
 
 def number_of(text: str) -> Number | None:
-    r"""The number that a text is, exactly; None if it is more than one, or something else.
+    r"""The exact value of a text that is one number; None for anything else.
 
-    Decimals, with thousands separators, or with a bar over what repeats; fractions and mixed numbers, in LaTeX too;
-    scientific notation with exponents of three digits; signs, money, percent, degrees, and words as units or scale
-    after it. Units are not compared.
+    Reads decimals with thousands separators or repeating digits; fractions and mixed numbers, also in LaTeX; scientific
+    notation with exponents of up to three digits; signs, currency, percent and degrees; and words for a unit or scale
+    after the number. Units are ignored.
 
     >>> texts = ["$1,234.50", r"1\frac{1}{2}", "-3/4", "50%", r"1.5 \times 10^3", "2 million cars"]
     >>> [str(number_of(text).value) for text in texts]
@@ -102,92 +105,91 @@ def number_of(text: str) -> Number | None:
     >>> number_of("2 pi"), number_of("5 or 6"), number_of("2x")
     (None, None, None)
     """
-    found = _WITH_UNIT.fullmatch(cleaned(text)) if len(text) <= 1000 else None  # of longer ones no exact value is made
+    found = _WITH_UNIT.fullmatch(cleaned(text)) if len(text) <= 1000 else None
     if found is None:
         return None
     words = [word.strip(".").lower() for word in found["unit"].split()]
-    value = None if NOT_UNITS.intersection(words) else _value(found["body"])
+    value = None if MATH_WORDS.intersection(words) else _unsigned(found["body"])
     if value is None:
         return None
-    whole, point, after = found["body"].partition(".")
-    places = len(after) if point and (whole + after).replace(",", "").isdigit() else None
-    if scale := _scale(found["unit"]):
-        value, places = value * scale, None
-    percent = found["percent"] is not None or words[:1] in (["percent"], ["pct"])
-    if found["sign"] == "-":
-        value = -value
-    return Number(value / 100 if percent else value, percent, None if percent else places)
+    value *= -_scale(found["unit"]) if found["sign"] == "-" else _scale(found["unit"])
+    if found["percent"] or words[:1] in (["percent"], ["pct"]):
+        return Number(value / 100, percent=True)
+    whole, point, digits = found["body"].partition(".")
+    is_decimal = point and (whole + digits).replace(",", "").isdigit() and _scale(found["unit"]) == 1
+    return Number(value, places=len(digits) if is_decimal else None)
 
 
-def _value(body: str) -> Fraction | None:
+def _unsigned(body: str) -> Fraction | None:
     for pattern, value in _FORMS:
         if found := pattern.fullmatch(body):
             try:
                 return value(*(group for group in found.groups() if group is not None))
-            except (ZeroDivisionError, ValueError):  # 1/0; more digits than Python reads
+            except (ZeroDivisionError, ValueError):  # 1/0, or more digits than Python converts
                 return None
     return None
 
 
-_TYPED = str.maketrans(
+def _scale(unit: str) -> int:
+    return _SCALES.get((unit.lower().split() or [""])[0], 1)
+
+
+_SYMBOLS = str.maketrans(
     dict.fromkeys("·⋅∙", r"\cdot ")
     | dict.fromkeys("\u2212\u2013", "-")
     | dict.fromkeys("\u00a0\u202f\u2009", " ")
     | {"∞": r"\infty ", "\u222a": r"\cup ", "∅": r"\emptyset "}
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
-
-
-def _in_latex(text: str) -> str:
-    """Signs of Unicode as LaTeX: x² as ``x^{2}``, √2 as ``\\sqrt{2}``, ½ as 1/2."""
-    text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
-    text = re.sub("[₀-₉]+", lambda found: f"_{{{found[0].translate(_RAISED)}}}", text)
-    text = re.sub("[¼-¾⅐-⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("\u2044", "/"), text)
-    return re.sub(r"√\s*(\d+(?:\.\d+)?|[^\W\d_]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}", text).translate(_TYPED)
-
-
-_REPLACED = (
-    (re.compile(r"\\[dtc]frac"), r"\\frac"),
-    (re.compile(r"\\(?:left|right)(?![A-Za-z])|\\displaystyle|\\[!,;:]|\\\$|[$£€¥]"), ""),
-    (re.compile(r"\{\s*,\s*\}"), ","),
-    (re.compile(r"\\ |\\q?quad(?![A-Za-z])|~"), " "),
-    (re.compile(r"\\%|\\text\s*\{\s*(?:%|\\%|percent)\s*\}"), "%"),
-    (re.compile(r"\^\s*+(?:\{\s*+)?\\circ\s*\}?|\\degree|°"), ""),
-    (re.compile(r"\\approx|≈"), "="),
-    (re.compile(r"\\varnothing"), r"\\emptyset"),
+_REPLACED = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\(?:left|right)(?![A-Za-z])|\\displaystyle|\\[!,;:]|\\\$|[$£€¥]", ""),
+        (r"\{\s*,\s*\}", ","),
+        (r"\\ |\\q?quad(?![A-Za-z])|~", " "),
+        (r"\\%|\\text\s*\{\s*(?:%|\\%|percent)\s*\}", "%"),
+        (r"\^\s*+(?:\{\s*+)?\\circ\s*\}?|\\degree|°", ""),
+        (r"\\approx|≈", "="),
+        (r"\\varnothing", r"\\emptyset"),
+    )
 )
 IN_TEXT = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}")
-"""Text in a formula, as ``\\text{cm}``."""
+r"""Text within a formula, such as ``\text{cm}``."""
 _WRAPPED = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-_UNIT = re.compile(r"(?<=[\d}%)\s])\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}(?:\^\{?\d\}?)?$")
+_UNIT = re.compile(rf"(?<=[\d}}%)\s]){IN_TEXT.pattern}(?:\^\{{?\d\}}?)?$")
 
 
 def cleaned(text: str) -> str:
-    r"""An answer without what does not change its value: money and dollar signs, spacing, degrees, a unit in ``\text``.
+    r"""An answer without the parts that do not affect its value: currency, spacing, degrees, units in ``\text``.
 
     >>> cleaned(r"$\left(\dfrac{1}{2}\right)$."), cleaned(r"12\,\text{cm}^2"), cleaned(r"\text{Monday}")
     ('(\\frac{1}{2})', '12', 'Monday')
     """
-    text = _plain(text)
+    text = _normalized(text)
     if whole := _WRAPPED.fullmatch(text):
         return whole[1].strip()
-    return _UNIT.sub(lambda unit: f" {unit[1]}" if _scale(unit[1]) else "", text).strip() or text
+    return _UNIT.sub(lambda unit: f" {unit[1]}" if _scale(unit[1]) > 1 else "", text).strip() or text
 
 
-def _plain(text: str) -> str:
+def _normalized(text: str) -> str:
     text = text.strip().strip("*`\"'").strip()
-    text = text if text.isascii() else _in_latex(text)
+    text = text if text.isascii() else _unicode_to_latex(text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     return text.strip().removesuffix(".").strip()
 
 
-def _scale(unit: str) -> int | None:
-    return _SCALES.get((unit.lower().split() or [""])[0])
+def _unicode_to_latex(text: str) -> str:
+    """x² becomes ``x^{2}``, √2 becomes ``\\sqrt{2}``, and ½ becomes 1/2."""
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
+    text = re.sub("[₀-₉]+", lambda found: f"_{{{found[0].translate(_RAISED)}}}", text)
+    text = re.sub("[¼-¾⅐-⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("\u2044", "/"), text)
+    return re.sub(r"√\s*(\d+(?:\.\d+)?|[^\W\d_]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}", text).translate(_SYMBOLS)
 
 
-_BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
-_BASE = rf"(\d{{1,2}}|{'|'.join(_BASE_NAMES)})"
+_BASE_NAMES = ("", "", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_BASE = rf"(\d{{1,2}}|{'|'.join(_BASE_NAMES[2:])})"
 _IN_BASE = re.compile(
     r"\(?([-+]?(?=[A-F]*\d)[0-9A-F][0-9A-F, ]*+(?:\.[0-9A-F]++)?)\s*+\)?\s*+"
     rf"(?:_\s*\{{?[\s(]*(?:base\s*)?{_BASE}[\s)]*\}}?|\(?(?:in\s+)?base[\s-]*\{{?{_BASE}\}}?\s*\)?)"
@@ -197,35 +199,37 @@ _DIRECTED = re.compile(
 )
 
 
-def without_mark(text: str) -> tuple[str, str | None]:
-    r"""A number without its base, half of the day or direction, and that: what is no unit, since it tells two apart.
+def split_qualifier(text: str) -> tuple[str, str | None]:
+    r"""Split a number from its qualifier: a base, "am" or "pm", or a direction. Unlike a unit, it is compared.
 
-    >>> without_mark("2516_8"), without_mark(r"7\text{ p.m.}"), without_mark("5 miles north"), without_mark("x_1")
-    (('2516', 'base 8'), ('7', 'pm'), ('5 miles', 'north'), ('x_1', None))
+    >>> split_qualifier("2516_8"), split_qualifier(r"7\text{ p.m.}"), split_qualifier("5 miles north")
+    (('2516', 'base 8'), ('7', 'pm'), ('5 miles', 'north'))
+    >>> split_qualifier("x_1")
+    ('x_1', None)
     """
     if len(text) > 1000:  # as for numbers
         return text, None
-    plain = IN_TEXT.sub(r" \1 ", _plain(text)).strip()
+    plain = IN_TEXT.sub(r" \1 ", _normalized(text)).strip()
     if found := _IN_BASE.fullmatch(plain):
         base = found[2] or found[3]
-        return re.sub("[, ]", "", found[1]), f"base {_BASE_NAMES.get(base, base)}"
+        return re.sub("[, ]", "", found[1]), f"base {base if base.isdigit() else _BASE_NAMES.index(base)}"
     if (found := _DIRECTED.search(plain)) and re.search(r"\d", plain[: found.start()]):
-        mark = f"{found[1]}m" if found[1] else found[2].replace("-", "")
-        return plain[: found.start()].strip(), mark.lower()
+        qualifier = f"{found[1]}m" if found[1] else found[2].replace("-", "")
+        return plain[: found.start()].strip(), qualifier.lower()
     return text, None
 
 
-_SYMBOL = rf"(?!(?:{'|'.join(NOT_UNITS)})\b)(?:[A-Za-zµΩ]{{2,}}+|[mgsLlNJWVAhKC])(?:\^\{{?-?\d\}}?)?"
-_SYMBOLS = re.compile(rf"(?<=[\d}}])\s++{_SYMBOL}(?:(?:\s*+(?:/|\*|\\cdot)\s*+|\s++){_SYMBOL})*$")
+_SYMBOL = rf"(?!(?:{'|'.join(MATH_WORDS)})\b)(?:[A-Za-zµΩ]{{2,}}+|[mgsLlNJWVAhKC])(?:\^\{{?-?\d\}}?)?"
+_UNIT_SYMBOLS = re.compile(rf"(?<=[\d}}])\s++{_SYMBOL}(?:(?:\s*+(?:/|\*|\\cdot)\s*+|\s++){_SYMBOL})*$")
 
 
-def without_symbols(text: str) -> str:
-    """A number without the symbols of a unit after it: what they may be where a number is asked for.
+def without_unit_symbols(text: str) -> str:
+    """Remove the symbols of a unit after a number. For answers that are expected to be a number.
 
-    >>> without_symbols("5 m/s^2"), without_symbols("5 km/h"), without_symbols("5 x")
+    >>> without_unit_symbols("5 m/s^2"), without_unit_symbols("5 km/h"), without_unit_symbols("5 x")
     ('5', '5', '5 x')
     """
-    return _SYMBOLS.sub("", cleaned(text))
+    return _UNIT_SYMBOLS.sub("", cleaned(text))
 
 
 _CHOICE = re.compile(
@@ -234,47 +238,42 @@ _CHOICE = re.compile(
 )
 
 
-def choice_of(text: str) -> tuple[str | None, str]:
-    r"""The letter of a choice and what it stands before; None where there is no letter with something after it.
+def split_choice(text: str) -> tuple[str | None, str]:
+    r"""Split the letter of a multiple-choice option from the text after it. None if there is no such letter.
 
-    >>> choice_of(r"\textbf{(B)}\ 12"), choice_of("C. 5"), choice_of("(B)")
+    >>> split_choice(r"\textbf{(B)}\ 12"), split_choice("C. 5"), split_choice("(B)")
     (('B', '12'), ('C', '5'), (None, '(B)'))
     """
-    found = _CHOICE.fullmatch(_plain(text))
+    found = _CHOICE.fullmatch(_normalized(text))
     return (found[1] or found[2] or found[3], found[4]) if found else (None, text)
 
 
-_IN_LIST = re.compile(r"[(\[{}\])]|[,;]|\b(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\}")
+_LIST_TOKEN = re.compile(r"[(\[{}\])]|[,;]|\b(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\}")
 
 
-def repeated(text: str) -> Counter[str]:
-    """What a list holds more than once, and how many times more. Of a set in braces: nothing.
+def repeated_items(text: str) -> Counter[str]:
+    """The items that a list holds more than once, with the number of repetitions. Empty for a set in braces.
 
-    >>> repeated("1, 2, 2"), repeated("(1, 1)"), repeated("1,200")
+    >>> repeated_items("1, 2, 2"), repeated_items("(1, 1)"), repeated_items("1,200")
     (Counter({'2': 1}), Counter(), Counter())
     """
-    parts, start, depth = [], 0, 0
+    items, start, depth = [], 0, 0
     text = _THOUSANDS.sub("", text)
-    for place in _IN_LIST.finditer(text):
-        if place[0] in "([{}])":
-            depth += 1 if place[0] in "([{" else -1
+    for token in _LIST_TOKEN.finditer(text):
+        if token[0] in "([{}])":
+            depth += 1 if token[0] in "([{" else -1
         elif depth == 0:
-            parts.append(text[start : place.start()])
-            start = place.end()
-    counts = Counter(_same(part) for part in [*parts, text[start:]])
+            items.append(text[start : token.start()])
+            start = token.end()
+    items.append(text[start:])
+    counts = Counter(str(number.value) if (number := number_of(i)) else "".join(i.split()) for i in items)
     return counts - Counter(set(counts))
 
 
-def _same(text: str) -> str:
-    number = number_of(text)
-    return "".join(text.split()) if number is None else str(number.value)
-
-
 def words_of(text: str) -> str | None:
-    r"""An answer in words, in small letters without brackets around; None for what may be a formula.
+    r"""An answer in words, in lower case and without parentheses around it; None for a possible formula.
 
-    Letters alone are words when there are three of them or more; fewer are variables, unless they are one capital or
-    "no".
+    A lone word of one or two letters is a variable, except a single capital letter and "no".
 
     >>> words_of(r"\text{Monday}"), words_of("(B)"), words_of("No  real root"), words_of("xy"), words_of("5 apples")
     ('monday', 'b', 'no real root', None, None)
@@ -282,9 +281,7 @@ def words_of(text: str) -> str | None:
     bare = cleaned(text)
     if bare.startswith("(") and bare.endswith(")"):
         bare = cleaned(bare[1:-1])
-    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s'\u2019-])*", bare):
-        return None
     words = " ".join(bare.casefold().split())
-    if words in NOT_UNITS or (len(bare) < 3 and words != "no" and not (len(bare) == 1 and bare.isupper())):
+    if not re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[\s'\u2019-])*", bare) or words in MATH_WORDS:
         return None
-    return words
+    return words if len(bare) > 2 or words == "no" or (len(bare) == 1 and bare.isupper()) else None

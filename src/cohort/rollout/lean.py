@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from cohort.errors import ModelError
 from cohort.policy import Policy
-from cohort.policy.anatomy import Anatomy, Layer, Norm, UnknownAnatomy, soft_cap
+from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
 from cohort.policy.kernels import why_no_kernels
 from cohort.rollout.backend import PREFILL_TOKENS, Backend
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
@@ -118,7 +118,7 @@ class LeanBackend(Backend):
         """Find the parameters again: they may have been replaced, and adapters switched."""
         try:
             anatomy = Anatomy.of(self.policy.model)
-        except UnknownAnatomy as unknown:
+        except UnsupportedModel as unknown:
             raise ModelError(
                 f"the model was changed after the engine was made, which needs a new one: {unknown}"
             ) from None

@@ -169,7 +169,7 @@ class Evaluator:
             some = [prompts.prompt(index, uid=index) for index in range(first, min(first + size, len(prompts)))]
             with self.rewards.begin(some, count, state) as scoring:
 
-                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.take) -> None:
+                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.on_completion) -> None:
                     take(index, sample, completion)
                     if on_completion:
                         on_completion()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from cohort.config import EvalConfig, GRPOConfig, load_config, to_toml
-from cohort.data import Place
+from cohort.data import DataCursor
 from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.policy import Policy, has_adapters, load_adapter_weights, merged, without_progress_bars
@@ -72,7 +72,7 @@ class RunState:
     optimizer: Optimizer
     adaptive: Adaptive
     best: Best
-    place: Place
+    cursor: DataCursor
     tokenizer: Any
     identity: dict[str, str]
     """Facts that are no settings and must be the same in a resumed run."""
@@ -145,7 +145,7 @@ class RunFolder:
         ignored = {f"objective.{part}" for part in ("preset", *theirs.objective.parts())} if same else set()
         changed = [
             f"{section}.{key}: the run has {_said(old)}, now {_said(new)}"
-            for section in GRPOConfig.SECTIONS
+            for section in GRPOConfig.model_fields
             for key, old in getattr(theirs, section).model_dump().items()
             if (new := getattr(ours, section).model_dump()[key]) != old
             and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored
@@ -237,7 +237,7 @@ class RunFolder:
         loop = {
             "step": state.step,
             "version": state.policy.version,
-            "place": state.place.state_dict(),
+            "place": state.cursor.state_dict(),
             "adaptive": state.adaptive.state_dict(),
             "best": state.best.state_dict(),
             "identity": state.identity,
@@ -278,8 +278,8 @@ class RunFolder:
         found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
         return found
 
-    def load_checkpoint(self, state: RunState) -> None:
-        """Put the checkpoint of ``state.step`` into a run's parts.
+    def load_checkpoint(self, state: RunState) -> DataCursor:
+        """Put the checkpoint of ``state.step`` into a run's parts. Returns its position in the data.
 
         Raises:
             RunFolderError: the run that wrote it had other prompts or rewards.
@@ -302,10 +302,10 @@ class RunFolder:
             state.reference.model.load_state_dict(weights)
         state.optimizer.load_state_dict(torch.load(folder / "state" / "optimizer.pt", map_location=device))
         state.policy.version = loop["version"]
-        state.place.load_state_dict(loop["place"])
         state.adaptive.load_state_dict(loop["adaptive"])
         state.best.load_state_dict(loop["best"], self.best_record())
         set_random_state(loop["random"])
+        return DataCursor.from_state(loop["place"])
 
 
 def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False) -> None:

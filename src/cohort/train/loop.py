@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import Stream
+from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
 from cohort.objective import Objective
 from cohort.policy import Policy
@@ -45,7 +45,7 @@ from cohort.train.update import UpdateResult, term_norms, update
 from cohort.types import TokenBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parts:
     """What a run is made of. Put together by ``GRPOTrainer``; the loop only uses them."""
 
@@ -53,7 +53,7 @@ class Parts:
     reference: Policy | None
     engine: Engine
     rewards: RewardRunner
-    prompts: Stream
+    prompts: PromptLoader
     objective: Objective
     optimizer: Optimizer
     evaluator: Evaluator | None
@@ -66,6 +66,8 @@ class Parts:
     """The best evaluation so far."""
     identity: dict[str, str]
     """What else makes this run what it is: a hash of its prompts, its rewards' names. A resumed run has the same."""
+    cursor: DataCursor = field(default_factory=DataCursor)
+    """Position in the data after the last complete step. The loop advances it once per step."""
 
     def state(self, step: int) -> RunState:
         """What a checkpoint holds."""
@@ -76,7 +78,7 @@ class Parts:
             self.optimizer,
             self.adaptive,
             self.best,
-            self.prompts.place,
+            self.cursor,
             self.tokenizer,
             self.identity,
         )
@@ -102,12 +104,12 @@ def run(
         # can be compared with the others of its group. With dynamic sampling, new prompts take the places of groups
         # that teach nothing, for a number of rounds; otherwise there is one round.
         rollout: Rollout | None = None
-        place = parts.prompts.place.taken
-        state = trainer_state(schedule, step, place)
+        num_prompts = 0
+        state = trainer_state(schedule, step, parts.cursor)
         while rollout is None or missing(rollout, schedule.prompts_of(step), objective):
             wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
-            prompts = parts.prompts.take(place, wanted)
-            place = prompts[-1].uid + 1
+            prompts = parts.prompts.fetch(parts.cursor, wanted, skip=num_prompts)
+            num_prompts += wanted
             with parts.rewards.begin(prompts, schedule.num_generations, state) as scoring:
                 with clock("generate"):  # async rewards and those in workers begin as completions end
                     groups = parts.engine.generate(
@@ -115,7 +117,7 @@ def run(
                         schedule.num_generations,
                         sampling,
                         RNGKey(config.run.seed, step),
-                        Watch(on_completion=scoring.take),
+                        Watch(on_completion=scoring.on_completion),
                     )
                 with clock("reward"):
                     scored = Rollout.of(groups, scoring.finish(groups), objective)
@@ -175,7 +177,7 @@ def run(
             | norms
         )
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
-        yield finish_step(parts, schedule, config, folder, rollout, batch, metrics, place)
+        yield finish_step(parts, schedule, config, folder, rollout, batch, metrics, num_prompts)
         if parts.best.exhausted:  # no evaluation has been better for long enough; the checkpoint is written
             break
 
@@ -211,9 +213,10 @@ def missing(rollout: Rollout, wanted: int, objective: Objective) -> bool:
     return isinstance(rule, DynamicSampling) and sum(rollout.used_R) < wanted and rollout.rounds < rule.max_rounds
 
 
-def trainer_state(schedule: Schedule, step: int, place: int) -> TrainerState:
+def trainer_state(schedule: Schedule, step: int, cursor: DataCursor) -> TrainerState:
     """What reward functions are told of the run."""
-    return TrainerState(step, schedule.steps, place / schedule.num_prompts if schedule.num_prompts else math.nan)
+    epoch = cursor.position / schedule.num_prompts if schedule.num_prompts else math.nan
+    return TrainerState(step, schedule.steps, epoch)
 
 
 def finish_step(
@@ -224,7 +227,7 @@ def finish_step(
     rollout: Rollout,
     batch: TokenBatch,
     metrics: dict[str, Any],
-    place: int,
+    num_prompts: int,
 ) -> dict[str, Any]:
     """Evaluate if it is due, and write what there is to write. Returns the metrics, the evaluation's among them.
 
@@ -233,11 +236,12 @@ def finish_step(
     """
     step = metrics["step"]
     last = step == schedule.steps
-    metrics |= parts.prompts.advance(place, rollout.mean_rewards)  # the step is whole
+    parts.cursor, data_metrics = parts.prompts.advance(parts.cursor, num_prompts, rollout.mean_rewards)
+    metrics |= data_metrics
     failed: CohortError | None = None
     if last or due(step, config.eval.eval_steps):
         try:
-            metrics |= evaluate_step(parts, trainer_state(schedule, step, place), config, folder)
+            metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
         except CohortError as error:  # what was trained is not lost with what it was to be measured by
             failed = error
         last |= parts.best.exhausted or failed is not None

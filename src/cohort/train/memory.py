@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cohort.errors import ModelError
-from cohort.policy import Policy
+from cohort.policy import PackedRows, Policy
 from cohort.rollout.budget import free_bytes
 
 Result = TypeVar("Result")
@@ -119,9 +119,7 @@ def peak_bytes(policy: Policy, prompt_length: int, completion_length: int, *, fo
     live, passes = LiveBytes(), policy.passes  # which is chosen before anything is counted
     with live, policy.training(), policy.compute(), policy.gradients_in_place():
         prefixes = passes.read([(token,) * (prompt_length + 1)])
-        states = policy.states(
-            prefixes, [(token,) * (prompt_length + 1)], [(token,) * completion_length], temperature=1.0
-        )
+        states = policy.states(prefixes, PackedRows.of([0], [(token,) * completion_length]), temperature=1.0)
         if not forward_only:
             states.logps().logps_N.sum().backward()
             prefixes.backward()

@@ -63,18 +63,18 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     rewards_S = scores.rewards_S
     scored_S = rewards_S[~rewards_S.isnan()]
     statistics = group_statistics(rewards_S, group_S, ddof=0)
-    means_R = statistics.mean_R[~statistics.mean_R.isnan()]
+    means_R = statistics.mean_P[~statistics.mean_P.isnan()]
     metrics: dict[str, Any] = {
         "reward/mean": _mean(scored_S),
         "reward/std": float(scored_S.std(correction=0)) if scored_S.numel() else None,
-        "reward/within_group_std": _mean(statistics.std_R[~statistics.std_R.isnan()]),
+        "reward/within_group_std": _mean(statistics.std_P[~statistics.std_P.isnan()]),
         "reward/unscored": int(rewards_S.isnan().sum()),
-        "groups/dead_share": float(statistics.degenerate_R.double().mean()),
+        "groups/dead_share": float(statistics.degenerate_P.double().mean()),
     }
     for name, q in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
         metrics[f"groups/mean_reward_{name}"] = quantile(means_R, q)
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        spread_R = group_statistics(column_S, group_S, ddof=0).std_R
+        spread_R = group_statistics(column_S, group_S, ddof=0).std_P
         metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
         metrics[f"rewards/{name}/within_group_std"] = _mean(spread_R[~spread_R.isnan()])
         metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())

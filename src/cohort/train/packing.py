@@ -14,6 +14,7 @@ from cohort.objective import Objective
 from cohort.policy import (
     CompletionStates,
     ExpertBalance,
+    PackedRows,
     Policy,
     Prefixes,
     TokenLogps,
@@ -98,10 +99,10 @@ def microbatches(batch: TokenBatch, pack: Pack) -> Iterator[tuple[Tensor, TokenB
 
 
 def completion_states(policy: Policy, prefixes: Prefixes, micro: TokenBatch, temperature: float) -> CompletionStates:
-    """``Policy.states`` of a microbatch: of what its tokens were drawn from, as far as the batch says."""
-    return policy.states(
-        prefixes, micro.prompt_ids, micro.completion_ids, temperature, micro.supports, micro.repetition_penalty
-    )
+    """``Policy.states`` of a microbatch."""
+    numbers = {prompt: number for number, prompt in enumerate(prefixes.prompt_ids)}
+    rows = PackedRows.of([numbers[prompt] for prompt in micro.prompt_ids], micro.completion_ids, micro.supports)
+    return policy.states(prefixes, rows, temperature, micro.repetition_penalty)
 
 
 def working_sequences(batch: TokenBatch, objective: Objective, other_terms: float = 0.0) -> list[int]:

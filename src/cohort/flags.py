@@ -1,0 +1,108 @@
+"""The flags of ``cohort generate`` and ``cohort eval``: names, types, help. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+
+PROMPTS, DATA, SAMPLING, METRICS, ENGINE, OUTPUT = (
+    Parameter(group=Group.create_ordered(name))
+    for name in ("Prompts", "Data and rewards", "Sampling", "Metrics", "Engine", "Output")
+)
+POSITIVE = Parameter(validator=Number(gte=1))
+SEVERAL = Parameter(consume_multiple=True)
+FILE = Parameter(metavar="FILE")
+ANY_TEXT = Parameter(allow_leading_hyphen=True)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """Flags of both commands. None: the flag was not given."""
+
+    n: Annotated[int | None, SAMPLING, POSITIVE] = None
+    """Completions per prompt. [default: 1]"""
+    max_tokens: Annotated[int | None, SAMPLING, POSITIVE] = None
+    """Maximum number of tokens of a completion. [default: 256, or what the model's context leaves]"""
+    temperature: Annotated[float | None, SAMPLING] = None
+    """Divides the logits; 0 is greedy. [default: 1]"""
+    top_k: Annotated[int | None, SAMPLING] = None
+    """Sample from the k most likely tokens only; 0: all. [default: 0]"""
+    top_p: Annotated[float | None, SAMPLING] = None
+    """Sample from the most likely tokens whose probabilities add up to p. [default: 1]"""
+    min_p: Annotated[float | None, SAMPLING] = None
+    """Sample from tokens at least p times as likely as the most likely one. [default: 0]"""
+    seed: Annotated[int | None, SAMPLING, Parameter(validator=Number(gte=0, lt=2**32))] = None
+    """Seed of the random numbers. [default: 0]"""
+    precision: Annotated[Literal["auto", "float32", "bfloat16", "float64"] | None, ENGINE] = None
+    """Compute precision. [default: auto]"""
+    device: Annotated[str | None, ENGINE] = None
+    """auto, cpu, cuda or cuda:1. [default: auto]"""
+    overwrite: Annotated[bool, OUTPUT] = False
+    """Overwrite existing files."""
+    quiet: Annotated[bool, OUTPUT] = False
+    """Print nothing to stderr except errors."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags(SamplingFlags):
+    """Flags of ``cohort generate``."""
+
+    prompts: Annotated[str | None, PROMPTS, FILE] = None
+    """A file with one prompt per line (.txt) or with rows (.jsonl, .json, .csv, .parquet)."""
+    prompt_column: Annotated[str, PROMPTS] = "prompt"
+    """The column of the rows that holds the prompt: a string or a list of chat messages. [default: prompt]"""
+    chat: Annotated[bool, PROMPTS] = False
+    """Apply the chat template to strings too. It is always applied to lists of messages."""
+    system: Annotated[str | None, PROMPTS, ANY_TEXT] = None
+    """A system message before the prompt. Implies --chat."""
+    min_tokens: Annotated[int | None, SAMPLING] = None
+    """Minimum number of tokens of a completion. [default: 0]"""
+    repetition_penalty: Annotated[float | None, SAMPLING] = None
+    """Divides the logits of tokens that have occurred. [default: 1]"""
+    stop: Annotated[Sequence[str], SAMPLING, ANY_TEXT] = ()
+    """A string that ends a completion and remains part of it. May be repeated."""
+    prefix: Annotated[str, SAMPLING, ANY_TEXT] = ""
+    """Text that every completion begins with."""
+    regex: Annotated[str | None, SAMPLING, ANY_TEXT] = None
+    """A regular expression that the completion matches as a whole."""
+    json_schema: Annotated[str | None, SAMPLING] = None
+    """A JSON schema that the completion conforms to: JSON text or a .json file."""
+    batch_size: Annotated[int, ENGINE, POSITIVE] = 256
+    """Maximum number of completions decoded at the same time. [default: 256]"""
+    cache_tokens: Annotated[int | None, ENGINE, POSITIVE] = None
+    """Maximum number of tokens in the key-value cache. [default: what fits half of the free memory]"""
+    trust_remote_code: Annotated[bool, ENGINE] = False
+    """Run code from the model's folder."""
+    output: Annotated[str | None, OUTPUT, FILE, ANY_TEXT] = None
+    """Write one line of JSON per completion, in order; '-' is stdout."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EvalFlags(SamplingFlags):
+    """Flags of ``cohort eval``."""
+
+    data: Annotated[Sequence[str], DATA, SEVERAL, Parameter(metavar="FILE...")] = ()
+    """Rows to evaluate on; NAME=FILE for each of several sets."""
+    rows: Annotated[int | None, DATA] = None
+    """Use only this many rows of each set, from the first."""
+    reward: Annotated[Sequence[str], DATA, SEVERAL, Parameter(metavar="NAME...")] = ()
+    """Reward functions: built-in names, module:function or file.py:function."""
+    against: Annotated[str | None, DATA, Parameter(metavar="MODEL")] = None
+    """A model to compare with, on the same prompts with the same random numbers."""
+    config: Annotated[str | None, DATA, FILE] = None
+    """A TOML file with the settings of a run."""
+    k: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
+    """Report pass@k for each of these k. [default: 1]"""
+    maj: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
+    """Report the majority vote of k completions for each of these k. Needs a reward that logs answers."""
+    output: Annotated[str | None, OUTPUT, FILE] = None
+    """Write one line of JSON per row: columns, completions, rewards, pass_rate."""
+    json: Annotated[str | None, OUTPUT, FILE] = None
+    """Write all numbers as JSON."""

@@ -1,0 +1,160 @@
+"""A causal language model with what it computes in: its dtypes, device, adapter and kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from cohort.policy.adapters import TRAINED, has_adapters
+from cohort.policy.load import Precision
+
+
+class ComputeModel:
+    """A transformers model and how its forward pass is computed.
+
+    Args:
+        model: a transformers causal language model. It is not copied: training changes it.
+        precision: the dtypes of weights and of matrix products.
+        dropout: whether dropout stays on. False sets every dropout of the model to 0, the attention's included.
+        adapter: the adapter that is active in ``compute()``, for a model with adapters. None: no adapter.
+
+    The model is in evaluation mode except inside ``training()``.
+    """
+
+    def __init__(
+        self, model: Any, precision: Precision, *, dropout: bool = False, adapter: str | None = TRAINED
+    ) -> None:
+        self.model = model.eval()
+        self.precision = precision
+        self.dropout = dropout
+        self.router_aux_loss_coef = 0.0
+        """Weight of the load-balancing loss of a mixture-of-experts model in an update; see ``policy.router``."""
+        self.native_kernels = True
+        """Whether passes on a CPU use the kernels of ``cohort.native`` where they are available."""
+        self.adds_gradients = False
+        """See ``gradients_in_place``."""
+        self._adapter = adapter
+        if not dropout:
+            disable_dropout(model)
+        # A peft wrapper passes arguments that it does not name itself on to the model.
+        wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.forward_arguments = frozenset(inspect.signature(wrapped.forward).parameters)
+        """Names of the arguments of the model's forward pass."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return torch.device(next(self.model.parameters()).device)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of logits."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @contextlib.contextmanager
+    def compute(self) -> Iterator[None]:
+        """Run the model in its compute dtype and with its adapter. Weights are cast once per outermost block, not once
+        per forward pass in it."""
+        with self._with_adapter(), self._in_compute_dtype():
+            yield
+
+    @contextlib.contextmanager
+    def _with_adapter(self) -> Iterator[None]:
+        if self._adapter == TRAINED or not has_adapters(self.model):
+            yield
+        elif self._adapter is None:
+            with self.model.disable_adapter():
+                yield
+        else:
+            self.model.set_adapter(self._adapter)
+            try:
+                yield
+            finally:
+                self.model.set_adapter(TRAINED)
+
+    @contextlib.contextmanager
+    def _in_compute_dtype(self) -> Iterator[None]:
+        if self.precision.master == torch.float64:
+            with AllFloat64():
+                yield
+        elif self.precision.compute == self.precision.master:
+            yield
+        else:
+            with torch.autocast(self.device.type, self.precision.compute):
+                yield
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Training mode inside the block: gradient checkpointing and dropout need it."""
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    @contextlib.contextmanager
+    def gradients_in_place(self) -> Iterator[None]:
+        """Backward passes of forward passes made in this block add the gradients of the largest matrices directly to
+        ``.grad``: the head's, and with lean layers the embedding's. No second tensor of their size is allocated. Use
+        it only with ``backward``: ``torch.autograd.grad`` would find no gradient."""
+        self.adds_gradients = True
+        try:
+            yield
+        finally:
+            self.adds_gradients = False
+
+    def logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
+        """The model's output with the logits of the last ``keep`` positions only. The others are not computed if the
+        model can leave them out."""
+        if "logits_to_keep" in self.forward_arguments:
+            arguments["logits_to_keep"] = keep
+        output = self.model(input_ids=input_ids, **arguments)
+        if output.logits.shape[1] != keep:
+            output.logits = output.logits[:, -keep:]
+        return output
+
+
+class AllFloat64(TorchFunctionMode):
+    """Keep float64 tensors in float64. Norms and softmaxes of transformers convert to float32 whatever they get, which
+    would leave a float64 model with the rounding of float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace float32 by float64 in calls on a float64 tensor."""
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass. Sampling keeps its cache: it runs in evaluation mode, in which
+    transformers does not checkpoint.
+    """
+    if hasattr(model, "activation_checkpointing_enable"):  # the newer name in transformers
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability of a model to 0: of ``nn.Dropout`` modules, and the floats that attention modules
+    read (``attention_dropout`` and the like).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

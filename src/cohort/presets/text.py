@@ -1,0 +1,107 @@
+"""An objective in plain text: its formula, term by term, with its numbers."""
+
+from __future__ import annotations
+
+from cohort.presets.base import Part
+from cohort.presets.objective import WORDS, Objective
+from cohort.presets.parts import GROUP_BASELINES, GroupStd
+from cohort.presets.table import TABLE
+
+STEPS = "r of the group's steps"
+"""What credit "process" normalises in place of the group's rewards."""
+
+
+def describe(objective: Objective) -> str:
+    """The objective in plain text: a line for each part that has an effect, and one for changes of its preset."""
+    shaping = (_text(objective, name) for name in ("unlikeliness", "soft_overlong", "reward_aggregation"))
+    lines = [
+        ("changed", ", ".join(changes_from_preset(objective))),
+        ("rewards", "; ".join(filter(None, shaping))),
+        ("groups", _text(objective, "group_filter")),
+        ("advantage", _advantage(objective)),
+        ("truncated", _text(objective, "truncated")),
+        ("ratio", _ratio(objective)),
+        ("policy term", _policy_term(objective)),
+        *(("mismatch", rule.words()) for rule in objective.mismatch),
+        ("tokens", _tokens(objective)),
+        ("KL", _text(objective, "kl")),
+        ("entropy", _text(objective, "entropy")),
+        ("mean", _mean(objective)),
+        ("source", objective.source),
+    ]
+    title = f"objective {objective.identity}" + (f": {objective.summary}" if objective.summary else "")
+    return "\n".join([title, *(f"  {name:<12} {text}" for name, text in lines if text)])
+
+
+def changes_from_preset(objective: Objective) -> list[str]:
+    """The parts that differ from the row of the table that the objective is named after."""
+    row = next((row for row in TABLE if row.identity == objective.identity), objective)
+    before, changed = row.settings(), []
+    for name, value in objective.settings().items():
+        was = before[name]
+        if value == was or (name == "aggregation_length" and was is None):  # follows from the rollout's limit
+            continue
+        if isinstance(value, Part) and isinstance(was, Part) and value.rule == was.rule:
+            old, new = was.numbers(), value.numbers()
+            changed += [f"{name}.{key} {_short(old[key])} -> {_short(new[key])}" for key in new if new[key] != old[key]]
+        else:
+            changed.append(f"{name} {_short(was)} -> {_short(value)}")
+    return changed
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_short(item) for item in value) or "none"
+    if isinstance(value, Part):
+        numbers = ", ".join(f"{key} {_short(number)}" for key, number in value.numbers().items() if number is not None)
+        return value.rule + (f" ({numbers})" if numbers else "")
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _text(objective: Objective, name: str) -> str:
+    """The words of one part."""
+    value = getattr(objective, name)
+    if isinstance(value, Part):
+        return value.words().replace("{anchor}", objective.ratio_anchor)
+    return WORDS[name][value].text.format(objective=objective) if value in WORDS.get(name, {}) else ""
+
+
+def _advantage(objective: Objective) -> str:
+    """Baseline, scale and credit as one formula."""
+    baseline, scale, text = objective.baseline, _text(objective, "scale"), _text(objective, "credit")
+    if objective.credit == "process" and scale:
+        text += f" / {scale.replace('R_group', STEPS)}"
+    if objective.credit in ("outcome", "return_to_go"):
+        function = "(R, group)" if isinstance(baseline, str) else ""
+        formula = _text(objective, "baseline") or f"(R_i - {baseline}{function})"
+        formula = f"A_i = {formula}" + (f" / {scale}" if scale else "")
+        formula += "; R_i with its KL subtracted, see below" if objective.kl_in_reward else ""
+        text = f"{formula}; {text}" if text else formula
+    weights = _text(objective, "sign_weights")
+    compares = baseline in GROUP_BASELINES or isinstance(objective.scale, GroupStd)
+    zero = "0 where all rewards of the group are equal" if compares else ""
+    return "; ".join(filter(None, (text, weights, zero)))
+
+
+def _ratio(objective: Objective) -> str:
+    anchor = _text(objective, "ratio_anchor")
+    return (
+        f"r = 1 ({anchor})" if objective.ratio_anchor == "self" else f"r = {anchor}, {_text(objective, 'ratio_level')}"
+    )
+
+
+def _policy_term(objective: Objective) -> str:
+    without = "A log(policy)" if objective.ratio_anchor == "self" else "r A"
+    return _text(objective, "trust_region") or without
+
+
+def _tokens(objective: Objective) -> str:
+    if objective.top_entropy == 1:
+        return ""
+    share = f"the {objective.top_entropy:.3g} of the minibatch's tokens of highest entropy"
+    return f"{share}; the others {_text(objective, 'denominator')} the mean"
+
+
+def _mean(objective: Objective) -> str:
+    empty = "" if objective.count_empty else "; completions without a loss token do not count"
+    return _text(objective, "aggregation") + empty

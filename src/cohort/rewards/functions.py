@@ -1,0 +1,168 @@
+"""A reward function as part of a run: how it is called, which arguments it accepts, and what its results mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cohort.errors import RewardError
+from cohort.rewards.contract import LOGS, RewardFunction, call_options, function_name, parameters_of
+from cohort.types import Completion
+from cohort.workers import CallFailed, describe_error
+
+if TYPE_CHECKING:  # worker processes import this module; the settings would slow down their start
+    from cohort.config import RewardConfig
+
+Value = list[float] | CallFailed
+"""The reward of one completion by one function: one number, or one per token, with NaN for ``None``; or the reason why
+scoring failed."""
+
+
+class Function:
+    """A reward function with its name, weight and settings.
+
+    Args:
+        call: the function.
+        name: unique name within the run.
+        weight: factor in the weighted sum.
+        settings: ``[reward]`` of the settings.
+        per_token: whether the function returns rewards per token.
+        not_negative: the part of the objective that does not accept negative rewards; None: any sign.
+
+    Raises:
+        RewardError: the function has a positional-only parameter.
+    """
+
+    def __init__(
+        self,
+        call: RewardFunction,
+        name: str,
+        weight: float,
+        settings: RewardConfig,
+        *,
+        per_token: bool = False,
+        not_negative: str | None = None,
+    ) -> None:
+        self.call, self.name, self.weight = call, name, weight
+        self.per_token, self._not_negative = per_token, not_negative
+        parameters = parameters_of(call)
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise RewardError(f"{self} takes {parameter.name!r} by position: it must accept it by name")
+        # Parameters bound by a partial already have a value: a column of the same name does not replace it.
+        self._bound = frozenset(call.keywords) if isinstance(call, partial) else frozenset()
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in self._bound]
+        self._names = frozenset(p.name for p in named)
+        self._required = [p.name for p in named if p.default is p.empty and p.name not in LOGS]
+        self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.names_log_extra = "log_extra" in self._names
+        self.logs = LOGS if self._accepts_all else self._names & LOGS
+        """Which of ``log_extra`` and ``log_metric`` the function accepts."""
+
+        options = call_options(call)
+        self.per, self.is_async = options.per, options.is_async
+        self.timeout = options.timeout or settings.timeout
+        isolated = options.isolated
+        if isolated is None:
+            isolated = bool(settings.workers or self.timeout)  # only a process can be stopped
+        self.in_background = self.is_async or isolated
+        """Whether calls run on the event loop or in a worker process, rather than in this thread after sampling."""
+        self.cacheable = settings.cache and self.per == "sample" and "trainer_state" not in self._names
+        self.failed_rollouts = 0
+        """Number of consecutive rollouts in which every call failed."""
+
+    def __str__(self) -> str:
+        return f"reward function {self.name}"
+
+    def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that the function accepts.
+
+        Raises:
+            RewardError: an argument that the function requires does not exist.
+        """
+        if missing := [name for name in self._required if name not in arguments]:
+            available = ", ".join([*arguments, *sorted(LOGS)])
+            raise RewardError(f"{self} needs the argument {missing[0]!r}; it can have: {available}")
+        names = arguments.keys() - self._bound if self._accepts_all else self._names
+        if self.cacheable:  # a cached result must not depend on the progress of the run
+            names -= {"trainer_state"}
+        return {name: value for name, value in arguments.items() if name in names}
+
+    def values(self, returned: Any, completions: Sequence[Completion]) -> list[Value]:
+        """Check what one call returned and convert it to a value per completion.
+
+        Raises:
+            RewardError: the function broke its contract.
+        """
+        results = [returned] if self.per == "sample" else _as_sequence(returned)
+        if results is None:
+            raise RewardError(f"{self} must return a list of numbers, got {type(returned).__name__}")
+        if (count := len(completions)) != len(results):
+            raise RewardError(f"{self} must return one reward per completion: {count}, got {len(results)}")
+        return [self._value(results[i], i, len(completion.token_ids)) for i, completion in enumerate(completions)]
+
+    def _value(self, result: Any, index: int, tokens: int) -> Value:
+        if isinstance(result, BaseException):
+            return CallFailed(describe_error(result).replace("raised", "returned", 1))
+        numbers: Sequence[Any] | None = [result]
+        if self.per_token:
+            numbers = [None] * tokens if result is None else _as_sequence(result)
+        if numbers is None or (self.per_token and len(numbers) != tokens):
+            raise RewardError(
+                f"objective.credit takes rewards per token: {self} must return a list of {tokens} numbers or None as "
+                f"result {index} (one per token of completion_ids), got "
+                f"{f'{result!r:.60}' if numbers is None else f'{len(numbers)} values'}"
+            )
+        try:
+            return [self._number(number, index) for number in numbers]
+        except CallFailed as failure:
+            return failure
+
+    def _number(self, value: Any, index: int) -> float:
+        if value is None:
+            return math.nan
+        if isinstance(value, list | tuple):
+            raise RewardError(
+                f"{self} returned a list as result {index}: expected a number; rewards per token need "
+                "objective.credit 'process' or 'given'"
+            )
+        try:
+            number = None if isinstance(value, str) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        if number is None:
+            raise RewardError(f"{self} must return numbers or None; result {index} is {value!r:.60}")
+        if not math.isfinite(number):
+            raise CallFailed(
+                f"returned {value!r:.60}: expected a finite number, or None for a completion that cannot be scored"
+            )
+        if self._not_negative and number < 0:
+            raise RewardError(
+                f"{self} returned a negative reward, which does not go with objective.{self._not_negative}: "
+                "shift the reward, or change that part"
+            )
+        return number
+
+
+def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """The names of functions, numbered where several share one.
+
+    >>> unique_names([max, min, max])
+    ['max', 'min', 'max_2']
+    """
+    names: list[str] = []
+    for function in functions:
+        name = unique = function_name(function)
+        number = 2
+        while unique in names:
+            unique, number = f"{name}_{number}", number + 1
+        names.append(unique)
+    return names
+
+
+def _as_sequence(value: Any) -> Sequence[Any] | None:
+    """A list, tuple, array, tensor or range; None for anything else, such as an array without dimensions."""
+    is_sequence = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | bytearray | Mapping)
+    return value if is_sequence and getattr(value, "ndim", None) != 0 else None

@@ -1,0 +1,346 @@
+"""Run the Python tests of a row against a program in another sandbox.
+
+Names that the tests use and do not define stand for the program's functions and classes. Calls go over the wire, plain
+data comes back, and every comparison is made here. An object that is not plain data is a ``Remote``. The tests can use
+its attributes, methods and items, and compare it with other such objects, but not with plain data: the program's
+``__eq__`` must not decide whether a result equals an expected value.
+
+The standard output has one JSON document per line: first the number of tests, before the program is asked anything;
+then the error of each test, or null if it passed. What the tests print goes to the standard error.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import sys
+from types import ModuleType
+
+from . import plan, wire
+from .names import free_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+
+class Remote(wire.Far):  # noqa: PLW1641 - __hash__ is set below
+    """A stand-in for an object in the program's process.
+
+    Args:
+        link: the connection to that process.
+        number: the number of the object there.
+        known: how certain it is that the tests, not the program, chose to use this object. 3: a name in the tests that
+            starts with a capital letter; 2: another name, or an object made by calling the former; 1: an attribute of
+            one of these; 0: anything that the program has returned.
+    """
+
+    def __init__(self, link: Link, number: int, known: int = 0) -> None:
+        vars(self).update(_link=link, _number=number, _known=known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__name__":  # libraries such as numpy look for memory addresses there
+            raise AttributeError(name)
+        return self._result("getattr", name, known=1 if self._known > 1 else 0)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: D102
+        return self._result("call", *arguments, known=2 if self._known > 2 else 0, **keywords)
+
+    def _result(self, operation: str, *arguments: Any, known: int, **keywords: Any) -> Any:
+        value = self._link.ask(operation, self, *arguments, **keywords)
+        if isinstance(value, Remote):
+            vars(value)["_known"] = max(known, value._known)
+        return value
+
+    def __instancecheck__(self, thing: Any) -> bool:
+        thing = thing.remote if isinstance(thing, wire.Both) else thing
+        return isinstance(thing, Remote) and self._link.ask("isinstance", thing, self) is True
+
+    def __subclasscheck__(self, thing: Any) -> bool:
+        return isinstance(thing, Remote) and self._link.ask("issubclass", thing, self) is True
+
+    def __exit__(self, *_: Any) -> None:
+        self._link.ask("exit", self)
+
+    def __eq__(self, other: object) -> Any:
+        """Compare. If the object extends a container such as a list, its content is compared with plain data here."""
+        if isinstance(other, Remote):
+            return self._link.ask("eq", self, other)
+        if not isinstance(other, (list, dict, set, frozenset)):
+            return NotImplemented
+        plain = self._link.ask("plain", self)
+        return NotImplemented if plain is None else plain == other
+
+    def __ne__(self, other: object) -> Any:
+        if isinstance(other, Remote):
+            return self._link.ask("ne", self, other)
+        same = self == other
+        return same if same is NotImplemented else not same
+
+
+def _forward(operation: str, convert: Callable[[Any], Any], *, only_remote: bool = False) -> Callable[..., Any]:
+    def forward(self: Remote, *arguments: Any) -> Any:
+        if only_remote and not all(isinstance(argument, Remote) for argument in arguments):
+            return NotImplemented
+        return convert(self._link.ask(operation, self, *arguments))
+
+    return forward
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"str": str, "repr": str, "hash": int, "bool": lambda v: v is True}
+for _name in [
+    *("len", "getitem", "setitem", "delitem", "setattr", "delattr", "iter", "next", "enter"),
+    *("neg", "abs", "int", "float", *_CONVERSIONS),
+]:
+    setattr(Remote, f"__{_name}__", _forward(_name, _CONVERSIONS.get(_name, _unchanged)))
+for _name in wire.BINARY[2:]:
+    setattr(Remote, f"__{_name.strip('_')}__", _forward(_name, _unchanged, only_remote=True))
+
+
+class Link:
+    """Requests to the program."""
+
+    def __init__(self, connection: wire.Wire) -> None:
+        self.connection = connection
+        self.broken = False
+        self.unusable: str | None = None
+        """Why the tests cannot be run with any program."""
+        self.raised: BaseException | None = None
+        """The last exception that the program raised."""
+        self._blame = False
+        self._remotes: dict[int, Remote] = {}
+        self._exceptions: dict[str, type[Exception]] = {}
+
+    def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        """The result of an operation in the program's process.
+
+        Raises:
+            Exception: the program raised it.
+            ConnectionError: the program is gone, or its answer cannot be read.
+        """
+        self._blame = isinstance(arguments[0], Remote) and arguments[0]._known > 0
+        answer = self.exchange(
+            {
+                "operation": operation,
+                "arguments": wire.encode(list(arguments), self._hold),
+                "keywords": wire.encode(keywords, self._hold),
+                "seconds": signal.getitimer(signal.ITIMER_REAL)[0] * 0.9,
+            }
+        )
+        if "error" in answer:
+            self.raised = self._error(answer, operation)
+            raise self.raised
+        if answer.get("changed") is not None:
+            for ours, theirs in zip([*arguments, *keywords.values()], self._decode(answer["changed"]), strict=True):
+                _restore(ours, theirs)
+        return self._decode(answer["value"])
+
+    def _decode(self, data: Any) -> Any:
+        try:
+            return wire.decode(data, self.find)
+        except TimeoutError:
+            raise
+        except Exception as error:  # a forged answer, or an array without numpy
+            raise ConnectionError(f"the program's answer cannot be read: {error}") from None
+
+    def _error(self, answer: dict[str, Any], operation: str) -> Exception:
+        """An exception of the program, as one of this process."""
+        kind = self._exception(answer["error"])
+        if issubclass(kind, StopIteration) and operation != "next":
+            kind = RuntimeError  # StopIteration would end a loop of the tests early, and ``all`` of nothing is true
+        arguments = self._decode(answer["arguments"])
+        try:
+            error = kind(*arguments)
+        except Exception:  # the class expects other arguments
+            error = kind.__new__(kind)
+            error.args = tuple(arguments) or (answer["text"],)
+        for name, value in self._decode(answer["attributes"]).items():
+            if isinstance(name, str) and not name.startswith("__"):
+                setattr(error, name, value)
+        vars(error)["_text"] = answer["text"]
+        return error
+
+    def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a message and receive the answer."""
+        if self.broken:
+            raise ConnectionError("the program is gone, or has not answered in time")
+        self.broken = True  # until the answer has arrived: an alarm may interrupt the wait
+        try:
+            self.connection.send(request)
+            answer = self.connection.receive()
+        except (EOFError, OSError, ValueError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise ConnectionError(f"the program is gone: {error}") from None
+        self.broken = False
+        if not isinstance(answer, dict):
+            raise ValueError("the program's answer is not a JSON object")
+        return answer
+
+    def look_up(self, name: str) -> tuple[bool, Any]:
+        """Whether the program defines a name, and its value."""
+        answer = self.exchange({"operation": "name", "arguments": ["list", [name]]})
+        if "error" in answer or answer.get("missing"):
+            return False, None
+        if "exception" in answer:
+            return True, self._exception(answer["exception"])
+        value = self._decode(answer["value"])
+        if isinstance(value, Remote):
+            vars(value)["_known"] = 3 if name[:1].isupper() else 2
+        return True, value
+
+    def find(self, data: list[Any]) -> Remote:
+        """The stand-in for an object of the program: always the same."""
+        kind, number = data
+        if kind != "object":
+            raise ValueError(f"unknown kind of data {kind!r}")
+        return self._remotes.setdefault(number, Remote(self, int(number)))
+
+    def _hold(self, value: Any) -> list[Any]:
+        if isinstance(value, wire.Both):
+            value = value.remote
+        if isinstance(value, Remote):
+            return ["object", value._number]
+        if isinstance(value, (int, float, str, tuple)):
+            return []  # plain data of the tests, of a subclass
+        kind = value if isinstance(value, type) else type(value)
+        why = f"they hand over a {type(value).__name__}: only plain data can go to the program"
+        # the row is at fault, unless the program may have led the tests to do this
+        if self._blame and not issubclass(kind, BaseException):
+            self.unusable = why
+        raise TypeError(why)
+
+    def _exception(self, names: list[list[str]]) -> type[Exception]:
+        """The class for an exception of the program, given its base classes: one of the standard library, or a new
+        class derived from one."""
+        if not names:
+            return Exception
+        (module, name), *bases = names
+        if (known := _standard(module, name)) is not None:
+            return known
+        if name not in self._exceptions:
+            base = self._exception(bases)
+            self._exceptions[name] = type(name, (base,), {"__str__": _text_of(base)})
+        return self._exceptions[name]
+
+
+def _standard(module: str, name: str) -> type[Exception] | None:
+    """A built-in exception, or one of a standard module that the tests have imported, except those that skip a test."""
+    top = module.partition(".")[0]
+    if module == "builtins" or (top in sys.stdlib_module_names and top != "unittest"):
+        found = getattr(sys.modules.get(module), name, None)
+        if isinstance(found, type) and issubclass(found, Exception):
+            return found
+    return None
+
+
+def _text_of(base: type[Exception]) -> Callable[[Exception], str]:
+    return lambda error: vars(error).get("_text") or base.__str__(error)
+
+
+def _safe_builtins() -> dict[str, Any]:
+    """Built-ins in which a StopIteration from a mapped function does not end the loop: ``all`` of nothing is true."""
+
+    def mapped(function: Any, *iterables: Any) -> Iterator[Any]:
+        return (function(*items) for items in zip(*iterables, strict=False))
+
+    def filtered(function: Any, iterable: Any) -> Iterator[Any]:
+        return (item for item in iterable if (item if function is None else function(item)))
+
+    return vars(builtins) | {"map": mapped, "filter": filtered}
+
+
+def _restore(ours: Any, theirs: Any) -> None:
+    """Change a container of the tests as the program has changed its copy. Nested containers keep their identity."""
+    if type(ours) is not type(theirs):
+        return
+    if isinstance(ours, list) and len(ours) == len(theirs):
+        for index, (old, new) in enumerate(zip(ours, theirs, strict=True)):
+            if isinstance(old, (list, dict, set)) and type(old) is type(new):
+                _restore(old, new)
+            else:
+                ours[index] = new
+    elif isinstance(ours, wire.MUTABLE):
+        ours.clear()
+        (ours.update if isinstance(ours, (dict, set)) else ours.extend)(theirs)
+
+
+class _Solution(ModuleType):
+    """The module of ``from solution import name``."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__("solution")
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found, value = self._link.look_up(name)
+        if not found:
+            raise AttributeError(f"the program does not define {name}")
+        return value
+
+
+def main(source: bytes, reads: int, writes: int) -> None:
+    """Run the tests of a task, given as JSON."""
+    results = os.dup(1)
+    os.dup2(2, 1)
+
+    def report(message: dict[str, Any]) -> None:
+        os.write(results, json.dumps(message).encode() + b"\n")
+
+    task = json.loads(source)
+    steps = plan.plan(task)
+    report({"tests": sum(step.counts for step in steps)})
+    link = Link(wire.Wire(reads, writes))
+    signal.signal(signal.SIGALRM, wire.raise_timeout)
+    sys.modules["solution"] = _Solution(link)
+    sys.modules["tests"] = module = ModuleType("tests")
+    names = module.__dict__
+    names["__builtins__"] = _safe_builtins()
+    broken = _run(lambda names: _look_up(free_names(task), names, link), names, task["seconds"], link)
+    for step in steps:
+        error = broken or _run(step.run, names, task["seconds"], link)
+        if link.unusable is not None:
+            report({"unusable": link.unusable})
+            return
+        if step.counts:
+            report({"error": error})
+            if task["stop"] and error is not None:
+                return
+        else:
+            broken = error
+
+
+def _run(run: Callable[[dict[str, Any]], None], names: dict[str, Any], seconds: float, link: Link) -> str | None:
+    """Run a step, and return its error."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        run(names)
+    except BaseException as error:  # SystemExit included: tests do not end this process
+        message = f"{type(error).__name__}: {error}"[:300]
+        missing = isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "solution"
+        if (missing or isinstance(error, plan.UnclearError)) and error is not link.raised:
+            link.unusable = message
+        return message
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None
+
+
+def _look_up(wanted: list[tuple[str, bool]], names: dict[str, Any], link: Link) -> None:
+    program = names["__program__"] = {}
+    for name, is_module in wanted:
+        if is_module:  # ``math`` in the tests is the real module, even if the program defines the name
+            names[name] = __import__(name)
+        else:
+            found, value = link.look_up(name)
+            if found:
+                program[name] = names[name] = value

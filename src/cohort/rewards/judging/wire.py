@@ -1,0 +1,199 @@
+"""The protocol between tests and program, which run in two sandboxes: one JSON document per line, holding plain data.
+
+Received data cannot carry code. Numbers, strings and containers are rebuilt as exactly the built-in types, so that no
+``__eq__`` of the program runs where results are compared. Other objects stay in their process and travel as a number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+
+TYPE_CHECKING = False  # importing ``typing`` takes longer than most programs run
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+MAX_LINE = 64 * 1024 * 1024
+TYPES: dict[str, Any] = {
+    t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, dict, frozenset, type(None))
+}
+MUTABLE = (list, dict, set, bytearray, deque)
+"""Types that a call may change in place."""
+BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul"]
+BINARY += ["and_", "or_", "xor"]
+"""Operations on two objects of the program, by their names in ``operator``."""
+
+
+def _encode_pairs(value: Any, code: Callable[[Any], Any]) -> Any:
+    return [[code(key), code(item)] for key, item in value.items()]
+
+
+def _decode_pairs(pairs: Any, code: Callable[[Any], Any]) -> dict[Any, Any]:
+    return {code(key): code(item) for key, item in pairs}
+
+
+def _encode_defaultdict(value: Any, code: Callable[[Any], Any]) -> Any:
+    return [next((name for name, t in TYPES.items() if t is value.default_factory), None), _encode_pairs(value, code)]
+
+
+CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **dict.fromkeys(
+        ("list", "tuple", "set", "frozenset", "collections.deque"),
+        (lambda value, code: [code(item) for item in value], lambda t, body, code: t(code(item) for item in body)),
+    ),
+    **dict.fromkeys(
+        ("dict", "collections.Counter", "collections.OrderedDict"),
+        (_encode_pairs, lambda t, body, code: t(_decode_pairs(body, code))),
+    ),
+    "collections.defaultdict": (
+        _encode_defaultdict,
+        lambda t, body, code: t(TYPES.get(body[0]), _decode_pairs(body[1], code)),
+    ),
+    **dict.fromkeys(
+        ("bytes", "bytearray"),
+        (lambda value, _: value.decode("latin-1"), lambda t, body, _: t(body, "latin-1")),
+    ),
+    "complex": (lambda value, _: [value.real, value.imag], lambda t, body, _: t(*body)),
+    **dict.fromkeys(
+        ("range", "slice"),
+        (lambda v, code: [code(v.start), code(v.stop), code(v.step)], lambda t, body, code: t(*map(code, body))),
+    ),
+    **dict.fromkeys(
+        ("decimal.Decimal", "fractions.Fraction"), (lambda value, _: str(value), lambda t, body, _: t(str(body)))
+    ),
+    **dict.fromkeys(
+        ("datetime.date", "datetime.datetime", "datetime.time"),
+        (lambda value, _: value.isoformat(), lambda t, body, _: t.fromisoformat(body)),
+    ),
+    "datetime.timedelta": (lambda v, _: [v.days, v.seconds, v.microseconds], lambda t, body, _: t(*body)),
+}
+"""Name of a type to two functions: value to JSON data, and type and JSON data to value. ``code`` codes the items."""
+
+
+def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:
+    """Encode a value as JSON data.
+
+    Values of a subclass of a number, string or tuple, such as members of an ``IntEnum`` and named tuples, are encoded
+    twice: as plain data, and as an object for their other attributes. Containers of a subclass with methods that change
+    them are objects.
+
+    Args:
+        value: any value.
+        hold: returns the JSON data that stands for an object that is not plain data.
+
+    >>> encode({"a": (1, {2.5})}, hold=list)
+    ['dict', [['a', ['tuple', [1, ['set', [2.5]]]]]]]
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    for plain in (int, float, str, tuple):
+        if isinstance(value, plain) and kind is not tuple:
+            held = hold(value) if kind.__module__ != "numpy" else []
+            data = encode(_plain(plain, value), hold)
+            return ["both", [data, held]] if held else data
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    if name in CODECS and _type(name) is kind:
+        return [name, CODECS[name][0](value, lambda item: encode(item, hold))]
+    type_name = getattr(value, "__name__", "") if kind is type else ""
+    if type_name and TYPES.get(type_name) is value:
+        return ["type", type_name]
+    if kind.__module__ == "numpy":  # arrays, and scalars that are not also Python numbers
+        return ["array", [str(value.dtype), encode(value.tolist(), hold)]]
+    return hold(value)
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    """Convert a value to a built-in type without calling methods of the value's class."""
+    if kind is tuple:
+        return tuple(tuple.__iter__(value))
+    return str.__str__(value) if kind is str else int.__int__(value) if kind is int else float.__float__(value)
+
+
+def _type(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(__import__(module or "builtins"), attribute)
+
+
+def decode(data: Any, find: Callable[[list[Any]], Any]) -> Any:
+    """Decode JSON data. ``find`` returns the object for what ``hold`` returned.
+
+    >>> decode(["tuple", [1, ["collections.deque", [2]]]], find=list)
+    (1, deque([2]))
+    """
+    if not isinstance(data, list):
+        return data
+    name, body = data
+    if name in CODECS:
+        return CODECS[name][1](_type(name), body, lambda item: decode(item, find))
+    if name == "both":
+        plain, other = decode(body[0], find), find(body[1])
+        if not isinstance(other, Far):  # the object is back in its own process
+            return other
+        value = _BOTH[type(plain)](plain)
+        value.remote = other
+        return value
+    if name == "type":
+        return TYPES[body]
+    if name == "array":
+        numpy: Any = __import__("numpy")
+        return numpy.array(decode(body[1], find), dtype=body[0])[()]
+    return find(data)
+
+
+class Far:
+    """Base of the stand-ins for objects of the other process."""
+
+
+class Both:
+    """A number, string or tuple that is compared here as plain data, and has its other attributes there."""
+
+    remote: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.remote, name)
+
+    def __str__(self) -> str:
+        return str(self.remote)
+
+    def __repr__(self) -> str:
+        return repr(self.remote)
+
+
+_BOTH: dict[type, Any] = {kind: type("Both", (Both, kind), {}) for kind in (int, float, str, tuple)}
+
+
+class Wire:
+    """A connection to the other process over two pipes."""
+
+    def __init__(self, reads: int, writes: int) -> None:
+        sys.set_int_max_str_digits(0)
+        self._reads = os.fdopen(reads, "rb")
+        self._writes = writes
+
+    def send(self, message: Any) -> None:
+        """Send JSON data."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(self._writes, data) :]
+
+    def receive(self) -> Any:
+        """Receive the next message.
+
+        Raises:
+            EOFError: the other process is gone.
+        """
+        line = self._reads.readline(MAX_LINE)
+        if not line.endswith(b"\n"):
+            raise EOFError("the program is gone, or sent more than a line may hold")
+        return json.loads(line)
+
+
+def raise_timeout(*_: Any) -> None:
+    """The handler of SIGALRM in both processes."""
+    raise TimeoutError("the test's time is over")

@@ -1,0 +1,158 @@
+"""The bubblewrap command line: what a sandbox contains, and which user the program is."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from cohort.errors import SandboxError
+from cohort.sandbox.descriptors import pipe, read_pipe
+
+INSIDE = Path(__file__).with_name("inside.py")
+HOME = "/cohort"
+"""The folder of ``INSIDE`` and of a harness in the sandbox."""
+NOBODY = 65534
+"""The user id of programs: inside the sandbox, and outside as well if the parent is root."""
+SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
+_QUERY = (
+    "import json, sys, sysconfig; paths = sysconfig.get_paths(); print(json.dumps([sys._base_executable, "
+    "sys.base_prefix, sys.base_exec_prefix, paths['purelib'], paths['platlib']]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The paths of a Python interpreter."""
+
+    executable: str
+    """For a virtual environment, the Python that it was made from."""
+    libraries: tuple[str, ...]
+    packages: tuple[str, ...]
+    """The folders of installed packages, including those of a virtual environment."""
+
+
+@functools.cache
+def interpreter(python: str) -> Interpreter:
+    """Query an interpreter for its paths.
+
+    Raises:
+        SandboxError: it cannot be run.
+    """
+    try:
+        query = subprocess.run([python, "-I", "-c", _QUERY], capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxError(f"the sandbox's python {python!r} cannot be run: {error}") from None
+    executable, *prefixes, pure, native = json.loads(query.stdout)
+    libraries = tuple(f"{prefix}/{name}" for prefix in dict.fromkeys(prefixes) for name in ("lib", "lib64"))
+    return Interpreter(os.path.realpath(executable), libraries, tuple(dict.fromkeys((pure, native))))
+
+
+def environment(home: str) -> dict[str, str]:
+    """The environment of a program. Bubblewrap itself gets no other, because programs can read it."""
+    # a single malloc arena: an arena per thread would take 64 MB of the address space each
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
+    variables = {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    return variables | dict.fromkeys(threads, "1")
+
+
+def arguments(
+    python: Interpreter,
+    harness: Path | None,
+    disk: int,
+    files: Mapping[str, FileIO],
+    filter_file: FileIO,
+    mapping: UserMapping | None,
+) -> list[str]:
+    """The arguments of ``bwrap`` up to the command.
+
+    Args:
+        python: its files are shown.
+        harness: the file whose folder is shown.
+        disk: size of /tmp in MB; 0: it is read-only.
+        files: files in /tmp by relative path.
+        filter_file: the seccomp filter.
+        mapping: maps two users from outside. None: bubblewrap maps its only user itself.
+    """
+    result = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    result += ["--cap-drop", "ALL", "--seccomp", str(filter_file.fileno())]
+    if mapping:
+        info, block = (str(end.fileno()) for end in mapping.ends)
+        result += ["--info-fd", info, "--userns-block-fd", block, "--uid", "0", "--gid", "0"]
+        result += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # lost when ``inside.py`` changes the user
+    else:
+        result += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    # /tmp comes first: a Python environment may lie below it, and later mounts cover earlier ones
+    result += ["--perms", "1777", "--size", str(disk << 20), "--tmpfs", "/tmp"] if disk else ["--dir", "/tmp"]
+    result += _bind([*SYSTEM, *python.libraries, python.executable, *python.packages])
+    result += ["--ro-bind", str(INSIDE), f"{HOME}/{INSIDE.name}"]
+    result += ["--ro-bind", str(harness.parent), f"{HOME}/{harness.parent.name}"] if harness else []
+    for name, file in files.items():
+        result += ["--perms", "0444", "--file", str(file.fileno()), f"/tmp/{name}"]
+    result += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev"]
+    # the root is in memory as well, and its size is not limited
+    return [*result, "--remount-ro", "/dev", "--chdir", "/tmp", "--remount-ro", "/"]
+
+
+def _bind(paths: Iterable[str]) -> list[str]:
+    """Show those of the paths that exist, each once."""
+    result: list[str] = []
+    bound: list[Path] = []
+    for path in sorted({Path(path) for path in paths if os.path.exists(path)}):  # noqa: PTH110
+        if any(path.is_relative_to(other) for other in bound):
+            continue
+        if path.parent == Path("/") and path.is_symlink():  # /lib is usr/lib
+            result += ["--symlink", str(path.readlink()), str(path)]
+            continue
+        if path.parent != Path("/"):
+            result += ["--dir", str(path.parent)]  # otherwise it would have the permissions of the folder outside
+        result += ["--ro-bind", str(path), str(path)]
+        bound.append(path)
+    return result
+
+
+class UserMapping:
+    """Gives a new user namespace two users: root, who makes the sandbox, and nobody, who runs the program.
+
+    Only root can do this, from outside. A process inside the namespace may map a single user, and the kernel does not
+    limit the number of root's tasks.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._info, info_end = pipe(stack)
+        block_end, self._block = pipe(stack)
+        self.ends = [info_end, block_end]
+        """Bubblewrap writes the id of its child to the first, and waits for the second until the users are mapped."""
+
+    def complete(self, cancelled: threading.Event) -> bool:
+        """Map the users as soon as bubblewrap has a child. False: it ended before that.
+
+        Raises:
+            SandboxError: the users cannot be mapped, or the run was cancelled.
+        """
+        info = b""
+        while (found := re.search(rb'"child-pid": (\d+)\D', info)) is None:
+            if not (part := read_pipe(self._info, cancelled)):
+                return False
+            info += part
+        try:
+            map_users(int(found[1]))
+        except OSError as error:
+            raise SandboxError(f"the users of a sandbox cannot be mapped: {error}") from None
+        self._block.write(b"1")
+        self._block.close()
+        return True
+
+
+def map_users(process: int) -> None:
+    """Map root and nobody in the user namespace of a process."""
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{process}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")

@@ -1,0 +1,213 @@
+"""Start a program in its sandbox, read what it writes, and kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from io import FileIO
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from cohort.errors import SandboxError
+from cohort.sandbox import watchdog
+from cohort.sandbox.bubblewrap import HOME, INSIDE, NOBODY, Interpreter, UserMapping, arguments, environment
+from cohort.sandbox.descriptors import TICK, check, pipe, read_pipe, sealed_file
+from cohort.sandbox.executor import Limits, Outcome, Program, Result
+from cohort.sandbox.syscalls import system_call_filter
+
+
+class Process:
+    """A running sandbox, and what its program has written."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], output: int, mark: str) -> None:
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        self._popen = popen
+        self._output = output
+        self._mark = mark
+        self._killed: Outcome | None = None
+        self._stdout, self._stderr = bytearray(), bytearray()
+        self.streams = {popen.stdout.fileno(): self._stdout, popen.stderr.fileno(): self._stderr}
+        """The pipes that are still open, and what was read from them."""
+        self.started = time.monotonic()
+        self.is_ready = not mark
+        """Whether the sandbox dies when bubblewrap's own process is killed."""
+
+    def finish(self, until: float, cancelled: threading.Event, others: Sequence[Process] = ()) -> Result:
+        """Wait for the program to end, and kill it when its time is over.
+
+        Args:
+            until: value of ``time.monotonic`` at which the program is killed.
+            cancelled: raise as soon as this is set.
+            others: processes whose output is read meanwhile.
+
+        Raises:
+            SandboxError: something else killed the sandbox, or the run was cancelled.
+        """
+        while self._is_running() and (left := until - time.monotonic()) > 0:
+            check(cancelled)
+            read_output([self, *others], min(left, TICK))
+        if self._is_running():
+            self._kill(Outcome.TIMEOUT)
+        self.close()
+        seconds, code = time.monotonic() - self.started, self._popen.returncode
+        if code is None or (self._killed is None and code == -signal.SIGKILL):
+            raise SandboxError("something else killed the sandbox: is the machine out of memory?")
+        code = 128 - code if code < 0 else code
+        stdout, stderr = (bytes(data).decode(errors="replace") for data in (self._stdout, self._stderr))
+        outcome = self._killed or _outcome(code, stderr)
+        return Result(outcome, None if self._killed else code, stdout, stderr, seconds)
+
+    def close(self) -> None:
+        """Kill what is left of the sandbox, and wait until it is gone. Idempotent."""
+        stdout, stderr = self._popen.stdout, self._popen.stderr
+        assert stdout is not None
+        assert stderr is not None
+        if stdout.closed:
+            return
+        self._kill()
+        if not self.is_ready:
+            watchdog.kill_marked(self._mark)
+        # without a sandbox, a process that left the group may keep the output open for longer
+        until = time.monotonic() + 5
+        while self.streams and (left := until - time.monotonic()) > 0:
+            read_output([self], left)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(max(0.0, until - time.monotonic()))
+        stdout.close()
+        stderr.close()
+
+    def _is_running(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(0 if self.streams else TICK)  # a program whose output is closed has probably ended
+        return self._popen.returncode is None
+
+    def _kill(self, outcome: Outcome | None = None) -> None:
+        """Kill bubblewrap's own process, and the sandbox with it. Without a sandbox, kill the process group."""
+        self._killed = self._killed or outcome
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def read(self, fd: int) -> None:
+        """Read from a stream that has data or has ended."""
+        chunk, data = os.read(fd, 1 << 16), self.streams[fd]
+        room = self._output - len(data)
+        data += chunk[:room]
+        if not chunk:
+            del self.streams[fd]
+        elif len(chunk) > room:
+            self._kill(Outcome.OUTPUT)
+
+
+def read_output(processes: Sequence[Process], seconds: float) -> None:
+    """Read what processes write, and wait for it for at most this time."""
+    owners = {fd: process for process in processes for fd in process.streams}
+    for fd in wait(owners, seconds) if owners else ():
+        assert isinstance(fd, int)
+        owners[fd].read(fd)
+
+
+def _outcome(code: int, stderr: str) -> Outcome:
+    if code == 0:
+        return Outcome.FINISHED
+    if code == 128 + signal.SIGXCPU:
+        return Outcome.TIMEOUT
+    last_line = stderr.rstrip().rpartition("\n")[2]
+    is_memory = code == 128 + signal.SIGKILL or last_line.startswith("MemoryError")
+    return Outcome.MEMORY if is_memory else Outcome.FAILED
+
+
+def start(
+    stack: ExitStack,
+    bwrap: str | None,
+    python: Interpreter,
+    program: Program,
+    limits: Limits,
+    cancelled: threading.Event,
+    pipes: Sequence[FileIO] = (),
+) -> Process:
+    """Start a program in a sandbox.
+
+    Args:
+        stack: kills the program when it is closed.
+        bwrap: path of bubblewrap; None: no sandbox, only the limits of the kernel.
+        python: the interpreter, with the packages that the program can import.
+        program, limits: see ``Executor.run``.
+        cancelled: raise as soon as this is set.
+        pipes: the file descriptors of a harness. Closed here.
+
+    Raises:
+        SandboxError: the sandbox could not be made, or the run was cancelled.
+    """
+    ready, ready_end = pipe(stack)
+    texts = (program.source, program.stdin)
+    source, stdin = (sealed_file(stack, text.encode(errors="surrogatepass")) for text in texts)
+    inherited = [ready_end, source, *pipes]
+    settings: dict[str, object] = {
+        "ready": ready_end.fileno(),
+        "source": source.fileno(),
+        "pipes": ",".join(str(file.fileno()) for file in pipes),
+        "harness": program.harness or "",
+        "packages": os.pathsep.join(python.packages),
+        "memory": limits.memory,
+        "disk": limits.disk,
+        "cpu": math.ceil(limits.seconds) + 1,
+    }
+    mapping = UserMapping(stack) if bwrap and os.geteuid() == 0 else None
+    if bwrap:
+        rules = sealed_file(stack, system_call_filter())
+        files = {name: sealed_file(stack, data) for name, data in program.files.items()}
+        inherited += [rules, *files.values(), *(mapping.ends if mapping else ())]
+        command = [bwrap, *arguments(python, program.harness, limits.disk, files, rules, mapping)]
+        folder, inside, mark = "/tmp", f"{HOME}/{INSIDE.name}", watchdog.mark()
+        settings |= {"threads": limits.threads} | ({"user": NOBODY} if mapping else {})
+        if program.harness:
+            settings["harness"] = f"{HOME}/{program.harness.parent.name}/{program.harness.name}"
+    else:
+        command, inside, mark = [], str(INSIDE), ""
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
+        _write_files(Path(folder), program.files)
+    command += [python.executable, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
+    command += [mark] if mark else []
+    process = Process(_spawn(command, folder, stdin, inherited), limits.output, mark)
+    stack.callback(process.close)
+    # the program is read only after all limits are set
+    if (mapping and not mapping.complete(cancelled)) or not read_pipe(ready, cancelled):
+        result = process.finish(time.monotonic() + 1, cancelled)
+        raise SandboxError(f"a sandbox could not be made: {result.stderr.strip() or f'exit code {result.exit_code}'}")
+    process.started, process.is_ready = time.monotonic(), True
+    return process
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def _spawn(command: list[str], folder: str, stdin: FileIO, inherited: list[FileIO]) -> subprocess.Popen[bytes]:
+    """Start a process with these open files. They are closed here, so that a pipe ends when the process does."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=environment(folder),
+            pass_fds=[file.fileno() for file in inherited],
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SandboxError(f"{command[0]} could not be started: {error}") from None
+    finally:
+        for file in (stdin, *inherited):
+            file.close()

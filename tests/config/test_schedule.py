@@ -1,0 +1,66 @@
+"""The schedule: steps, prompts per step, and what is computed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.errors import DataError
+
+
+def test_schedule_with_several_updates_per_rollout():
+    config = GRPOConfig(prompts_per_step=8, num_generations=8, num_iterations=2, minibatches=4, beta=0.1)
+    schedule = Schedule.of(config, 7473)
+    assert schedule.steps == 935
+    assert schedule.updates == 934 * 8 + 2  # the last step has one prompt, so one minibatch
+    assert schedule.needs_old_logps
+    assert schedule.needs_ref_logps
+    assert "8 prompts x 8 = 64 completions per rollout, 8 updates each" in schedule.describe()
+    assert "934.12 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates" in schedule.describe()
+    assert "the last of 1 prompt\n" in schedule.describe()
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_prompts", "words"),
+    [
+        ({"num_epochs": 2}, 7473, "2 epochs = 1,869 rollouts = 1,869 updates, the last of 2 prompts\n"),
+        ({"num_epochs": 2}, 7473, "64 completions per rollout, 1 update each"),
+        ({"max_steps": 10}, 100, "10 rollouts = 10 updates, 0.8 epochs\n"),
+        ({"max_steps": 3}, None, "3 rollouts = 3 updates, on streamed prompts"),
+    ],
+)
+def test_schedule_in_words(settings, num_prompts, words):
+    assert words in Schedule.of(GRPOConfig(**settings), num_prompts).describe()
+
+
+def test_streamed_data_has_no_epochs():
+    with pytest.raises(DataError, match="is streamed, so its length is unknown: set run.max_steps"):
+        Schedule.of(GRPOConfig(), None)
+    schedule = Schedule.of(GRPOConfig(max_steps=3), None)
+    assert [schedule.prompts_of(step) for step in range(3)] == [8, 8, 8]
+
+
+def test_data_smaller_than_a_step():
+    with pytest.raises(DataError, match=r"5 prompts, fewer than one step.*prompts_per_step \(now 8\) to 5"):
+        Schedule.of(GRPOConfig(), 5)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3))
+def test_every_prompt_is_used_equally_often_also_after_a_resume_with_more_epochs(num_prompts, per_step, epochs, more):
+    num_prompts = max(num_prompts, per_step)
+    schedule = Schedule.of(GRPOConfig(prompts_per_step=per_step, num_epochs=epochs), num_prompts)
+    counts = [schedule.prompts_of(step) for step in range(schedule.steps)]
+    assert sum(counts) == num_prompts * epochs
+    assert all(count == per_step for count in counts[:-1])
+    assert 1 <= counts[-1] <= per_step
+    longer = Schedule.of(GRPOConfig(prompts_per_step=per_step, num_epochs=epochs + more), num_prompts)
+    longer = longer.resumed(schedule.steps, num_prompts * epochs)
+    later = map(longer.prompts_of, range(schedule.steps, longer.steps))
+    assert sum(counts) + sum(later) == num_prompts * (epochs + more)
+
+
+@pytest.mark.parametrize(("iterations", "minibatches", "needed"), [(1, 1, False), (2, 1, True), (1, 2, True)])
+def test_old_log_probs_are_needed_when_several_updates_use_a_rollout(iterations, minibatches, needed):
+    schedule = Schedule.of(GRPOConfig(num_iterations=iterations, minibatches=minibatches), 100)
+    assert schedule.needs_old_logps is needed
+    assert ("by identity" in schedule.describe()) is not needed
