@@ -169,8 +169,8 @@ class Engine(Protocol):
     def stream(self, watch: Watch | None = None) -> Generator[Turn]:
         """Decode, and yield each turn when it ends.
 
-        Ends when nothing is left to decode: every trajectory has ended or is parked. Call it again after ``extend`` or
-        ``submit``; both may also be called while it is suspended.
+        Ends when nothing is left to decode: every trajectory has ended, is parked, or waits for memory that parked ones
+        hold. Call it again after ``extend``, ``release`` or ``submit``; they may also be called while it is suspended.
         """
         ...
 

@@ -218,10 +218,10 @@ class LocalEngine(Engine):
         if self._scheduler is None and not self._waiting:
             return False
         scheduler = self._scheduler or self._allocate()
-        if watch.cancelled and watch.cancelled():
-            ended: dict[Trajectory, FinishReason] | None = dict.fromkeys(
-                [*scheduler.cancel(), *self._waiting], FinishReason.CANCELLED
-            )
+        cancelled = bool(watch.cancelled and watch.cancelled())
+        ended: dict[Trajectory, FinishReason] | None
+        if cancelled:
+            ended = dict.fromkeys([*scheduler.cancel(), *self._waiting], FinishReason.CANCELLED)
             self._waiting.clear()
         else:
             ended = scheduler.advance(watch.on_token)
@@ -229,7 +229,7 @@ class LocalEngine(Engine):
             self._end(trajectory, reason)
         if not scheduler.unfinished:
             self._free()
-        return ended is not None and (bool(ended) or self._scheduler is not None)
+        return bool(ended) or (ended is not None and not cancelled)
 
     def _end(self, trajectory: Trajectory, reason: FinishReason) -> None:
         self._ended.append(trajectory.ended(reason, self.tokenizer, self.policy.version))
