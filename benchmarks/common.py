@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,24 @@ def train_in_turns(trainer: Any, turn: Callable[[float], None]) -> None:
 def temporary_run() -> str:
     """A folder for a run, inside the temporary one that a side works in."""
     return str(Path(tempfile.mkdtemp(dir=Path.cwd())) / "run")
+
+
+def laid_out(
+    prompts_P: Sequence[Sequence[int]],
+    completions_S: Sequence[Sequence[int]],
+    advantages_S: Sequence[float],
+    device: Any = "cpu",
+) -> Any:
+    """A batch of equally large groups, with sampler log-probs of 0 and the given advantages."""
+    from cohort.train import lay_out
+    from cohort.types import Completion, FinishReason, Group, Prompt
+
+    made = [Completion.of_tokens(ids, [0.0] * len(ids), FinishReason.EOS) for ids in completions_S]
+    size = len(made) // len(prompts_P)
+    groups = [
+        Group(Prompt(p, p, tuple(ids), "", "", {}), tuple(made[p * size : (p + 1) * size]))
+        for p, ids in enumerate(prompts_P)
+    ]
+    batch = lay_out(groups, torch.device(device))
+    advantages = torch.tensor(advantages_S, dtype=torch.float64, device=batch.sequence_N.device)
+    return replace(batch, advantages_N=advantages[batch.sequence_N])

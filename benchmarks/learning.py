@@ -73,10 +73,10 @@ class Held:
         from cohort.data import PromptSet
         from cohort.demo.run import EVAL_PROBLEMS, MODEL
         from cohort.demo.task import accuracy, problems
+        from cohort.evaluation import Evaluator
         from cohort.policy import Policy, Precision, end_token_ids, load_model, load_tokenizer
         from cohort.rewards import RewardRunner
         from cohort.rollout import LocalEngine, Sampling
-        from cohort.train import Evaluator
 
         precision = Precision(torch.float32, torch.float32)
         self._model = load_model(str(MODEL), precision, torch.device("cpu"))

@@ -44,6 +44,7 @@ from common import (
     Turns,
     build_model,
     even_tokens,
+    laid_out,
     make_rows,
     make_tokenizer,
     progress,
@@ -108,7 +109,8 @@ def cohort_side(turns: Turns, shape: Shape, token_budget: int | None) -> None:
     from cohort.config import OptimConfig
     from cohort.objective import PRESETS
     from cohort.policy import Policy, resolve_precision
-    from cohort.train import Optimizer, update
+    from cohort.rollout import Sampling
+    from cohort.train import Optimizer, StepContext, TokenBudget, UpdateResult, part_of, update
     from cohort.train.memory import MOST_TOKENS
     from cohort.types import TokenBatch
 
@@ -116,24 +118,15 @@ def cohort_side(turns: Turns, shape: Shape, token_budget: int | None) -> None:
     policy = Policy(model, resolve_precision("auto", torch.device("cpu"), shape.hidden_size))
     optimizer = Optimizer(model, OptimConfig(learning_rate=LEARNING_RATE), 1)
     tokens_a_pass = token_budget or MOST_TOKENS["cpu"]
+    context = StepContext(policy, optimizer, PRESETS["default"], Sampling(1), TokenBudget(tokens_a_pass))
 
     def prepare(tokens: Tokens) -> TokenBatch:
         prompts, completions, advantages = tokens.draw(shape.vocab_size)
-        count = tokens.completions * tokens.length
-        of_sequence = torch.tensor(advantages, dtype=torch.float64)
-        return TokenBatch(
-            prompt_ids=tuple(map(tuple, prompts)),
-            completion_ids=tuple(map(tuple, completions)),
-            group_S=torch.arange(tokens.completions) // tokens.group,
-            sequence_N=torch.arange(tokens.completions).repeat_interleave(tokens.length),
-            sampler_logps_N=torch.zeros(count, dtype=torch.float64),
-            truncated_S=torch.zeros(tokens.completions, dtype=torch.bool),
-            advantages_N=of_sequence.repeat_interleave(tokens.length),
-            loss_N=torch.ones(count, dtype=torch.bool),
-        )
+        return laid_out(prompts[:: tokens.group], completions, advantages)
 
     def run(batch: TokenBatch) -> None:
-        result = update(policy, optimizer, batch, PRESETS["default"], 1.0, tokens_a_pass)
+        result = update(context, batch, part_of(batch, range(batch.num_sequences)))
+        assert isinstance(result, UpdateResult), result
         assert result.grad_norm > 0, "no step was made"
 
     in_turns(turns, {"precision": f"{policy.precision}, {tokens_a_pass} tokens"}, run, prepare)

@@ -15,15 +15,17 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from common import laid_out
 
 from cohort.config import OptimConfig
 from cohort.demo.run import MODEL
 from cohort.objective import PRESETS, Objective, UpdateTokens, coefficients, token_statistics, token_weights
 from cohort.policy import Policy, load_model, resolve_precision
-from cohort.train import Optimizer, update
-from cohort.types import TokenBatch
+from cohort.rollout import Sampling
+from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
 
 update_module = importlib.import_module("cohort.train.update")  # the package's name for it is the function's
 NAMES = ("default", "grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "dppo_kl", "rloo")
@@ -111,18 +113,11 @@ def share_of_an_update(repeats: int) -> None:
     t = tensors(completions, length)
     vocabulary = policy.model.config.vocab_size
     ids = torch.randint(2, vocabulary, (completions, length), generator=torch.Generator().manual_seed(1)).tolist()
-    batch = TokenBatch(
-        prompt_ids=((1,) * 24,) * completions,
-        completion_ids=tuple(map(tuple, ids)),
-        group_S=t["group_S"],
-        sequence_N=t["sequence_N"],
-        sampler_logps_N=t["sampler_logps_N"],
-        truncated_S=torch.zeros(completions, dtype=torch.bool),
-        advantages_N=t["advantages_N"],
-        loss_N=torch.ones(completions * length, dtype=torch.bool),
-        old_logps_N=t["old_logps_N"],
-        ref_logps_N=t["ref_logps_N"],
+    batch = replace(
+        laid_out([(1,) * 24] * len(t["group_S"].unique()), ids, [0.0] * completions),
+        **{name: t[name] for name in ("sampler_logps_N", "advantages_N", "old_logps_N", "ref_logps_N")},
     )
+    part = part_of(batch, range(completions))
     optimizer = Optimizer(policy.model, OptimConfig(), 1)
     spent = timed_inside_the_update()
     print(f"\nupdate of the demo's model, {completions} completions of {length} tokens, in microbatches\n")
@@ -132,7 +127,7 @@ def share_of_an_update(repeats: int) -> None:
         for _ in range(repeats + 1):
             spent.clear()
             start = time.perf_counter()
-            update(policy, optimizer, batch, objective, 1.0, 4096)
+            update(StepContext(policy, optimizer, objective, Sampling(length), TokenBudget(4096)), batch, part)
             shares.append((time.perf_counter() - start, sum(spent)))
         whole, own = (statistics.median(column) for column in zip(*shares[1:], strict=True))
         print(f"| {name} | {whole:.3f} | {own:.4f} | {own / whole:.2%} |", flush=True)
@@ -141,7 +136,7 @@ def share_of_an_update(repeats: int) -> None:
 def timed_inside_the_update() -> list[float]:
     """Make the update note the seconds of its denominators, coefficients and diagnostics."""
     spent: list[float] = []
-    for function in ("minibatch_weights", "coefficients", "in_minibatch_order", "token_statistics"):
+    for function in ("minibatch_weights", "coefficients", "update_tokens", "token_statistics"):
         real = getattr(update_module, function)
 
         def timed(*arguments, real=real, **named):

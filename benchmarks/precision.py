@@ -13,14 +13,15 @@ import statistics
 import time
 
 import torch
+from common import laid_out
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohort.config import OptimConfig
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, resolve_precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.train import Optimizer, update
-from cohort.types import Prompt, TokenBatch
+from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
+from cohort.types import Prompt
 
 
 def main() -> None:
@@ -45,17 +46,8 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config).to(device)
     ids = torch.randint(0, 4096, (options.sequences, options.length)).tolist()
-    count = options.sequences * options.length
-    batch = TokenBatch(
-        prompt_ids=((1, 2, 3, 4),) * options.sequences,
-        completion_ids=tuple(map(tuple, ids)),
-        group_S=torch.zeros(options.sequences, dtype=torch.long, device=device),
-        sequence_N=torch.arange(options.sequences, device=device).repeat_interleave(options.length),
-        sampler_logps_N=torch.zeros(count, device=device),
-        truncated_S=torch.zeros(options.sequences, dtype=torch.bool, device=device),
-        advantages_N=torch.randn(options.sequences, device=device).repeat_interleave(options.length).double(),
-        loss_N=torch.ones(count, dtype=torch.bool, device=device),
-    )
+    batch = laid_out([(1, 2, 3, 4)], ids, torch.randn(options.sequences).tolist(), device)
+    part = part_of(batch, range(options.sequences))
     optimizer = Optimizer(model, OptimConfig(), 1)
     policies = {name: Policy(model, Precision(torch.float32, getattr(torch, name))) for name in ("float32", "bfloat16")}
     prompts = [Prompt(uid, uid, tuple(range(2, 34)), "", "", {}) for uid in range(options.sequences // 8)]
@@ -66,7 +58,7 @@ def main() -> None:
     for _repeat in range(options.repeats + 1):
         for name, policy in policies.items():
             start = time.perf_counter()
-            update(policy, optimizer, batch, PRESETS["default"], 1.0, 16_384)
+            update(StepContext(policy, optimizer, PRESETS["default"], Sampling(64), TokenBudget(16_384)), batch, part)
             wait(device)
             seconds["update", name].append(time.perf_counter() - start)
             start = time.perf_counter()

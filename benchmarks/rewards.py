@@ -48,7 +48,7 @@ async def judge(completion):
 def rollout(prompts: int, size: int) -> list[Group]:
     """Groups of completions of about 200 tokens."""
     text, ids = "word " * 200, tuple(range(200))
-    made = Completion(ids, (-1.0,) * 200, FinishReason.EOS, text, 0)
+    made = Completion.of_tokens(ids, (-1.0,) * 200, FinishReason.EOS, text, 0)
     return [
         Group(Prompt(p, p, ids, text, text, {"answer": str(p), "question": text}), (made,) * size)
         for p in range(prompts)

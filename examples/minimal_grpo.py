@@ -50,7 +50,7 @@ def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]
 def completion_logps(policy: Policy, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor:
     """Log pi(token) of every completion token, flat, shape [N]."""
     prompt_ids = [prompt.token_ids for prompt in prompts]
-    completion_ids = [completion.token_ids for completion in completions]
+    completion_ids = [completion.token_ids.tolist() for completion in completions]
     return policy.logps(prompt_ids, completion_ids, TEMPERATURE).logps_N
 
 

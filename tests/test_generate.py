@@ -37,7 +37,7 @@ def engine():
 
 
 def sampled(engine, contents, n=1, seed=0, chat=True, **sampling):
-    """What the engine gives for the same prompts, a list of completions per prompt."""
+    """The engine's completions of the same prompts, a list per prompt."""
     rows = [{"prompt": content} for content in contents]
     prompts = PromptSet(rows, engine.tokenizer, DataConfig(format="chat" if chat else "auto")).all()
     settings = Sampling(**{"max_completion_length": 24} | sampling)
@@ -70,7 +70,7 @@ def test_one_completion_is_streamed(engine, capsys, monkeypatch):
     assert run("3478+5869", "--chat", "--seed", "3") == 0
     ((expected,),) = sampled(engine, ["3478+5869"], seed=3)
     assert "".join(pieces) == expected.text + "\n"
-    assert len(pieces) == len(expected.token_ids) + 1  # a piece per token of a text that was cut, and the line break
+    assert len(pieces) == len(expected.token_ids) + 1  # one piece per token, and the line break
     assert expected.finish_reason == "length"
     output = capsys.readouterr()
     assert output.out == ""
@@ -130,42 +130,33 @@ def test_a_file_of_prompts_to_a_file_of_completions(engine, capsys, tmp_path, pr
     assert [line["token_ids"] for line in lines(out)] != [list(one.token_ids) for group in groups for one in group]
 
 
-def test_what_else_is_asked_changes_no_completion(tmp_path, prompts_file, questions, capsys):
+def test_other_prompts_and_the_batch_size_change_no_completion(engine, tmp_path, prompts_file, questions, capsys):
     out, first = tmp_path / "out.jsonl", tmp_path / "first.jsonl"
     assert run("--prompts", str(prompts_file), "--chat", "--batch-size", "1", "--output", str(out)) == 0  # two calls
+    assert [line["token_ids"] for line in lines(out)] == [list(one.token_ids) for (one,) in sampled(engine, questions)]
     assert run(questions[0], "98765+43210", "--chat", "--n", "2", "--output", str(first)) == 0
     assert lines(out)[0]["token_ids"] == lines(first)[0]["token_ids"]
-    whole = tmp_path / "whole.jsonl"
-    assert run("--prompts", str(prompts_file), "--chat", "--output", str(whole)) == 0
-    assert [line["token_ids"] for line in lines(whole)] == [line["token_ids"] for line in lines(out)]
 
 
 def test_rows_keep_their_columns(engine, tmp_path, capsys):
-    import pyarrow
-    import pyarrow.parquet
-
     messages = [{"role": "user", "content": "98+7"}]
     rows = [{"q": messages, "answer": 105, "text": "mine", "row.text": "?"}, {"q": messages, "answer": None}]
-    for name in ("in.jsonl", "in.parquet"):
-        out = tmp_path / f"{name}.out"
-        if name == "in.jsonl":
-            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
-        assert run("--prompts", str(tmp_path / name), "--prompt-column", "q", "--output", str(out)) == 0
-        first, second = lines(out)
-        ((expected,), _) = sampled(engine, ["98+7"] * 2)
-        assert first["text"] == expected.text
-        assert first["prompt"] == messages
-        assert (first["answer"], first["row.row.text"], first["row.text"]) == (105, "mine", "?")
-        assert second["answer"] is None
-        assert "hint" not in capsys.readouterr().err
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("--prompts", str(tmp_path / "in.jsonl"), "--prompt-column", "q", "--output", str(out)) == 0
+    first, second = lines(out)
+    ((expected,), _) = sampled(engine, ["98+7"] * 2)
+    assert first["text"] == expected.text
+    assert first["prompt"] == messages
+    assert (first["answer"], first["row.row.text"], first["row.text"]) == (105, "mine", "?")
+    assert second["answer"] is None
+    assert "hint" not in capsys.readouterr().err
 
 
-def test_a_line_is_json_whatever_the_row_holds():
+def test_a_line_is_valid_json_for_every_row():
     import datetime
 
-    completion = Completion((1,), (-0.5,), FinishReason.EOS, "x", 0)
+    completion = Completion.of_tokens((1,), (-0.5,), FinishReason.EOS, "x", 0)
     row = {"prompt": "p", "nan": [float("nan")], "day": datetime.date(2024, 1, 2), "inner": {"a": (1, None)}}
     line = record(row, 0, 0, completion)
     assert (line["nan"], line["day"], line["inner"]) == ([None], "2024-01-02", {"a": [1, None]})
@@ -227,30 +218,22 @@ MISTAKES = {
     "empty prompt": (["a", " "], "prompt 1 of the command line is empty"),
     "two stdins": (["-", "-"], "one prompt only"),
     "empty stop": (["a", "--stop", ""], "--stop must not be empty"),
-    "temperature": (["a", "--temperature", "-1"], "temperature must be 0 (greedy) or above, got -1.0"),
     "n": (["a", "--n", "0"], 'Invalid value "0" for --n. Must be >= 1'),
     "seed": (["a", "--seed", "-1"], 'Invalid value "-1" for --seed. Must be >= 0'),
     "limits": (["a", "--min-tokens", "25"], "--min-tokens must be between 0 and --max-tokens (24), got 25"),
-    "grammars": (["a", "--regex", "a", "--json-schema", "{}"], "exclude each other"),
     "regex": (["1", "--regex", "("], "cannot be compiled"),
-    "schema": (["1", "--json-schema", "{"], "expected a JSON schema"),
-    "schema file": (["1", "--json-schema", "nope.json"], "cannot read nope.json"),
     "prefix outside the grammar": (["1", "--regex", "[0-4]+", "--prefix", "9"], "set --prefix that begin"),
     "prefix too long": (["1", "--prefix", "1" * 25], "--prefix must be at most --max-tokens (24) tokens"),
     "both": (["a", "--prompts", "good.txt"], "not both"),
     "no file": (["--prompts", "nope.txt"], "there is no prompts file nope.txt"),
-    "no rows file": (["--prompts", "nope.jsonl"], "no data file nope.jsonl"),
     "no name of a data set": (["--prompts", "gsm8k"], "expected a .txt, .jsonl, .json, .csv or .parquet file"),
     "blank": (["--prompts", "blank.txt"], "blank.txt has no prompts"),
     "bytes": (["--prompts", "latin.txt"], "latin.txt, line 2: not UTF-8"),
-    "malformed": (["--prompts", "torn.jsonl"], "torn.jsonl, line 3: not valid JSON"),
     "column": (["--prompts", "rows.jsonl", "--prompt-column", "x"], "no column 'x'; the row has: prompt, system. Set"),
-    "empty row": (["--prompts", "empty.jsonl"], "empty.jsonl, row 1: the prompt is empty"),
     "system twice": (["--prompts", "rows.jsonl", "--system", "s"], "has a system message of its own; unset --system"),
     "too long": (["1" * 250, "--chat"], "prompt 0 ('<|user|>111"),
     "too long for all": (["--prompts", "long.txt", "--max-tokens", "9"], "more than the model's context of 256"),
     "surrogate": (["a\udc80"], "the command line, row 0: the prompt is not UTF-8 text"),
-    "surrogate row": (["--prompts", "half.jsonl"], "half.jsonl, row 1: the prompt is not UTF-8 text"),
     "surrogate stop": (["a", "--stop", "\udc80"], "--stop is not UTF-8 text"),
     "folder of output": (["a", "--output", "nowhere/o.jsonl"], "no folder nowhere"),
     "output a folder": (["a", "--output", "."], "is a folder"),
@@ -260,7 +243,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_answered_before_the_model_is_loaded(mistake, tmp_path, capsys, monkeypatch):
+def test_mistakes_are_reported_before_the_model_is_loaded(mistake, tmp_path, capsys, monkeypatch):
     if mistake in ("regex", "prefix outside the grammar"):
         pytest.importorskip("llguidance")
     monkeypatch.chdir(tmp_path)
@@ -270,10 +253,7 @@ def test_mistakes_are_answered_before_the_model_is_loaded(mistake, tmp_path, cap
     Path("good.txt").write_text("1\n")
     Path("blank.txt").write_text("\n \n")
     Path("latin.txt").write_bytes(b"a\n\xe9b\n")
-    Path("torn.jsonl").write_text('{"prompt": "a"}\n\n{"prompt":\n')
-    Path("empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     Path("rows.jsonl").write_text(json.dumps({"prompt": [{"role": "system", "content": "x"}], "system": 1}) + "\n")
-    Path("half.jsonl").write_text('{"prompt": "a"}\n{"prompt": "\\ud800"}\n')
     Path("long.txt").write_text("1\n" + "1" * 250 + "\n")
     arguments, message = MISTAKES[mistake]
     assert run(*arguments) == 2
@@ -282,7 +262,7 @@ def test_mistakes_are_answered_before_the_model_is_loaded(mistake, tmp_path, cap
     assert output.out == ""
 
 
-def test_models_that_are_none(tmp_path, capsys, monkeypatch):
+def test_folders_that_are_not_models(tmp_path, capsys, monkeypatch):
     (tmp_path / "run" / "checkpoints" / "step-9").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-10").mkdir()
     assert main(["generate", str(tmp_path / "run"), "a"]) == 2
@@ -294,8 +274,8 @@ def test_models_that_are_none(tmp_path, capsys, monkeypatch):
     assert "the prompt from standard input is empty" in capsys.readouterr().err
 
 
-def test_ctrl_c_writes_what_has_ended(tmp_path, capsys, monkeypatch, prompts_file):
-    class Interrupting(run_module.Meter):  # in the midst of the third and fourth completion
+def test_ctrl_c_writes_the_completions_that_have_ended(tmp_path, capsys, monkeypatch, prompts_file):
+    class Interrupting(run_module.Meter):  # during the third and fourth completion
         live = True
         counted = 0
 
@@ -340,7 +320,7 @@ def test_ctrl_c_in_a_stream(engine, capsys, monkeypatch):
     assert "".join(pieces) == decode(engine.tokenizer, whole.token_ids[:5]) + "\n"
 
 
-def test_an_error_keeps_what_has_ended(tmp_path, monkeypatch, prompts_file):
+def test_an_error_keeps_the_completions_that_have_ended(tmp_path, monkeypatch, prompts_file):
     def fail_at_the_second(self):
         self.ended = getattr(self, "ended", 0) + 1
         if self.ended == 3:
@@ -352,10 +332,10 @@ def test_an_error_keeps_what_has_ended(tmp_path, monkeypatch, prompts_file):
     assert len(lines(tmp_path / "out.jsonl")) == 2
 
 
-def test_completions_that_cannot_be_drawn_are_an_error(capsys, monkeypatch):
+def test_completions_that_cannot_be_sampled_are_an_error(capsys, monkeypatch):
     class Broken(LocalEngine):
         def generate(self, prompts, count, *_):
-            failed = Completion((5,), (-1.0,), FinishReason.ERROR, "5", 0)
+            failed = Completion.of_tokens((5,), (-1.0,), FinishReason.ERROR, "5", 0)
             return [Group(prompt, (failed,) * count) for prompt in prompts]
 
     monkeypatch.setattr(run_module, "LocalEngine", Broken)
@@ -377,7 +357,7 @@ def test_a_closed_pipe_ends_quietly():
 
 
 def streamed(tokenizer, tokens):
-    """The pieces of a stream; what they are together is what the tokens decode to."""
+    """The pieces of a stream; together they are the decoded text."""
     stream = TextStream(tokenizer)
     pieces = [stream.add(token) for token in tokens]
     pieces.append(stream.remainder(decode(tokenizer, tokens)))
@@ -394,7 +374,7 @@ def test_a_stream_holds_back_parts_of_characters(tmp_path):
     long = tokenizer("naïve café 日本語のテキスト 👩‍👩‍👧 " * 8)["input_ids"]
     assert max(map(len, streamed(tokenizer, long))) == 1
     generator = torch.Generator().manual_seed(0)
-    for _ in range(20):  # bytes that are no text
+    for _ in range(20):  # bytes that are not valid UTF-8
         streamed(tokenizer, torch.randint(len(tokenizer), (90,), generator=generator).tolist())
 
 
@@ -409,17 +389,17 @@ def test_a_stream_over_byte_fallback_and_leading_spaces():
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     e = [1 + 0xC3, 1 + 0xA9]
     assert streamed(fast, [257, 258, *e, 257, 257]) == ["a", "b", "", "", "é a", " a", ""]
-    # The decoder judges a run of bytes as a whole: one that is not finished spoils the character before it.
+    # The decoder treats consecutive bytes as one unit: an incomplete character invalidates the one before it.
     assert streamed(fast, [258, *e, e[0]]) == ["b", "", "", "", "\ufffd" * 3]
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         streamed(fast, [257 + i if i < 3 else e[i % 2] for i in torch.randint(5, (90,), generator=generator).tolist()])
 
 
-def test_completions_go_out_in_order():
+def test_completions_are_written_in_order():
     written = []
     results = InOrder(6, 2, lambda index, sample, completion: written.append((index, sample)))
-    one = Completion((1, 2), (0.0, 0.0), FinishReason.EOS, "", 0)
+    one = Completion.of_tokens((1, 2), (0.0, 0.0), FinishReason.EOS, "", 0)
     for position in ((0, 1), (2, 0), (0, 0), (0, 0), (1, 1)):
         results.add(*position, one)
     assert written == [(0, 0), (0, 1)]
@@ -429,7 +409,7 @@ def test_completions_go_out_in_order():
     assert results.summary(2.0) == "6 completions (eos 4), 8 tokens in 2.00 s: 4 tokens/s"
 
 
-def test_a_terminal_is_not_given_orders(capsys, monkeypatch):
+def test_control_characters_are_not_sent_to_a_terminal(capsys, monkeypatch):
     from cohort.generate.show import write_stdout
 
     write_stdout("\x1b[2Ja\tb\n")

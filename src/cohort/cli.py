@@ -197,8 +197,8 @@ def evaluate(
     Args:
         model: A folder, a hub id, or a run (its best/ model, else its newest checkpoint).
     """
-    from cohort.evaluation import Request
-    from cohort.evaluation import evaluate as run
+    from cohort.evaluation.command import evaluate as run
+    from cohort.evaluation.request import Request
 
     return run(Request(model=model, overrides=overrides, **vars(flags or EvalFlags())))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
+
+from cohort.errors import ConfigError
 
 PROMPTS, DATA, SAMPLING, METRICS, ENGINE, OUTPUT = (
     Parameter(group=Group.create_ordered(name))
@@ -46,6 +49,19 @@ class SamplingFlags:
     """Overwrite existing files."""
     quiet: Annotated[bool, OUTPUT] = False
     """Print nothing to stderr except errors."""
+
+    def check_output(self, flag: str, path: Path) -> None:
+        """Check that a file can be created.
+
+        Raises:
+            ConfigError: it exists and ``--overwrite`` is not given, or its folder does not exist.
+        """
+        if path.is_dir():
+            raise ConfigError(f"{flag} {path} is a folder: give a file")
+        if path.is_file() and not self.overwrite:
+            raise ConfigError(f"{flag} {path} exists: give another file, or --overwrite")
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent} for {flag} {path.name}: create it first")
 
 
 @Parameter(name="*")

@@ -9,43 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import (
-    MEASURED,
-    Data,
-    DataCursor,
-    LengthLimit,
-    PromptSet,
-    check_data,
-    curriculum_values,
-    load_data,
-    load_sets,
-    prompt_loader,
-)
+from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
+from cohort.evaluation import Best, Evaluation, Evaluator, check_settings, tried_prompts
 from cohort.objective import Objective, try_user_functions
-from cohort.policy import context_length, load_tokenizer, read_config
+from cohort.policy import context_length, load_policy, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import LocalEngine, check_capabilities
-from cohort.train import (
-    Adaptive,
-    Best,
-    Evaluation,
-    Evaluator,
-    Optimizer,
-    Parts,
-    RunFolder,
-    check_settings,
-    evaluate_step,
-    find_budget,
-    load_policy,
-    local_engine,
-    run,
-    save_model,
-    set_seed,
-    tried_prompts,
-)
+from cohort.rollout import LocalEngine, check_capabilities, local_engine
+from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
+from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 
 
 class GRPOTrainer:
@@ -118,8 +92,8 @@ class GRPOTrainer:
         )
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
-        self.prompts = prompt_loader(prompts, self.tokenizer, config.data, self._limit, seed=config.run.seed)
-        self.schedule = Schedule.of(config, self.prompts.epoch_length)
+        self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
+        self.schedule = Schedule.of(config, prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
@@ -128,7 +102,7 @@ class GRPOTrainer:
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
         self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, self.prompts.longest, config.rollout.max_completion_length
+            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
         )
         self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
@@ -159,7 +133,7 @@ class GRPOTrainer:
                 f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
             )
         folder, metric = output_folder(self.args, resume=resume), self.args.eval.metric_for_best_model
-        parts = Parts(
+        parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -179,7 +153,7 @@ class GRPOTrainer:
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
-    def _steps(self, folder: RunFolder, parts: Parts, first_step: int) -> Iterator[dict[str, Any]]:
+    def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
         whole_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
@@ -205,11 +179,11 @@ class GRPOTrainer:
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 
-    def _keep_last_whole_step(self, folder: RunFolder, parts: Parts, *, can_write: bool) -> int | None:
+    def _keep_last_whole_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
         """Write a checkpoint if everything stands as the last whole step left it; the newest one's step, if any."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
         if can_write and step > kept:
-            folder.save_checkpoint(parts.state(step))
+            folder.save_checkpoint(parts.models, parts.saved_state(step))
             kept = step
         return kept or None
 
@@ -222,7 +196,7 @@ class GRPOTrainer:
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
-    def _evaluation_before(self, folder: RunFolder, parts: Parts, first_step: int) -> dict[str, Any] | None:
+    def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
         """The evaluation from before the first step: made now, or read back by a resumed run."""
         if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             return folder.first_evaluation()
@@ -281,9 +255,10 @@ class GRPOTrainer:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0
 
-    def _resume(self, folder: RunFolder, parts: Parts) -> int:
+    def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
         step = folder.check_resumable(self.args)
-        parts.cursor = folder.load_checkpoint(parts.state(step))
+        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity)
+        parts.restore(saved, folder.best_record())
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:
             raise ConfigError(
@@ -352,10 +327,7 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
     data = load_data(train_dataset, config.data)
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
-    check_data(data)
-    Schedule.of(config, data.epoch_length)  # too few rows are known now
-    if config.data.curriculum not in (None, MEASURED):
-        curriculum_values(data, config.data.curriculum)
+    Schedule.of(config, data.epoch_length())  # too few rows are known now
     return data, load_sets(eval_dataset, config.data)
 
 

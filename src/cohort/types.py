@@ -1,25 +1,41 @@
 """The glossary: what flows between the rooms, as frozen dataclasses. Importing this module imports no torch.
 
-Axis letters, used as suffixes of tensor names everywhere:
+Axis letters are suffixes of tensor names everywhere:
 
-    P  prompts of a rollout             G  completions of one prompt (``num_generations``)
-    S  completions ("sequences") of a rollout, S = P * G, in group order
-    N  completion tokens of a batch, flat: the tokens of sequence 0, then those of sequence 1, ...
-    V  vocabulary                       K  reward functions
+    P  prompts of a rollout; one prompt has one group      G  completions of one prompt (``num_generations``)
+    S  sequences: the completions of a rollout, in group order; S = P * G
+    B  segments: the rows that the model reads. A sequence has one or more of them
+    T  tokens of the segments, end to end: drawn by the policy, or given to it
+    N  drawn tokens, flat, sequence by sequence: the axis of the objective
+    V  vocabulary                                          K  reward functions
 
-A worked example. Two prompts, two completions each, of 3, 2, 1 and 2 tokens:
+A worked example: two prompts and two completions each. The second completion of the first prompt called a tool: the
+policy drew 7 and 8, the tool answered 40 and 41, and the policy drew 9. The last completion has two segments, because
+its history was rewritten after the first turn: it drew 5 and 6; its second segment begins with the rewritten history
+50, which the policy did not draw, and goes on with the drawn 4.
 
-    group_S    = [0, 0, 1, 1]                   which group a completion belongs to
-    lengths_S  = [3, 2, 1, 2]                   tokens per completion, end token included
-    sequence_N = [0, 0, 0, 1, 1, 2, 3, 3]       which completion a token belongs to
+    completion      token ids            drawn              group_S      lengths_S
+    0               [3, 1, 2]            all                0            3
+    1               [7, 8, 40, 41, 9]    [1, 1, 0, 0, 1]    0            3
+    2               [2]                  all                1            1
+    3               [5, 6] and [50, 4]   all and [0, 1]     1            3
+
+    sequence_B = [0, 1, 2, 3, 3]                    which completion a segment belongs to
+    lengths_B  = [3, 5, 1, 2, 2]                    tokens per segment
+    ids_T      = [3, 1, 2, 7, 8, 40, 41, 9, 2, 5, 6, 50, 4]
+    drawn_T    = [1, 1, 1, 1, 1,  0,  0, 1, 1, 1, 1,  0, 1]
+    sequence_N = [0, 0, 0, 1, 1, 1, 2, 3, 3, 3]     which completion a drawn token belongs to
+
+Log-probs, entropies, advantages, coefficients and lengths are of drawn tokens, so they have axis N: no formula sees a
+token that the policy did not draw, and no logits are computed for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,28 +52,44 @@ RESERVED_COLUMNS = frozenset(
         *("prefills", "prefill", "trainer_state", "log_extra", "log_metric"),
     }
 )
-"""What reward functions receive from Cohort itself: no column of the data may be called so."""
+"""Names of what Cohort passes to reward functions. No column of the data may have one of them."""
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended, as the sampler saw it. Never guessed from token ids afterwards."""
+    """Why a completion ended, as the engine saw it. It is never guessed from token ids afterwards."""
 
     EOS = "eos"
-    """The policy drew an end token. The end token is the completion's last token and part of the loss."""
+    """The policy drew an end token, which is the completion's last token and part of the loss."""
     STOP = "stop"
-    """The text came to contain a stop string. The tokens that spell it are part of the completion."""
+    """The text contains a stop string. The tokens that spell it are part of the completion."""
     LENGTH = "length"
-    """``max_completion_length`` tokens were drawn and none of them ended the completion: it is cut."""
+    """The completion reached ``max_completion_length`` and is truncated."""
     ERROR = "error"
-    """The model gave logits that are not numbers: nothing could be drawn. The tokens before are kept, if there are any;
-    the completion is neither scored nor trained on."""
+    """The logits were not finite, so no token could be drawn. The completion keeps the tokens before; it is neither
+    scored nor trained on."""
     CANCELLED = "cancelled"
-    """Sampling was called off before the completion ended."""
+    """Sampling was cancelled before the completion ended."""
 
     @property
     def usable(self) -> bool:
-        """Whether such a completion is scored and trained on."""
+        """Whether the completion is scored and trained on."""
         return self not in (FinishReason.ERROR, FinishReason.CANCELLED)
+
+
+class ArrayEquality:
+    """Compares dataclasses whose fields may be arrays: equal when every field is equal."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return all(
+            np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs for mine, theirs in pairs
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,138 +97,212 @@ class Prompt:
     """One row of the data set, rendered to token ids."""
 
     uid: int
-    """Identity of the prompt's group within the run: its place in the stream of prompts. Two groups never share it."""
+    """Identity of the prompt's group within the run: its index in the sequence of all prompts of the run."""
     row_index: int
-    """Which row of the data set."""
+    """Row of the data set."""
     token_ids: tuple[int, ...]
     text: str
-    """What ``token_ids`` decode to, special tokens shown."""
+    """``token_ids`` decoded, special tokens shown."""
     prompt: str | list[Message]
-    """The row's prompt as reward functions receive it: a string, or a list of messages for a conversation."""
+    """The prompt as reward functions receive it: a string, or a list of messages for a conversation."""
     columns: Mapping[str, Any]
-    """All columns of the data; None where this row has no such column."""
+    """All columns of the data set; None where this row lacks the column."""
     prefill: str = ""
-    """What of the assistant's turn stands in the prompt already, as ``<think>`` does in some chat templates, or a last
-    message that is to be continued. Completions do not hold it."""
+    """The part of the assistant turn that is already in the prompt, such as ``<think>`` in some chat templates or a
+    last message to be continued. Completions do not contain it."""
     source: str = ""
-    """Which source of a mixture the row is of. Empty: the data is no mixture."""
+    """Name of the mixture's source that the row came from. Empty when the data is not a mixture."""
 
     @property
     def is_conversation(self) -> bool:
-        """Whether the prompt is a list of messages; then completions reach the rewards as messages too."""
+        """Whether the prompt is a list of messages; if so, completions reach reward functions as messages too."""
         return not isinstance(self.prompt, str)
 
 
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Which tokens each draw of a completion could have given, where that was not the whole vocabulary: what top-k,
-    top-p, min-p, a grammar or a minimum length left. Ragged: position n has ``counts_N[n]`` of ``token_ids_K``.
+@dataclass(frozen=True, slots=True, eq=False)
+class Support(ArrayEquality):
+    """The tokens that each draw of a completion could have given, when top-k, top-p, min-p, a grammar or a minimum
+    length left some out. Ragged: draw n has the next ``counts_N[n]`` of ``token_ids_U``.
 
-    Example: with V = 5, ``token_ids_K = [1, 3, 0]``, ``counts_N = [2, 1]``, ``excluded_N = [False, True]`` say that the
-    first token was drawn from {1, 3} and the second from {1, 2, 3, 4}.
+    Example: with V = 5, ``token_ids_U = [1, 3, 0]``, ``counts_N = [2, 1]`` and ``excluded_N = [False, True]`` mean that
+    the first token was drawn from {1, 3} and the second from {1, 2, 3, 4}.
     """
 
-    token_ids_K: NDArray[np.int32]
+    token_ids_U: NDArray[np.int32]
     counts_N: NDArray[np.int32]
     excluded_N: NDArray[np.bool_]
-    """Where True, the listed tokens are those that could *not* be drawn: the shorter of the two lists is kept."""
+    """True where the listed tokens are those that could *not* be drawn. The shorter of the two lists is kept."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Support) and all(
-            np.array_equal(getattr(self, name), getattr(other, name))
-            for name in ("token_ids_K", "counts_N", "excluded_N")
-        )
+    @classmethod
+    def join(cls, supports: Sequence[Support | None], counts: Sequence[int]) -> Support | None:
+        """Concatenate supports; None stands for ``counts`` draws from the whole vocabulary. None if all are None."""
+        if not any(support is not None for support in supports):
+            return None
+        parts = [
+            cls(np.zeros(0, np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)) if one is None else one
+            for one, count in zip(supports, counts, strict=True)
+        ]
+        return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
 
-    __hash__ = None  # type: ignore[assignment]
+    def select(self, draws_N: NDArray[np.int64]) -> Support:
+        """The support of some draws, in the given order."""
+        starts_N, counts_N = self.counts_N.cumsum() - self.counts_N, self.counts_N[draws_N]
+        shifts_N = starts_N[draws_N] - (counts_N.cumsum() - counts_N)
+        listed_U = np.repeat(shifts_N, counts_N) + np.arange(counts_N.sum())
+        return Support(self.token_ids_U[listed_U], counts_N, self.excluded_N[draws_N])
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What the policy wrote after a prompt.
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(ArrayEquality):
+    """Token ids that the model reads after the group's prompt, and which of them the policy drew.
 
-    ``token_ids`` includes the end token when there is one, so ``len(token_ids)`` is the number of loss tokens.
-    Example: ids ``(5, 9, 2)`` with 2 the end token, ``finish_reason`` EOS, three ``sampler_logps``.
+    Example: ``token_ids = [7, 8, 40, 41, 9]`` with ``drawn = [1, 1, 0, 0, 1]``: the policy drew 7 and 8, read the
+    answer 40, 41 of a tool, and drew 9.
     """
 
-    token_ids: tuple[int, ...]
-    sampler_logps: tuple[float, ...]
-    """log-probability of each token under the distribution it was drawn from; same length as ``token_ids``."""
+    token_ids: NDArray[np.int64]
+    drawn: NDArray[np.bool_] | None = None
+    """One flag per token. None: the policy drew all of them."""
+
+    @property
+    def drawn_ids(self) -> NDArray[np.int64]:
+        """The drawn tokens."""
+        return self.token_ids if self.drawn is None else self.token_ids[self.drawn]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(ArrayEquality):
+    """A trajectory: what the policy wrote after a prompt, in one or more segments.
+
+    A completion of one turn is one segment whose tokens are all drawn. The answer of a tool is tokens of a segment that
+    are not drawn. When a chat template rewrites the history, the completion continues in another segment, which follows
+    the same prompt.
+
+    Example: token ids ``[5, 9, 2]`` with 2 the end token, finish reason EOS, and three ``sampler_logps``. The end token
+    is part of ``token_ids``.
+    """
+
+    segments: tuple[Segment, ...]
+    sampler_logps: NDArray[np.float64]
+    """Log-probability of each drawn token under the distribution that it was drawn from."""
     finish_reason: FinishReason
     text: str
-    """``token_ids`` decoded, special tokens left out."""
+    """All segments' tokens decoded, special tokens left out."""
     weights_version: int
-    """How many optimizer updates the weights that sampled it had seen."""
-    full_logps: tuple[float, ...] | None = None
-    """log-probability of each token under the full softmax at the same temperature. None: the same as
-    ``sampler_logps``, as nothing was left out and nothing was reweighted."""
+    """Number of optimizer updates that the sampling weights had seen."""
+    full_logps: NDArray[np.float64] | None = None
+    """Log-probability of each drawn token under the full softmax at the same temperature. None: equal to
+    ``sampler_logps``, because nothing was left out or reweighted."""
     support: Support | None = None
-    """What each token was drawn from. None: the whole vocabulary, or it was not asked for."""
-    num_forced: int = 0
-    """The first so many tokens were put there, not drawn: their ``sampler_logps`` are 0 and they are not trained on."""
+    """The tokens that each draw could have given. None: the whole vocabulary, or not recorded."""
+
+    @classmethod
+    def of_tokens(
+        cls,
+        token_ids: Sequence[int] | NDArray[np.int64],
+        sampler_logps: Sequence[float] | NDArray[np.float64],
+        finish_reason: FinishReason,
+        text: str = "",
+        weights_version: int = 0,
+        *,
+        drawn: Sequence[bool] | NDArray[np.bool_] | None = None,
+        full_logps: Sequence[float] | NDArray[np.float64] | None = None,
+        support: Support | None = None,
+    ) -> Self:
+        """A completion of one segment; sequences become arrays."""
+        segment = Segment(
+            np.asarray(token_ids, dtype=np.int64), None if drawn is None else np.asarray(drawn, dtype=np.bool_)
+        )
+        return cls(
+            (segment,),
+            np.asarray(sampler_logps, dtype=np.float64),
+            finish_reason,
+            text,
+            weights_version,
+            None if full_logps is None else np.asarray(full_logps, dtype=np.float64),
+            support,
+        )
+
+    def __post_init__(self) -> None:
+        assert len(self.sampler_logps) == self.num_tokens, "one log-prob for each drawn token"
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """The drawn tokens of all segments."""
+        if len(self.segments) == 1:
+            return self.segments[0].drawn_ids
+        return np.concatenate([np.zeros(0, np.int64), *(segment.drawn_ids for segment in self.segments)])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the policy drew."""
+        return sum(
+            len(segment.token_ids) if segment.drawn is None else int(segment.drawn.sum()) for segment in self.segments
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G completions of one prompt; their rewards are compared with each other and with nothing else."""
+    """The G completions of one prompt. Their rewards are compared with each other and with nothing else."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
 
     @property
     def usable(self) -> Group:
-        """The group without completions that are neither scored nor trained on. May have none left."""
+        """The group without the completions that are neither scored nor trained on. May be empty."""
         return replace(self, completions=tuple(c for c in self.completions if c.finish_reason.usable))
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Rewards of a rollout. A completion that a function cannot score has NaN there; see ``rewards.runner``."""
+    """Rewards of a rollout. NaN: the function did not score the completion; see ``rewards.runner``."""
 
     rewards_S: Tensor
-    """Weighted sum over functions, float64; NaN where no function gave a score."""
+    """Weighted sum over functions, float64; NaN when the completion is unscored."""
     by_function_SK: Tensor
     """Each function's own rewards, unweighted, float64; NaN where it returned ``None``."""
     names: tuple[str, ...]
-    """The K functions' names, made unique."""
+    """Unique names of the K functions."""
     weights: tuple[float, ...] | None = None
-    """The K functions' weights; None: 1 each."""
+    """Weights of the K functions; None: 1 each."""
     token_rewards_N: Tensor | None = None
-    """Weighted sum of rewards per token, NaN where there is none; only from functions that reward tokens."""
+    """Weighted sum of rewards per token, NaN where there is none. Only from functions that reward tokens."""
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Columns that functions logged: S values each, None where nothing was logged."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Why scoring a completion failed, by its place among the S; most have no entry."""
+    """Why scoring failed, by the completion's index among the S."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Of each function, by the name of the metric: seconds in calls, completions it failed on, timeouts among them."""
+    """Counters of the functions, by metric name: seconds in calls, completions it failed on, timeouts."""
     logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Numbers that functions logged, by name: one for every time."""
+    """Numbers that functions logged, by name: one for each call."""
 
-    def of(self, sequences: Sequence[int]) -> Scores:
-        """Those of some completions. Rewards per token are not taken apart: filters do not go with them."""
+    def select(self, sequences: Sequence[int]) -> Scores:
+        """The scores of some completions. Rewards per token are not selected: filters exclude them."""
         chosen = list(sequences)
         return replace(
             self,
             rewards_S=self.rewards_S[chosen],
             by_function_SK=self.by_function_SK[chosen],
             extras={name: [column[s] for s in chosen] for name, column in self.extras.items()},
-            errors={place: self.errors[s] for place, s in enumerate(chosen) if s in self.errors},
+            errors={index: self.errors[s] for index, s in enumerate(chosen) if s in self.errors},
         )
 
     def __add__(self, other: Scores) -> Scores:
-        """Those of the completions of two rounds, one after the other; counts add up. Not for rewards per token."""
+        """Concatenate the scores of two rounds; counters add up. Not for rewards per token."""
         import torch
 
-        mine, theirs = len(self.rewards_S), len(other.rewards_S)
+        first, second = len(self.rewards_S), len(other.rewards_S)
         return Scores(
             torch.cat([self.rewards_S, other.rewards_S]),
             torch.cat([self.by_function_SK, other.by_function_SK]),
             self.names,
             self.weights,
             extras={
-                name: [*self.extras.get(name, [None] * mine), *other.extras.get(name, [None] * theirs)]
+                name: [*self.extras.get(name, [None] * first), *other.extras.get(name, [None] * second)]
                 for name in dict.fromkeys([*self.extras, *other.extras])
             },
-            errors={**self.errors, **{mine + place: text for place, text in other.errors.items()}},
+            errors={**self.errors, **{first + index: text for index, text in other.errors.items()}},
             counts={
                 name: self.counts.get(name, 0) + other.counts.get(name, 0)
                 for name in dict.fromkeys([*self.counts, *other.counts])
@@ -210,41 +316,52 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Scored completions as flat tensors: a whole rollout, one minibatch of it, or one microbatch.
+    """A rollout's completions as flat tensors, laid out once; ``train.layout`` makes it and cuts index sets from it.
 
-    The four policies are kept apart by name. ``old_logps_N`` is None when one update uses the rollout: the old policy
-    then IS the current one and the ratio is 1 by identity. ``ref_logps_N`` is None when ``beta`` is 0.
-    The current policy's ``logps_N`` is not stored here: the update computes it with its graph.
+    The four policies have separate names. ``old_logps_N`` is None when a single update uses the rollout: the old policy
+    is then the current one and the ratio is 1 by identity. ``ref_logps_N`` is None when no formula needs it. The
+    current policy's log-probs are not stored here: the update computes them with their graph.
+
+    Tensors on axis N are on the policy's device, the others on the CPU, where the batch is cut.
     """
 
     prompt_ids: tuple[tuple[int, ...], ...]
-    completion_ids: tuple[tuple[int, ...], ...]
+    """Token ids of each group's prompt."""
     group_S: Tensor
-    sequence_N: Tensor
-    sampler_logps_N: Tensor
+    """Group of each sequence, 0..P-1, in order."""
+    lengths_S: Tensor
+    """Drawn tokens of each sequence."""
     truncated_S: Tensor
-    """Which completions the length limit cut, boolean."""
+    """Whether the length limit cut the completion, boolean."""
+    sequence_B: Tensor
+    """Sequence of each segment, in order."""
+    lengths_B: Tensor
+    """Tokens of each segment, drawn or given."""
+    ids_T: Tensor
+    """Token ids of all segments."""
+    drawn_T: Tensor | None
+    """Which of them the policy drew, boolean. None: all."""
+    sequence_N: Tensor
+    """Sequence of each drawn token, in order."""
+    sampler_logps_N: Tensor
     advantages_N: Tensor
     """0 until ``assign_advantages``."""
     loss_N: Tensor
-    """Which tokens are in the loss, boolean. All but forced ones, unless truncated completions are masked."""
+    """Which tokens are in the loss, boolean: all, unless the objective masks truncated completions."""
     old_logps_N: Tensor | None = None
     ref_logps_N: Tensor | None = None
-    supports: tuple[Support | None, ...] = ()
-    """What each completion's tokens were drawn from, for every policy's log-probs of them. Empty: the whole
-    vocabulary."""
-    repetition_penalty: float = 1.0
-    """The sampler's, for the same log-probs. 1: none."""
+    support: Support | None = None
+    """The support of all tokens, for every policy's log-probs. None: the whole vocabulary."""
     full_logps_N: Tensor | None = None
-    """The sampler's log-probs over the whole vocabulary, where what was drawn from is another distribution and the
-    log-probs here are not over that. None: ``sampler_logps_N`` are over what ours are over."""
+    """The sampler's log-probs over the whole vocabulary, when it drew from another distribution and the log-probs here
+    do not replay that. None: ``sampler_logps_N`` and the log-probs here are over the same tokens."""
 
     @property
     def num_sequences(self) -> int:
         """S, the number of completions."""
-        return len(self.completion_ids)
+        return len(self.lengths_S)
 
     @property
     def num_tokens(self) -> int:
-        """N, the number of completion tokens."""
-        return int(self.sequence_N.numel())
+        """N, the number of drawn tokens."""
+        return len(self.sequence_N)

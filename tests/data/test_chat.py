@@ -1,9 +1,8 @@
-"""Conversations: chat templates, their variables and tools, and what of the answer a prompt holds."""
+"""Conversations: chat templates, their variables and tools, and the prefill."""
 
 import json
 
 import pyarrow
-import pyarrow.parquet
 import pytest
 
 from cohort.config import DataConfig, GRPOConfig
@@ -27,221 +26,161 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
+def prompts_of(template, rows, **settings):
+    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings)).all()
+
+
 def prompt_of(template, messages, row=None, **settings):
-    rows = [{"prompt": messages, **(row or {})}]
-    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings)).prompt(0, uid=0)
+    return prompts_of(template, [{"prompt": messages, **(row or {})}], **settings)[0]
 
 
 @pytest.mark.parametrize(
-    ("template", "settings", "messages", "end", "prefill"),
+    ("template", "variables", "messages", "end", "prefill"),
     [
         (CHATML, {}, TALK, "<|im_start|>assistant\n", ""),
         (CHATML, {}, BEGUN, "<|im_start|>assistant\nThe sum", "The sum"),
-        (QWEN3, {}, TALK, "<|im_start|>assistant\n", ""),
         (QWEN3, {"enable_thinking": True}, TALK, "<|im_start|>assistant\n", ""),
         (QWEN3, {"enable_thinking": False}, TALK, "assistant\n" + EMPTY_THOUGHT, EMPTY_THOUGHT),
         (QWEN3, {}, BEGUN, EMPTY_THOUGHT + "The sum", EMPTY_THOUGHT + "The sum"),
         (DEEPSEEK_R1, {}, TALK, "And 2+2?<Assistant><think>\n", "<think>\n"),
         (DEEPSEEK_R1, {}, BEGUN, "<Assistant>The sum", "The sum"),
         (LLAMA3, {}, TALK, "<|header|>assistant<|end_header|>\n\n", ""),
-        (LLAMA3, {}, BEGUN, "<|end_header|>\n\nThe sum", "The sum"),
         (MISTRAL, {}, TALK, "[INST] And 2+2? [/INST]", ""),
         (MISTRAL, {}, BEGUN, "[/INST] The sum", "The sum"),
         (HARMONY, {}, TALK, "<|start|>assistant", ""),
         (HARMONY, {}, BEGUN, "final<|message|>The sum", "The sum"),
     ],
 )
-def test_what_of_the_answer_stands_in_the_prompt(template, settings, messages, end, prefill):
-    prompt = prompt_of(template, messages, chat_template_kwargs=settings)
+def test_the_prefill_is_what_the_template_adds_to_the_assistant_turn(template, variables, messages, end, prefill):
+    prompt = prompt_of(template, messages, chat_template_kwargs=variables)
     assert prompt.text.endswith(end)
     assert prompt.prefill == prefill
 
 
-def test_a_prefill_is_of_the_rows_own_variables():
-    rows = [
-        {"prompt": TALK, "chat_template_kwargs": given}
-        for given in ({"enable_thinking": False}, None, "", '{"enable_thinking": true}')
-    ]
-    prompts = PromptSet(rows, byte_tokenizer(QWEN3), DataConfig(chat_template_kwargs={"enable_thinking": False})).all()
+def test_a_row_overrides_the_template_variables():
+    variables = ({"enable_thinking": False}, None, "", '{"enable_thinking": true}')
+    rows = [{"prompt": TALK, "chat_template_kwargs": given} for given in variables]
+    prompts = prompts_of(QWEN3, rows, chat_template_kwargs={"enable_thinking": False})
     assert [prompt.prefill for prompt in prompts] == [EMPTY_THOUGHT, EMPTY_THOUGHT, EMPTY_THOUGHT, ""]
 
 
-def test_text_has_no_prefill():
-    prompt = PromptSet([{"prompt": "1+1="}], byte_tokenizer(), DataConfig()).prompt(0, uid=0)
-    assert (prompt.prefill, prompt.text) == ("", "<bos>1+1=")  # text gets the tokenizer's own special tokens
+def test_text_has_no_prefill_and_the_special_tokens_of_the_tokenizer():
+    prompt = prompt_of(None, "1+1=")
+    assert (prompt.prefill, prompt.text) == ("", "<bos>1+1=")
 
 
-def test_a_template_that_cannot_be_probed_has_prefills_where_they_are_certain():
-    # It wants a system message, which the probe has not.
+def test_a_template_that_refuses_the_probes():
     wants_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}" + CHATML
-    prompt = prompt_of(wants_system, BEGUN, system_prompt="Add.")
-    assert prompt.prefill == "The sum"
+    assert prompt_of(wants_system, BEGUN, system_prompt="Add.").prefill == "The sum"
     assert prompt_of(wants_system, TALK, system_prompt="Add.").prefill == ""
 
 
-@pytest.mark.parametrize("template", [CHATML, QWEN3, DEEPSEEK_R1, LLAMA3, MISTRAL, HARMONY])
-def test_batches_are_tokenized_as_the_tokenizer_does_it_one_by_one(template):
+@pytest.mark.parametrize("template", [CHATML, DEEPSEEK_R1, MISTRAL])
+def test_batches_are_tokenized_like_each_conversation_alone(template):
     tokenizer = byte_tokenizer(template)
-    talks = [[{"role": "user", "content": text}] for text in ("hi", "é <think> x", "a" * 500)] + [TALK]
-    prompts = PromptSet([{"prompt": talk} for talk in talks], tokenizer, DataConfig())
-    for index, talk in enumerate(talks):
-        alone = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=True)
-        assert list(prompts.prompt(index, uid=0).token_ids) == alone["input_ids"]
-    begun = PromptSet([{"prompt": BEGUN}], tokenizer, DataConfig()).prompt(0, uid=0)
-    alone = tokenizer.apply_chat_template(BEGUN, continue_final_message=True, tokenize=True, return_dict=True)
-    assert list(begun.token_ids) == alone["input_ids"]
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "é <think> x", "a" * 500)] + [TALK, BEGUN]
+    prompts = PromptSet([{"prompt": talk} for talk in talks], tokenizer, DataConfig()).all()
+    for prompt, talk in zip(prompts, talks, strict=True):
+        end = {"continue_final_message": True} if talk is BEGUN else {"add_generation_prompt": True}
+        assert list(prompt.token_ids) == tokenizer.apply_chat_template(talk, tokenize=True, **end)["input_ids"]
 
 
 @pytest.mark.parametrize("given", [[TOOL], json.dumps([TOOL])])
 def test_tools_of_a_row(given):
-    rows = [{"prompt": TALK, "tools": given}, {"prompt": TALK, "tools": None}, {"prompt": TALK}]
-    one, other, third = PromptSet(rows, byte_tokenizer(QWEN3), DataConfig()).all()
+    rows = [{"prompt": TALK, "tools": tools} for tools in (given, None, [])]
+    one, *others = prompts_of(QWEN3, [*rows, {"prompt": TALK}], chat_template_kwargs={"enable_thinking": False})
     assert one.text.startswith("<|im_start|>system\nTools:\n" + json.dumps(TOOL) + "\n")
-    assert other.text == third.text == one.text[one.text.index("<|im_start|>user") :]
-    assert one.prefill == ""
+    assert {other.text for other in others} == {one.text[one.text.index("<|im_start|>user") :]}
+    assert one.prefill == EMPTY_THOUGHT
 
 
-def test_keys_that_arrow_makes_up_are_left_out(tmp_path):
-    tools = [[{"name": "add", "x": {"a": 1}}], [{"name": "sub", "y": 2}]]
-    rows = [
-        {"prompt": [{"role": "user", "content": "q"}, BEGUN[1] | {"tool_calls": None}, USER], "tools": each}
-        for each in tools
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    import cohort.data
-
-    data = cohort.data.load_data(str(tmp_path / "a.parquet"), DataConfig())
-    texts = [prompt.text for prompt in PromptSet(data, byte_tokenizer(QWEN3), DataConfig()).all()]
-    assert '{"name": "add", "x": {"a": 1}}\n' in texts[0]
-    assert '{"name": "sub", "y": 2}\n' in texts[1]
-
-
-def test_a_template_of_ones_own(tmp_path):
-    (tmp_path / "mine.jinja").write_text(
-        "{{ messages[0].content }} ->{% if false %}{{ add_generation_prompt }}{% endif %}"
-    )
-    prompt = prompt_of(None, [USER], chat_template=str(tmp_path / "mine.jinja"))
-    assert prompt.text == "1+1? ->"
-    assert prompt_of(CHATML, [USER], chat_template=MISTRAL).text == "<bos>[INST] 1+1? [/INST]"
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "row", "message"),
-    [
-        (NO_GENERATION_PROMPT, TALK, {}, "the chat template writes no generation prompt: .* Set data.chat_template"),
-        (None, TALK, {}, "no chat template: set data.format to 'text' for string prompts, data.chat_template"),
-        (
-            MISTRAL,
-            [{"role": "tool", "content": "x"}],
-            {},
-            "row 0: the chat template refused the messages: only user and",
-        ),
-        (
-            CHATML,
-            TALK,
-            {"tools": "hammer, saw"},
-            "row 0: column 'tools' must be a list of JSON schemas .* 'hammer, saw'",
-        ),
-        (CHATML, TALK, {"tools": [1]}, "row 0: column 'tools' must be a list of JSON schemas"),
-        (CHATML, TALK, {"chat_template_kwargs": [1]}, "row 0: column 'chat_template_kwargs' must be a table"),
-        (CHATML, TALK, {"chat_template_kwargs": "{"}, "row 0: column 'chat_template_kwargs' must be a table"),
-        (
-            CHATML,
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}],
-            {},
-            "row 0: a message's content must be text, .* of type 'image'",
-        ),
-        (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], {}, "of type 'image_url'"),
-        (CHATML, [{"role": "user", "content": 5}], {}, "row 0: a message's content must be text, .* of type 'int'"),
-        (CHATML, [{"role": "user", "content": ""}], {}, "row 0: the prompt is empty: the last message, of role 'user'"),
-        (
-            CHATML,
-            [*TALK, {"role": "assistant", "content": ""}],
-            {},
-            "the last message, of role 'assistant', has no content",
-        ),
-    ],
-)
-def test_conversations_that_cannot_be_prompts(template, messages, row, message):
-    with pytest.raises(DataError, match=message):
-        prompt_of(template, messages, row)
-
-
-def test_content_in_parts_of_text():
-    parts = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    prompt = prompt_of(
-        parts, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    )
-    assert prompt.text == "<user>ab<assistant>"
-
-
-def test_a_template_must_show_the_messages(tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="the chat template does not show the messages"):
-        prompt_of(CHATML, [USER], chat_template="{% if true %}Answer!{% endif %}")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="data.chat_template: cannot read my_template.j2: No such file"):
-        GRPOConfig(chat_template="my_template.j2")
-    (tmp_path / "my_template.j2").write_text(MISTRAL)
-    assert prompt_of(CHATML, [USER], chat_template="my_template.j2").text.startswith("<bos>[INST] 1+1? [/INST]")
-
-
-CALLS = """{%- for m in messages %}<{{ m.role }}>
+CALLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}{%- for m in messages %}<{{ m.role }}>
 {%- if 'tool_calls' in m %}{%- for call in m.tool_calls %}{{ call.function | tojson }}{%- endfor %}
 {%- else %}{{ m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<assistant>{%- endif %}"""
 
 
-def test_keys_that_arrow_makes_up_in_messages_are_left_out():
+def test_keys_that_arrow_adds_are_removed():
     def asked(name, **arguments):
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+        talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+        return {"prompt": talk, "tools": [{"name": name, **arguments}]}
 
-    rows = [{"prompt": [USER]}, {"prompt": asked("f", city="B")}, {"prompt": asked("g", zip=9)}]
-    given = [
-        PromptSet(kind, byte_tokenizer(CALLS), DataConfig()).all() for kind in (rows, pyarrow.Table.from_pylist(rows))
-    ]
-    assert [prompt.text for prompt in given[0]] == [prompt.text for prompt in given[1]]
-    assert given[1][0].text == "<user>1+1?<assistant>"
-    assert '{"name": "f", "arguments": {"city": "B"}}' in given[1][1].text
-    assert [prompt.prompt for prompt in given[1]] == [row["prompt"] for row in rows]
+    rows = [{"prompt": [USER], "tools": []}, asked("f", city="B"), asked("g", zip=9)]
+    plain, arrow = prompts_of(CALLS, rows), prompts_of(CALLS, pyarrow.Table.from_pylist(rows))
+    assert [prompt.text for prompt in plain] == [prompt.text for prompt in arrow]
+    assert arrow[0].text == "<user>1+1?<assistant>"
+    assert arrow[1].text.startswith('{"name": "f", "city": "B"}<user>')
+    assert '{"name": "f", "arguments": {"city": "B"}}' in arrow[1].text
+    assert [prompt.prompt for prompt in arrow] == [row["prompt"] for row in rows]
+
+
+def test_a_user_template(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="data.chat_template: cannot read my_template.j2: No such file"):
+        GRPOConfig(chat_template="my_template.j2")
+    (tmp_path / "my_template.j2").write_text(MISTRAL)
+    for template in ("my_template.j2", MISTRAL):
+        assert prompt_of(CHATML, [USER], chat_template=template).text == "<bos>[INST] 1+1? [/INST]"
+    no_brace_needed = "{{ messages[0].content }} ->{% if false %}{{ add_generation_prompt }}{% endif %}"
+    (tmp_path / "mine.jinja").write_text(no_brace_needed)
+    assert prompt_of(None, [USER], chat_template=str(tmp_path / "mine.jinja")).text == "1+1? ->"
+
+
+def test_a_template_of_its_own_for_tools():
+    templates = {"default": CHATML, "tool_use": QWEN3}
+    one, other = prompts_of(templates, [{"prompt": TALK, "tools": [TOOL]}, {"prompt": TALK}])
+    assert (one.text.count("Tools:"), other.text.count("Tools:")) == (1, 0)
+
+
+def test_a_header_that_depends_on_a_variable():
+    template = "{% for m in messages %}<{{ name if m.role == 'assistant' else m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<{{ name }}>Well: {% endif %}"
+    rows = [{"prompt": TALK, "chat_template_kwargs": {"name": name}} for name in ("a", "bb")]
+    assert [prompt.prefill for prompt in prompts_of(template, rows)] == ["Well: ", "Well: "]
+
+
+def test_content_in_parts_of_text():
+    parts = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert prompt_of(parts, [{"role": "user", "content": content}]).text == "<user>ab<assistant>"
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "message"),
+    ("template", "messages", "row", "settings", "message"),
     [
-        ({}, {"chat_template_kwargs": {"x": 1}}, "data.chat_template_kwargs is for conversations, and .*row 0 is text"),
         (
-            {"tools": [TOOL]},
+            NO_GENERATION_PROMPT,
+            TALK,
             {},
-            "row 0 is text, and its column 'tools' is for conversations: set data.format to 'chat'",
+            {},
+            "the chat template writes no generation prompt: .* Set data.chat_template",
         ),
-        ({"chat_template_kwargs": {"x": 1}}, {}, "row 0 is text, and its column 'chat_template_kwargs' is for convers"),
+        ("{% if true %}Answer!{% endif %}", [USER], {}, {}, "the chat template does not show the messages"),
+        (None, TALK, {}, {}, "no chat template: set data.format to 'text' for string prompts"),
+        (MISTRAL, [{"role": "tool", "content": "x"}], {}, {}, "row 0: the chat template refused the messages: only us"),
+        (CHATML, TALK, {"tools": "hammer, saw"}, {}, "row 0: column 'tools' must be a list of JSON .* 'hammer, saw'"),
+        (CHATML, TALK, {"tools": [1]}, {}, "row 0: column 'tools' must be a list of JSON schemas"),
+        (CHATML, TALK, {"tools": [TOOL]}, {}, "row 0: the chat template reads no variable 'tools'"),
+        (CHATML, TALK, {"chat_template_kwargs": [1]}, {}, "row 0: column 'chat_template_kwargs' must be a table"),
+        (CHATML, TALK, {"chat_template_kwargs": "{"}, {}, "row 0: column 'chat_template_kwargs' must be a table"),
+        (QWEN3, TALK, {"chat_template_kwargs": {"thinkin": 1}}, {}, "row 0: the chat template reads no .* 'thinkin'"),
+        (QWEN3, TALK, {}, {"chat_template_kwargs": {"thinkin": 1}}, "'thinkin'; it reads: .*enable_thinking, messages"),
+        (CHATML, user([{"type": "image"}, {"type": "text"}]), {}, {}, "row 0: the content .* text, .* of type 'image'"),
+        (CHATML, user(5), {}, {}, "row 0: the content of a message must be text, .* of type 'int'"),
+        (CHATML, user(""), {}, {}, "row 0: the prompt is empty: the last message, of role 'user'"),
+        (CHATML, [*BEGUN[:1], {"role": "assistant", "content": ""}], {}, {}, "of role 'assistant', has no content"),
+        (CHATML, "1+1", {}, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is for conv.* row 0 is text"),
+        (CHATML, "1+1", {"tools": [TOOL]}, {}, "row 0 is text, and its column 'tools' is for conversations"),
+        (CHATML, "1+1", {"chat_template_kwargs": {"x": 1}}, {}, "its column 'chat_template_kwargs' is for conv"),
     ],
 )
-def test_what_text_prompts_have_no_use_for(row, settings, message):
+def test_what_a_prompt_cannot_use(template, messages, row, settings, message):
     with pytest.raises(DataError, match=message):
-        prompt_of(CHATML, "1+1", row, **settings)
-    empty = dict.fromkeys(row)
-    assert prompt_of(CHATML, "1+1", empty).text == "<bos>1+1"
+        prompt_of(template, messages, row, **settings)
 
 
-def test_what_the_template_does_not_read():
-    with pytest.raises(
-        DataError, match="the chat template reads no variable 'enable_thinkin'; it reads: .*enable_thinking, messages"
-    ):
-        prompt_of(QWEN3, [USER], chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(DataError, match="row 0: the chat template reads no variable 'enable_thinkin'"):
-        prompt_of(QWEN3, [USER], {"chat_template_kwargs": {"enable_thinkin": False}})
-    with pytest.raises(DataError, match="row 0: the chat template reads no variable 'tools'"):
-        prompt_of(CHATML, [USER], {"tools": [TOOL]})
-
-
-def test_variables_of_each_row_cost_no_probes_before_they_are_needed(monkeypatch):
-    tokenizer, rendered = byte_tokenizer("{{ date }}" + CHATML), []
-    real = type(tokenizer).apply_chat_template
-    monkeypatch.setattr(
-        type(tokenizer), "apply_chat_template", lambda *a, **k: rendered.append(1) or real(*a, **k), raising=True
-    )
-    rows = [{"prompt": [USER], "chat_template_kwargs": {"date": str(n)}} for n in range(50)]
-    prompts = PromptSet(rows, tokenizer, DataConfig())
-    assert len(rendered) < 60
-    assert [prompts.prompt(n, uid=0).text[:2] for n in (3, 49)] == ["3<", "49"]
+def test_text_next_to_empty_columns_of_conversations():
+    assert prompt_of(CHATML, "1+1", {"tools": [], "chat_template_kwargs": None}).text == "<bos>1+1"

@@ -15,67 +15,68 @@ from cohort.data import load_data, load_rows
 from cohort.errors import ConfigError, DataError
 
 ROWS = [{"question": "1+2", "answer": "3"}, {"question": "4+5", "answer": "9"}]
+COLUMNS = {"question": ["1+2", "4+5"], "answer": ["3", "9"]}
 LINES = "\n".join(map(json.dumps, ROWS)) + "\n\n"
 
 
+def load(given, *, evaluation=False, **settings):
+    return load_data(given, DataConfig(prompt_template="any row is a prompt", **settings), evaluation=evaluation)
+
+
 def rows_of(given, **settings):
-    data = load_data(given, DataConfig(**settings))
-    return [dict(row) for part in data.parts for row in part.rows]
+    return [dict(row) for source in load(given, **settings).sources for row in source.rows]
 
 
-def write_zst(path, text):
-    with pyarrow.output_stream(str(path), compression="zstd") as stream:
-        stream.write(text.encode())
+def stream_of(given, **settings):
+    return load(given, streaming=True, **settings).sources[0].stream
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def write_parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def test_every_kind_of_file(tmp_path):
-    (tmp_path / "a.jsonl").write_text(LINES)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
-    write_zst(tmp_path / "a.jsonl.zst", LINES)
-    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    (tmp_path / "columns.json").write_text(json.dumps({"question": ["1+2", "4+5"], "answer": ["3", "9"]}))
-    (tmp_path / "data.json").write_text(json.dumps({"data": ROWS}))
-    (tmp_path / "packed.json.gz").write_bytes(
-        gzip.compress(json.dumps({"data": {"question": ["1+2", "4+5"], "answer": ["3", "9"]}}).encode())
-    )
-    (tmp_path / "a.csv").write_text("question,answer\n1+2,3\n\n4+5,9\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    write(tmp_path / "a.jsonl", LINES)
+    write(tmp_path / "a.jsonl.gz", gzip.compress(LINES.encode()))
+    with pyarrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as stream:
+        stream.write(LINES.encode())
+    write(tmp_path / "a.json", json.dumps(ROWS, indent=1))
+    write(tmp_path / "columns.json", json.dumps(COLUMNS))
+    write(tmp_path / "data.json", json.dumps({"data": ROWS}))
+    write(tmp_path / "data.json.gz", gzip.compress(json.dumps({"data": COLUMNS}).encode()))
+    write(tmp_path / "a.csv", "question,answer\n1+2,3\n\n4+5,9\n")
+    write_parquet(tmp_path / "a.parquet", ROWS)
     files = sorted(tmp_path.iterdir())
     assert len(files) == 9
     for path in files:
-        assert rows_of(path) == ROWS, path
-        assert list(load_rows(str(path), limit=1)) == ROWS[:1]
+        assert rows_of(path) == list(load_rows(str(path))) == ROWS, path
         if ".json" not in path.suffixes:
-            stream = load_data(str(path), DataConfig(streaming=True)).parts[0].stream
-            assert list(stream) == list(enumerate(ROWS)), path
+            assert list(stream_of(str(path))()) == list(enumerate(ROWS)), path
 
 
-def test_a_column_called_data_is_a_column(tmp_path):
-    (tmp_path / "a.json").write_text('{"data": ["x", "y"]}')
-    assert rows_of(tmp_path / "a.json") == [{"data": "x"}, {"data": "y"}]
-
-
-def test_text_that_is_not_plain_utf8(tmp_path):
-    # A mark first; a line separator inside.
-    (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\n')
+def test_text_is_read_as_it_is(tmp_path):
+    # A byte order mark first; a line separator inside a string.
+    write(tmp_path / "bom.jsonl", b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\n')
     assert rows_of(tmp_path / "bom.jsonl") == [{"a": "\u2028"}]
-    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbfa,b\r\n1,2\r\n")
-    assert rows_of(tmp_path / "bom.csv") == [{"a": "1", "b": "2"}]
-
-
-def test_values_of_a_csv_file_are_what_stands_there(tmp_path):
-    (tmp_path / "a.csv").write_text('q,answer,n\n"1, and ""2""\nthen",007,\n"x",3.50,NA\n')
-    assert rows_of(tmp_path / "a.csv") == [
+    write(tmp_path / "bom.csv", b'\xef\xbb\xbfq,answer,n\r\n"1, and ""2""\nthen",007,\r\nx,3.50,NA\r\n')
+    assert rows_of(tmp_path / "bom.csv") == [
         {"q": '1, and "2"\nthen', "answer": "007", "n": ""},
         {"q": "x", "answer": "3.50", "n": "NA"},
     ]
-    (tmp_path / "long.csv").write_text(f"a\n{'x' * 200_000}\n")  # more than the csv module takes by default
+    write(tmp_path / "long.csv", f"a\n{'x' * 200_000}\n")  # the csv module's own limit is 131,072
     assert len(rows_of(tmp_path / "long.csv")[0]["a"]) == 200_000
+    write(tmp_path / "column.json", '{"data": ["x", "y"]}')  # a column that is called data
+    assert rows_of(tmp_path / "column.json") == [{"data": "x"}, {"data": "y"}]
 
 
 def test_parquet_keeps_its_types(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "hi"}], "n": 1, "x": None}, {"prompt": [], "n": 2, "x": 0.5}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    rows = [{"talk": [{"role": "user", "content": "hi"}], "n": 1, "x": None}, {"talk": [], "n": 2, "x": 0.5}]
+    write_parquet(tmp_path / "a.parquet", rows)
     assert rows_of(tmp_path / "a.parquet") == rows
     assert rows_of(tmp_path / "a.parquet", select="1:") == rows[1:]
 
@@ -85,110 +86,119 @@ def test_parquet_keeps_its_types(tmp_path):
     [
         ("missing.jsonl", None, "no data file missing.jsonl .looked in"),
         ("./missing", None, "no data file missing .looked in"),
-        ("bad.jsonl", '{"a": 1}\n{"a": \n', "bad.jsonl, line 2: not valid JSON: Expecting value"),
+        ("/missing", None, "no data file /missing$"),
+        ("bad.jsonl", '{"a": 1}\n{"a": \n', "bad.jsonl, line 2: not valid JSON: Expecting value: line 1 column 7"),
+        ("digits.jsonl", '\n{"n": %s}' % ("1" * 5000), "digits.jsonl, line 2: not valid JSON: Exceeds the limit"),
         ("list.jsonl", "[1]\n", "line 1: expected an object with columns, got list"),
         ("empty.jsonl", "\n", "empty.jsonl has no rows"),
-        ("latin.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', "latin.jsonl, line 2: not UTF-8 text: .* at byte 7"),
+        ("latin.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', "latin.jsonl, line 2: not UTF-8: .* at byte 7"),
         ("bad.parquet", "not parquet", "cannot read bad.parquet"),
-        ("bad.jsonl.gz", "not packed", "cannot read bad.jsonl.gz: Not a gzipped file"),
-        ("short.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot read short.jsonl.gz: Compressed file ended"),
-        ("bad.jsonl.zst", "not packed", "cannot read bad.jsonl.zst"),
+        ("bad.jsonl.gz", "not compressed", "cannot read bad.jsonl.gz: .*incorrect header"),
+        ("short.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot read short.jsonl.gz: Truncated compressed"),
+        ("bad.jsonl.zst", "not compressed", "cannot read bad.jsonl.zst"),
         ("data.txt", "a", "cannot read data.txt: expected a .jsonl, .json, .csv or .parquet file"),
         ("rows.parquet.gz", "a", "cannot read rows.parquet.gz: expected a"),
         ("bad.json", "{", "bad.json: not valid JSON"),
         ("number.json", "5", "expected a list of objects, an object of columns .* got int"),
         ("object.json", '{"a": 1}', "expected a list of objects, an object of columns .* got an object"),
         ("strings.json", '["a"]', "strings.json, item 0: expected an object with columns, got str"),
-        ("ragged.json", '{"a": [1], "b": [1, 2]}', "columns are of different lengths: a 1, b 2"),
+        ("ragged.json", '{"a": [1], "b": [1, 2]}', "the columns have different lengths: a 1, b 2"),
         ("empty.json", "[]", "empty.json has no rows"),
         ("ragged.csv", "a,b\n1,2\n3\n", r"ragged.csv, line 3: 1 values for 2 columns \(a, b\)"),
-        ("wide.csv", "a,b\n1,2,3\n", "wide.csv, line 2: 3 values for 2 columns"),
         ("quote.csv", 'a,b\n"1,2\n', "quote.csv, line 2: not valid CSV"),
         ("twice.csv", "a,a\n1,2\n", "the header must name each column once"),
         ("nameless.csv", "a,\n1,2\n", "the header must name each column once"),
         ("empty.csv", "a,b\n", "empty.csv has no rows"),
         ("nothing.csv", "", "nothing.csv has no rows"),
-        (
-            "no/such-dataset",
-            None,
-            "cannot load the data set 'no/such-dataset', split 'train' .there is no file or folder of that name .* only what is cached",
-        ),
+        ("no/data-set", None, "cannot load the data set 'no/data-set', split 'train' .* only cached data sets"),
+        ("~nosuchuser/a.jsonl", None, "cannot look for a file|no data file"),
+        ("x" * 5000, None, "cannot look for a file|cannot load"),
     ],
+    ids=lambda value: value[:20] if isinstance(value, str) else None,
 )
 def test_files_that_cannot_be_used(tmp_path, name, content, message, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        write(tmp_path / name, content)
     with pytest.raises(DataError, match=message):
-        load_data(name, DataConfig())
+        load(name)
 
 
 def test_a_folder_of_files(tmp_path):
-    (tmp_path / "b.jsonl").write_text('{"a": 3, "c": 1}\n')
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"a": 4, "d": "x"}]), tmp_path / "c.parquet")
-    (tmp_path / "README.md").write_text("not data")
-    (tmp_path / ".hidden").write_text("not data")
-    data = load_data(tmp_path, DataConfig())
-    assert [dict(row) for row in data.parts[0].rows] == [{"a": 1}, {"a": 2}, {"a": 3, "c": 1}, {"a": 4, "d": "x"}]
-    assert data.parts[0].rows.columns == ("a", "c", "d")
-    streamed = load_data(tmp_path, DataConfig(streaming=True))
-    assert [row["a"] for _, row in streamed.parts[0].stream] == [1, 2, 3, 4]
+    write(tmp_path / "b.jsonl", '{"a": 3, "c": 1}\n')
+    write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\n')
+    write_parquet(tmp_path / "c.parquet", [{"a": 4, "d": "x"}])
+    for ignored in ("README.md", ".hidden"):
+        write(tmp_path / ignored, "not data")
+    (source,) = load(tmp_path).sources
+    assert [dict(row) for row in source.rows] == [{"a": 1}, {"a": 2}, {"a": 3, "c": 1}, {"a": 4, "d": "x"}]
+    assert source.rows.columns == ("a", "c", "d")
+    assert [row["a"] for _, row in stream_of(tmp_path)()] == [1, 2, 3, 4]
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=r"has no split 'dev': the names of its files \(a.jsonl, .* with no split"):
+            load(tmp_path, train_split="dev", streaming=streaming)
 
 
 def test_a_folder_of_parquet_files_unites_their_columns(tmp_path):
-    for name, row in (("1", {"a": 1, "b": "x"}), ("2", {"a": 2, "c": 0.5})):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+    write_parquet(tmp_path / "1.parquet", [{"a": 1, "b": "x"}])
+    write_parquet(tmp_path / "2.parquet", [{"a": 2, "c": 0.5}])
     assert rows_of(tmp_path) == [{"a": 1, "b": "x", "c": None}, {"a": 2, "b": None, "c": 0.5}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"a": "one"}]), tmp_path / "3.parquet")
+    write_parquet(tmp_path / "3.parquet", [{"a": "one"}])
     with pytest.raises(DataError, match="the files of .* do not go together"):
         rows_of(tmp_path)
 
 
 def test_a_folder_with_splits_gives_the_split(tmp_path):
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    for name, value in (("train-00000", 1), ("train-00001", 2), ("test-00000", 3), ("validation", 4)):
-        (tmp_path / "set" / "data" / f"{name}.jsonl").write_text(json.dumps({"a": value}))
-    assert rows_of(tmp_path / "set") == [{"a": 1}, {"a": 2}]
-    assert rows_of(tmp_path / "set", train_split="valid") == [{"a": 4}]
-    data = load_data(None, DataConfig(eval=tmp_path / "set"), evaluation=True)
-    assert [row["a"] for row in data.parts[0].rows] == [3]
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "train.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"has no split 'test'; it has: train"):  # not the training rows once more
-        load_data(None, DataConfig(eval=tmp_path / "only"), evaluation=True)
-    assert rows_of(tmp_path / "set", train_split="dev") == [{"a": 4}]  # as others call it
+    folder = tmp_path / "set" / "data"
+    for name in ("train-00000", "train-00001", "test", "dev", "eval-1"):
+        write(folder / f"{name}.jsonl", json.dumps({"a": name}))
+    for split, names in (
+        ("train", ["train-00000", "train-00001"]),
+        ("test", ["test"]),  # an exact match goes before its synonym eval
+        ("eval", ["eval-1"]),
+        ("validation", ["dev"]),
+    ):
+        assert [row["a"] for row in rows_of(tmp_path / "set", train_split=split)] == names
+    (source,) = load(None, eval=tmp_path / "set", evaluation=True).sources
+    assert [row["a"] for row in source.rows] == ["test"]
     with pytest.raises(DataError, match=r"has no split 'extra'; it has: test, train, validation. Set data.train_split"):
         rows_of(tmp_path / "set", train_split="extra")
+    write(folder / "more.jsonl", '{"a": 1}')
+    with pytest.raises(DataError, match=r"begin with a split \(dev.jsonl, .*\), others do not \(more.jsonl\)"):
+        rows_of(tmp_path / "set")
+    write(tmp_path / "only" / "train.jsonl", "{}")
+    with pytest.raises(DataError, match="has no split 'test'; it has: train"):  # not the training rows again
+        load(None, eval=tmp_path / "only", evaluation=True)
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ([], "has no data files: expected .jsonl, .json, .csv or .parquet files"),
+        ([], "has no data files: expected at least one .jsonl, .json, .csv or .parquet file"),
         (["a.jsonl", "notes.txt"], "cannot read .*notes.txt: every file of a data folder must be a .jsonl"),
-        (["main/a.jsonl", "socratic/a.jsonl"], r"has subfolders \(main, socratic\): give the one with the data"),
-        (["a.jsonl", "more/a.jsonl"], r"has subfolders \(more\): give the one with the data"),
+        (["main/a.jsonl", "socratic/a.jsonl"], r"has subfolders \(main, socratic\): set the path to one of them"),
+        (["a.jsonl", "more/a.jsonl"], r"has subfolders \(more\)"),
     ],
 )
 def test_folders_that_cannot_be_used(tmp_path, files, message):
     for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"a": 1}')
+        write(tmp_path / name, '{"a": 1}')
     with pytest.raises(DataError, match=message):
         rows_of(tmp_path)
 
 
-def test_what_datasets_wrote(tmp_path):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}).save_to_disk(tmp_path / "both")
-    assert rows_of(tmp_path / "one") == ROWS
-    assert rows_of(tmp_path / "both") == ROWS
+def test_folders_that_datasets_wrote(tmp_path):
+    both = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])})
+    both["train"].save_to_disk(tmp_path / "one")
+    both.save_to_disk(tmp_path / "both")
+    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "both") == rows_of(both) == ROWS
     assert rows_of(tmp_path / "both", train_split="test") == ROWS[:1]
-    stream = load_data(tmp_path / "one", DataConfig(streaming=True)).parts[0].stream
-    assert list(stream) == list(enumerate(ROWS))
+    assert list(stream_of(tmp_path / "one")()) == list(enumerate(ROWS))
     with pytest.raises(DataError, match="has no split 'dev'; it has: train, test"):
         rows_of(tmp_path / "both", train_split="dev")
+    (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match="cannot load the data set"):
+        rows_of(tmp_path / "one")
 
 
 class Sized:
@@ -199,57 +209,79 @@ class Sized:
         return ROWS[index]
 
 
-def test_rows_in_memory():
+def test_rows_in_memory(tmp_path):
     table = pandas.DataFrame(ROWS)
     for given in (
         ROWS,
         tuple(ROWS),
         Dataset.from_list(ROWS),
-        table,
-        table.set_index("answer", drop=False),
-        Sized(),
         pyarrow.Table.from_pylist(ROWS),
+        table.set_index("answer", drop=False),
+        pandas.Series(ROWS),
+        Sized(),
     ):
-        assert rows_of(given) == ROWS
-        assert rows_of(Source(path=given)) == ROWS
+        assert rows_of(given) == rows_of(Source(path=given)) == ROWS
     numbers = Dataset.from_dict({"n": [1, 2]}).with_format("numpy")
     assert [type(row["n"]) for row in rows_of(numbers)] == [int, int]
-    both = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])})
-    assert rows_of(both) == ROWS
     missing = pandas.DataFrame({"a": ["x", None], "n": [1.5, numpy.nan]})
     assert rows_of(missing) == [{"a": "x", "n": 1.5}, {"a": None, "n": None}]
+    nested = [{"calls": [{"name": "f", "of": ["x"]}], "labels": ["x"]}] * 2  # pandas reads lists as arrays
+    write_parquet(tmp_path / "a.parquet", nested)
+    assert rows_of(pandas.read_parquet(tmp_path / "a.parquet")) == nested
+
+
+def test_a_data_set_with_a_transform():
+    given = Dataset.from_dict({"q": ["1", "2"]})
+    added = given.with_transform(lambda batch: {"task": [q + "+1" for q in batch["q"]]})
+    assert rows_of(added, columns={"text": "task"}) == [{"text": "1+1"}, {"text": "2+1"}]
+
+    def fails(batch):
+        raise RuntimeError("boom")
+
+    with pytest.raises(DataError, match="reading rows of the data set raised RuntimeError: boom"):
+        load(given.with_transform(fails))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ([], "the training data has no rows"),
-        (["a"], "must hold one mapping of columns per row; row 0 is str"),
-        ([*ROWS, 5], "row 2 is int"),
+        ([*ROWS, 5], "must hold one mapping of columns per row; row 2 is int"),
         (iter(ROWS), "must have a length"),
         ({"train": ROWS}, "got dict"),
         ({1: ROWS}.values(), "must have a length and rows by index"),
         (DatasetDict({"test": Dataset.from_list(ROWS)}), "the training data has no split 'train'; it has: test"),
-        ([Source(path=ROWS), ROWS[0]], "expected sources only, or rows only; among sources is {'question'"),
+        ([Source(path=ROWS), ROWS[0]], "expected only sources or only rows; one item among sources is {'question'"),
         (pandas.DataFrame({"a": []}), "has no rows"),
+        ([{0: "a", 1: "b"}], "the training data: column names must be strings, got 0"),
+        (pandas.DataFrame([["1", "2"]], columns=["a", "a"]), "the training data has two columns 'a'"),
+        (pyarrow.table([pyarrow.array(["1"])] * 2, names=["a", "a"]), "the training data has two columns 'a'"),
     ],
 )
-def test_objects_that_are_no_rows(given, message):
+def test_objects_that_hold_no_rows(given, message):
     with pytest.raises(DataError, match=message):
-        load_data(given, DataConfig())
+        load(given)
 
 
-def test_nothing_is_no_data():
-    assert load_data(None, DataConfig()) is None
-    assert load_data(None, DataConfig(), evaluation=True) is None
+def test_no_data():
+    assert load(None) is load(None, evaluation=True) is None
 
 
-def test_an_evaluation_of_a_stream_needs_a_number_of_rows():
-    stream = IterableDataset.from_generator(lambda: iter(ROWS))
+def test_an_evaluation_of_a_stream():
+    rows = [{"q": str(n), "n": n} for n in range(40)]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
     with pytest.raises(DataError, match="the evaluation data: a IterableDataset has no length: set data.eval_rows"):
-        load_data(stream, DataConfig(), evaluation=True)
-    data = load_data(stream, DataConfig(eval_rows=1), evaluation=True)
-    assert list(data.parts[0].rows) == ROWS[:1]
+        load(stream, evaluation=True)
+    # It is filtered before its rows are counted, as data in memory is.
+    source = {"columns": {"text": "q"}, "filter": {"n": {"min": 5}}, "select": "1::2", "rows": 3}
+    for given in (stream, rows):
+        data = load(Source(path=given, **source), evaluation=True)
+        (loaded,) = data.sources
+        assert [row["text"] for row in loaded.rows] == ["6", "8", "10"]
+        assert list(loaded.rows.numbers) == [6, 8, 10]
+        assert not data.streams
+    with pytest.raises(DataError, match="no row is left by data.filter and data.select"):
+        load(Source(path=stream, filter={"n": 99}, rows=3), evaluation=True)
 
 
 def test_a_name_with_a_configuration_and_a_split(monkeypatch):
@@ -262,50 +294,12 @@ def test_a_name_with_a_configuration_and_a_split(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert rows_of("some/name:main", train_split="train[:2]") == ROWS
-    stream = load_data([Source(path="name", split="dev")], DataConfig(streaming=True)).parts[0].stream
-    assert list(stream) == list(stream) == list(enumerate(ROWS))  # pass after pass
+    stream = stream_of([Source(path="name", split="dev")])
+    assert list(stream()) == list(stream()) == list(enumerate(ROWS))
     assert asked == [
         (("some/name", "main"), {"split": "train[:2]", "streaming": False}),
         (("name", None), {"split": "dev", "streaming": True}),
     ]
-
-
-def test_splits_are_never_mixed(tmp_path):
-    for name in ("train", "test", "dev", "eval-1"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"a": name}))
-    assert [rows_of(tmp_path, train_split=split) for split in ("train", "test", "dev", "eval")] == [
-        [{"a": "train"}], [{"a": "test"}], [{"a": "dev"}], [{"a": "eval-1"}],
-    ]  # fmt: skip
-    assert rows_of(tmp_path, train_split="validation") == [{"a": "dev"}]
-    (tmp_path / "more.jsonl").write_text('{"a": 1}')
-    with pytest.raises(
-        DataError,
-        match=r"names of some files begin with a split's \(dev.jsonl, eval-1.jsonl, test.jsonl, train.jsonl\), those of "
-        r"others do not \(more.jsonl\)",
-    ):
-        rows_of(tmp_path)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_split_of_a_folder_without_splits(tmp_path, streaming):
-    (tmp_path / "part-1.jsonl").write_text('{"a": 1}')
-    assert rows_of(tmp_path) == [{"a": 1}]
-    with pytest.raises(DataError, match=r"has no splits .*part-1.jsonl.* so it has no 'dev'"):
-        load_data(tmp_path, DataConfig(train_split="dev", streaming=streaming))
-
-
-def test_a_number_of_too_many_digits(tmp_path):
-    for name, text in (("a.jsonl", '{"a": 1}\n{"n": %s}'), ("a.json", '[{"n": %s}]')):
-        (tmp_path / name).write_text(text % ("1" * 5000))
-        with pytest.raises(DataError, match=rf"{name}.*: not valid JSON: Exceeds the limit"):
-            rows_of(tmp_path / name)
-
-
-@pytest.mark.parametrize("name", ["~nosuchuser/a.jsonl", "x" * 5000, "a/" + "x" * 300 + ".jsonl"])
-def test_paths_that_no_file_can_have(name):
-    for streaming in (False, True):
-        with pytest.raises(DataError, match="cannot look for a file|no data file|cannot load"):
-            load_data(name, DataConfig(streaming=streaming))
 
 
 def test_a_source_with_mistakes_in_it():
@@ -314,47 +308,3 @@ def test_a_source_with_mistakes_in_it():
     assert "pydantic" not in str(caught.value)
     with pytest.raises(ConfigError, match="weight: input should be greater than 0, got 0.0"):
         Source(path="a", weight=0.0)
-
-
-def test_columns_have_names_once_that_are_strings():
-    for given in ([{0: "a", 1: "b"}], pandas.DataFrame([["1", "2"]])):
-        with pytest.raises(DataError, match="the training data: column names must be strings, got 0"):
-            load_data(given, DataConfig())
-    for given in (
-        pandas.DataFrame([["1", "2"]], columns=["a", "a"]),
-        pyarrow.table([pyarrow.array(["1"]), pyarrow.array(["2"])], names=["a", "a"]),
-    ):
-        with pytest.raises(DataError, match="the training data has two columns 'a'"):
-            load_data(given, DataConfig())
-
-
-def test_pandas_rows_with_arrays_are_lists(tmp_path):
-    rows = [{"tools": [{"name": "f", "of": ["x"]}], "labels": ["x"]}] * 2
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert rows_of(pandas.read_parquet(tmp_path / "a.parquet")) == rows
-    assert rows_of(pandas.Series(ROWS)) == ROWS
-
-
-def test_a_data_set_with_a_transform():
-    given = Dataset.from_dict({"q": ["1", "2"]})
-    added = given.with_transform(lambda batch: {"task": [q + "+1" for q in batch["q"]]})
-    assert rows_of(added, columns={"prompt": "task"}) == [{"prompt": "1+1"}, {"prompt": "2+1"}]
-
-    def fails(batch):
-        raise RuntimeError("boom")
-
-    with pytest.raises(DataError, match="reading rows of the data set raised RuntimeError: boom"):
-        load_data(given.with_transform(fails), DataConfig())
-
-
-def test_an_evaluation_of_a_stream_is_filtered_before_rows_are_counted():
-    rows = [{"q": str(n), "n": n} for n in range(40)]
-    stream = Dataset.from_list(rows).to_iterable_dataset()
-    source = {"columns": {"prompt": "q"}, "filter": {"n": {"min": 5}}, "select": "1::2", "rows": 3}
-    for given in (stream, rows):
-        (part,) = load_data(Source(path=given, **source), DataConfig(), evaluation=True).parts
-        assert [(row["prompt"], part.rows.number(index)) for index, row in enumerate(part.rows)] == [
-            ("6", 6), ("8", 8), ("10", 10),
-        ]  # fmt: skip
-    with pytest.raises(DataError, match="no row is left by data.filter and data.select"):
-        load_data(Source(path=stream, filter={"n": 99}, rows=3), DataConfig(), evaluation=True)

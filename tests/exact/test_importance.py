@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cohort.objective import Objective, leveled_log_ratio
+from cohort.objective import Objective
+from cohort.objective.ratio import leveled_log_ratio
 from cohort.presets.parts import MismatchWeight
 
 from .tabular import assert_apart, assert_same, gradient, groups, tree

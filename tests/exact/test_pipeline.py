@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
-from cohort.config import OptimConfig
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision
-from cohort.train import Optimizer, assemble, assign_advantages, packs, update
+from cohort.train import assign_advantages, lay_out, packs, update
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
 from tests.conftest import tiny_llama
+from tests.train.updates import CPU, context_for, whole
 
 from .tabular import Tree, assert_apart
 
@@ -49,7 +49,7 @@ def rollout(p, members):
     for number in members:
         ids = TREE.sequences[number]
         reason = FinishReason.EOS if ids[-1] == 0 else FinishReason.LENGTH
-        completions.append(Completion(ids, (-1.0,) * len(ids), reason, "", 0))
+        completions.append(Completion.of_tokens(ids, (-1.0,) * len(ids), reason))
     rewards = REWARDS[p, list(members)]
     return [Group(Prompt(p, p, PROMPTS[p], "", "", {}), tuple(completions))], Scores(rewards, rewards[:, None], ("r",))
 
@@ -57,9 +57,8 @@ def rollout(p, members):
 def update_gradient(own, objective, p, members, token_budget):
     """Of the loss, as the real update leaves it."""
     groups, scores = rollout(p, members)
-    batch = assign_advantages(assemble(groups, torch.device("cpu")), scores, objective, max_completion_length=2)
-    optimizer = Optimizer(own.model, OptimConfig(learning_rate=0.0, max_grad_norm=1e9), 1)
-    update(own, optimizer, batch, objective, 1.0, token_budget)
+    batch = assign_advantages(lay_out(groups, CPU), scores, objective, max_completion_length=2)
+    update(context_for(own, objective, token_budget), batch, whole(batch))
     zeros = [torch.zeros_like(each) if each.grad is None else each.grad for each in own.model.parameters()]
     return torch.cat([gradient.flatten() for gradient in zeros])
 
@@ -101,4 +100,5 @@ def test_the_mean_over_a_completions_tokens_is_another_gradient():
 
 def test_a_budget_of_one_token_cuts_everything():
     groups, _ = rollout(0, (1, 2))
-    assert [len(pack.microbatches) for pack in packs(assemble(groups, torch.device("cpu")), 1)] == [2]
+    batch = lay_out(groups, CPU)
+    assert [len(pack.microbatches) for pack in packs(batch, whole(batch), 1)] == [2]

@@ -395,7 +395,9 @@ def record_engine(precision: str, noise: float = 0.0) -> Record:
                     code = main(["generate", str(model), "1+2", "7+8+9", *flags, "--device", "cpu"])
                 record["generate/exit"] = code
                 lines = Path(place, "out.jsonl").read_text().splitlines()
-                record["generate/lines"] = [json.loads(line) for line in lines]
+                record["generate/lines"] = found = [json.loads(line) for line in lines]
+                for one in found:  # the prefix is one token, which was given: it has no log-probs
+                    one["logps"], one["full_logps"] = one["logps"][1:], one["full_logps"][1:]
     return record
 
 

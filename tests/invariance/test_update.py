@@ -1,5 +1,4 @@
-"""The real update: its gradient against the paper's objective by autograd, and that how a batch is cut changes
-nothing."""
+"""The real update: its gradient against the paper's objective by autograd, and that no cut of a batch changes it."""
 
 import dataclasses
 import math
@@ -7,69 +6,15 @@ import math
 import pytest
 import torch
 
-from cohort.config import OptimConfig
-from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
-from cohort.policy import Policy, Precision, enable_checkpointing
-from cohort.train import Optimizer, assemble, assign_advantages, policy_logps, update
+from cohort.policy import enable_checkpointing
+from cohort.train import NonFinite, UpdateResult, assign_advantages, lay_out, update
 from cohort.train.update import term_norms
-from cohort.types import Completion, FinishReason, Group, Prompt, Scores
-from tests.conftest import tiny_llama
+from cohort.types import Scores
 from tests.policy.plain import plain_rows
+from tests.train.updates import CPU, batch_for, context_for, gradient, rollout, segments_of, shifted_policy, whole
 
-DOUBLE = Precision(torch.float64, torch.float64)
 PAPER = PRESETS["grpo"]
-
-
-def rollout(seed=0, cut=()):
-    """Four groups of three completions of unequal lengths; one group degenerate, one completion unscored. ``cut``: the
-    completions that the length limit cut."""
-    generator = torch.Generator().manual_seed(seed)
-    groups = []
-    for p in range(4):
-        prompt = tuple(torch.randint(2, 37, (p * 2 + 1,), generator=generator).tolist())
-        completions = []
-        for c in range(3):
-            reason = FinishReason.LENGTH if 3 * p + c in cut else FinishReason.EOS
-            length = int(torch.randint(1, 9, (1,), generator=generator))
-            ids = tuple(torch.randint(2, 37, (length,), generator=generator).tolist())
-            completions.append(Completion(ids, (-1.0,) * length, reason, "", 0))
-        groups.append(Group(Prompt(p, p, prompt, "", "", {}), tuple(completions)))
-    rewards = torch.rand(12, generator=generator, dtype=torch.float64)
-    rewards[3:6] = 0.25
-    rewards[7] = math.nan
-    return groups, Scores(rewards, rewards[:, None], ("r",))
-
-
-def shifted_policy():
-    """Another model than the current one."""
-    shifted = Policy(tiny_llama().double(), DOUBLE)
-    with torch.no_grad():
-        for index, parameter in enumerate(shifted.model.parameters()):
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
-    return shifted
-
-
-def batch_for(policy, objective, *, old=True, cut=()):
-    """A batch whose old, sampler and reference policies are all others than the current one."""
-    groups, scores = rollout(cut=cut)
-    batch = assemble(groups, torch.device("cpu"))
-    logps = policy_logps(shifted_policy(), batch, 1.0, 10_000)
-    noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    batch = dataclasses.replace(
-        batch,
-        sampler_logps_N=logps + 0.02 * noise,
-        old_logps_N=logps if old or objective.needs_old_logps else None,
-        ref_logps_N=logps - 0.1 if objective.beta else None,
-    )
-    return assign_advantages(batch, scores, objective, max_completion_length=8)
-
-
-def gradient(policy, batch, objective, token_budget, **more):
-    """The gradient that one real update leaves, with a learning rate of 0."""
-    optimizer = Optimizer(policy.model, OptimConfig(learning_rate=0.0, max_grad_norm=1e9), 1)
-    result = update(policy, optimizer, batch, objective, 1.0, token_budget, **more)
-    return [p.grad.clone() for p in policy.model.parameters()], result
 
 
 @pytest.mark.parametrize("old", [True, False])
@@ -123,21 +68,11 @@ def test_a_kl_and_an_entropy_over_the_vocabulary_follow_autograd(float64_policy)
     )
     batch, reference = batch_for(float64_policy, objective), shifted_policy()
     batch = dataclasses.replace(batch, advantages_N=torch.zeros_like(batch.advantages_N))
-    optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.0, max_grad_norm=1e9), 1)
-    update(
-        float64_policy,
-        optimizer,
-        batch,
-        objective,
-        temperature,
-        20,
-        reference=reference,
-        entropy_coefficient=bonus,
-    )
-    got = [p.grad.clone() for p in float64_policy.model.parameters()]
+    more = {"temperature": temperature, "reference": reference, "entropy_coefficient": bonus}
+    got, _ = gradient(float64_policy, batch, objective, 20, **more)
     float64_policy.model.zero_grad()
     terms = []
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+    for prompt, completion in segments_of(batch):
         rows = (plain_rows(policy, prompt, completion) for policy in (float64_policy, reference))
         p, q = (torch.log_softmax(logits / temperature, -1) for logits in rows)
         terms.append(beta * (p.exp() * (p - q)).sum(-1) + bonus * (p.exp() * p).sum(-1))
@@ -157,12 +92,10 @@ def test_the_top_entropy_threshold_is_the_minibatchs(float64_policy):
 
 
 def test_the_order_of_completions_changes_nothing(float64_policy):
-    from cohort.train import select
-
     batch = batch_for(float64_policy, PAPER)
     whole, _ = gradient(float64_policy, batch, PAPER, 50)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
-    shuffled, _ = gradient(float64_policy, select(batch, order), PAPER, 50)
+    shuffled, _ = gradient(float64_policy, batch, PAPER, 50, order=order)
     for one, other in zip(whole, shuffled, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
@@ -173,7 +106,7 @@ def test_the_update_follows_the_papers_objective(float64_policy):
     got, result = gradient(float64_policy, batch, PAPER, 30)
     model, total, start = float64_policy.model, 0.0, 0
     model.zero_grad()
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+    for prompt, completion in segments_of(batch):
         log_probs = torch.log_softmax(plain_rows(float64_policy, prompt, completion), -1)
         inner = 0.0
         for t, token in enumerate(completion):
@@ -207,10 +140,10 @@ def test_a_rollout_without_signal_moves_nothing(float64_policy):
     equal = torch.full((12,), 0.5, dtype=torch.float64)
     plain = PAPER.replace(beta=0.0)
     scores = Scores(equal, equal[:, None], ("r",))
-    batch = assign_advantages(assemble(groups, torch.device("cpu")), scores, plain, max_completion_length=8)
+    batch = assign_advantages(lay_out(groups, CPU), scores, plain, max_completion_length=8)
     before = [p.clone() for p in float64_policy.model.parameters()]
-    optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.1), 1)
-    result = update(float64_policy, optimizer, batch, plain, 1.0, 50)
+    result = update(context_for(float64_policy, plain, 50, learning_rate=0.1), batch, whole(batch))
+    assert isinstance(result, UpdateResult)
     assert result.grad_norm == 0.0
     assert float64_policy.version == 0  # no optimizer step was made
     for old, new in zip(before, float64_policy.model.parameters(), strict=True):
@@ -221,9 +154,9 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(float64_policy):
     batch = batch_for(float64_policy, PAPER)
     float64_policy.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     before = [p.clone() for p in float64_policy.model.parameters()]
-    optimizer = Optimizer(float64_policy.model, OptimConfig(learning_rate=0.1), 1)
-    with pytest.raises(NonFiniteError, match="norm is inf"):
-        update(float64_policy, optimizer, batch, PAPER, 1.0, 50)
+    outcome = update(context_for(float64_policy, PAPER, 50, learning_rate=0.1), batch, whole(batch))
+    assert isinstance(outcome, NonFinite)
+    assert "norm is inf" in outcome.message
     for old, new in zip(before, float64_policy.model.parameters(), strict=True):
         assert torch.equal(old, new)
 
@@ -232,8 +165,8 @@ def test_the_norms_of_the_terms_are_those_of_the_update(float64_policy):
     """Policy, KL and entropy apart; together they make the update's gradient, and measuring them changes nothing."""
     objective = PAPER.replace(beta=0.3)
     batch, more = batch_for(float64_policy, objective), {"entropy_coefficient": 0.05}
-    norms = term_norms(float64_policy, batch, objective, 1.0, 17, **more)
-    whole, result = gradient(float64_policy, batch, objective, 17, **more)
+    norms = term_norms(context_for(float64_policy, objective, 17), batch, whole(batch), **more)
+    together, result = gradient(float64_policy, batch, objective, 17, **more)
     only = {
         "policy": (objective.replace(beta=0.0), dataclasses.replace(batch, ref_logps_N=None), {}),
         "kl": (objective, dataclasses.replace(batch, advantages_N=torch.zeros_like(batch.advantages_N)), {}),
@@ -243,7 +176,7 @@ def test_the_norms_of_the_terms_are_those_of_the_update(float64_policy):
         parts, own = gradient(float64_policy, its_batch, one, 17, **its_more)
         assert norms[f"gradient/{name}_norm"] == pytest.approx(own.grad_norm, rel=1e-9)
         vectors[name] = torch.cat([part.flatten() for part in parts])
-    rest = torch.cat([part.flatten() for part in whole]) - vectors["policy"] - vectors["kl"]
+    rest = torch.cat([part.flatten() for part in together]) - vectors["policy"] - vectors["kl"]
     assert norms["gradient/entropy_norm"] == pytest.approx(float(rest.norm()), rel=1e-6)
     cosine = torch.cosine_similarity(vectors["policy"], vectors["kl"], dim=0)
     assert norms["gradient/exact_cosine"] == pytest.approx(float(cosine), rel=1e-9)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS
-from tests.invariance.test_update import batch_for, gradient, shifted_policy
 from tests.policy.plain import plain_rows
+from tests.train.updates import batch_for, gradient, segments_of, shifted_policy
 
-CUT = (1, 6, 9)
-"""Completions that are cut, and so masked where the objective masks them."""
+TRUNCATED = (1, 6, 9)
+"""Truncated completions, which are not in the loss if the objective masks them."""
 BONUS = 0.3
 
 
@@ -18,10 +18,10 @@ def written_out(policy, reference, batch, objective):
     """The loss over the unmasked completions, as the formulas say it: clipped ratios at the tokens of highest entropy,
     the reverse KL over the vocabulary weighted by the ratios of the tokens before, and the mean entropy."""
     rows, start = [], 0
-    for i, (prompt, ids) in enumerate(zip(batch.prompt_ids, batch.completion_ids, strict=True)):
+    for i, (prompt, ids) in enumerate(segments_of(batch)):
         tokens = slice(start, start + len(ids))
         start += len(ids)
-        if i in CUT and objective.truncated == "mask":
+        if i in TRUNCATED and objective.truncated == "mask":
             continue
         p, q = (torch.log_softmax(plain_rows(model, prompt, ids), -1) for model in (policy, reference))
         log_ratio = p.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1) - batch.old_logps_N[tokens]
@@ -64,7 +64,7 @@ CASES = {
 def test_the_gradient_is_that_of_the_terms_written_out(float64_policy, changes):
     objective = PRESETS["default"].replace(**changes)
     reference = shifted_policy()
-    batch = batch_for(float64_policy, objective, cut=CUT)
+    batch = batch_for(float64_policy, objective, truncated=TRUNCATED)
     got, _ = gradient(float64_policy, batch, objective, 20, reference=reference, entropy_coefficient=BONUS)
     float64_policy.model.zero_grad()
     written_out(float64_policy, reference, batch, objective).backward()

@@ -163,6 +163,26 @@ def cispo(mean, low: float, high: float) -> Surrogate:
     return lambda b, lp: mean(b, lambda i, n: term(b, lp, i, n))
 
 
+def ce_gppo(b: Batch, lp: Tensor) -> Tensor:
+    """mean over tokens of r A; where PPO clips, beta (bound / sg(r)) r A, beta 0.75 below and 1 above"""
+
+    def term(r, a):
+        if a < 0 and r < 0.8:
+            return 0.75 * 0.8 / fixed(r) * r * a
+        return 1.0 * 1.2 / fixed(r) * r * a if a > 0 and r > 1.2 else r * a
+
+    return token_mean(b, lambda i, n: term(torch.exp(lp[n] - b.old[n]), b.advantages_S[i]))
+
+
+def topr(b: Batch, lp: Tensor) -> Tensor:
+    """(1/B) sum over A >= 0 of A log pi(o) + (1/B) sum over A < 0 of sg(min(pi(o) / pi_old(o), 1)) A log pi(o)"""
+
+    def weight(i):
+        return 1.0 if b.advantages_S[i] >= 0 else torch.clamp(fixed(product(lp, b.old, b.tokens[i])), max=1.0)
+
+    return seq_sum(b, lambda i, n: weight(i) * b.advantages_S[i] * lp[n])
+
+
 def sapo(up: float, down: float) -> Surrogate:
     """mean of sigmoid(tau (r - 1)) (4 / tau) A"""
 
@@ -237,16 +257,18 @@ POLICY: dict[str, Surrogate] = {
     "gfpo": ppo(token_mean, 0.8, 1.2),
     "w_reinforce": ppo(token_mean, 0.8, 1.2),
     "passk": ppo(seq_sum, 0.8, 1.2),
+    "ce_gppo": ce_gppo,
+    "topr": topr,
 }
 """Of each preset."""
-STOPPED = ("gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
+STOPPED = ("ce_gppo", "topr", "gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
 """Those with a factor that carries no gradient: finite differences of the value are not their gradient."""
 TO_SAMPLER = ("grpo_v32", "vespo", "dppo_tv", "dppo_kl")
 """Those whose ratios, the KL's too, are to the sampler."""
 MEAN = {
     **dict.fromkeys(POLICY, token_mean),
     **dict.fromkeys(("default", "grpo", "grpo_r1", "grpo_v32", "gspo", "gspo_token", "gmpo", "sapo"), seq_mean),
-    **dict.fromkeys(("rloo", "luspo", "maxrl", "passk"), seq_sum),
+    **dict.fromkeys(("rloo", "luspo", "maxrl", "passk", "topr"), seq_sum),
     "dr_grpo": constant,
     "scalerl": prompt_mean,
 }

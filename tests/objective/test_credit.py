@@ -11,12 +11,11 @@ from cohort.objective import (
     Outcomes,
     live_groups,
     outcome_advantages,
-    process_advantages,
     soft_overlong_punishment,
     token_advantages,
-    top_k_of_group,
-    unlikeliness,
 )
+from cohort.objective.credit import process_advantages
+from cohort.objective.shaping import top_k_of_group, unlikeliness
 from cohort.presets import Objective
 from cohort.presets import kl as parts
 from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cohort.objective import importance_ratio, leveled_log_ratio
-from cohort.objective.ratio import exp_clamped
+from cohort.objective import importance_ratio
+from cohort.objective.ratio import exp_clamped, leveled_log_ratio
 
 GAPS = torch.tensor([0.2, 1.0, 0.4, -0.3, 0.6], dtype=torch.float64)
 SEQUENCE = torch.tensor([0, 1, 0, 1, 0])

@@ -9,16 +9,28 @@ from cohort.errors import ConfigError
 from cohort.objective import (
     PRESETS,
     Cause,
-    bernoulli_kl,
+    Outcomes,
     coefficients,
-    custom_rule,
     importance_ratio,
     ppo_clip_multiplier,
-    ppo_clip_sides,
-    ppo_clip_value,
+    token_advantages,
     trust_region,
 )
-from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TVMask
+from cohort.objective.trust import bernoulli_kl, custom_rule, ppo_clip_sides, ppo_clip_value
+from cohort.presets.trust_regions import (
+    FIPO,
+    GMPO,
+    SAPO,
+    Cap,
+    Custom,
+    Gamma,
+    GradientPreservingClip,
+    KLMask,
+    Mask,
+    PPOClip,
+    Taper,
+    TVMask,
+)
 from tests.objective.batches import coefficients_of, random_batch
 
 LOW, HIGH, DUAL = 0.8, 1.28, 3.0
@@ -36,7 +48,7 @@ def apply(rule, ratios, advantages, logps=None, sequence=None):
     return trust_region(rule, ratios.log(), advantages, logps, sequence_N=sequence_N)
 
 
-# The clip -----------------------------------------------------------------------------------------------------------
+# The clips ----------------------------------------------------------------------------------------------------------
 
 REGIONS = [
     # advantage, ratio, phi, phi with dual, side, side with dual
@@ -122,6 +134,31 @@ def test_the_dual_bound_leaves_positive_advantages_alone():
 
 
 # The other rules ----------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_preserving_clip_keeps_the_bounds_gradient():
+    rule = GradientPreservingClip(low=0.8, high=1.2, beta_low=0.5, beta_high=0.75)
+    got = apply(rule, [0.5, 0.5, 1.5, 1.5, 0.8, 1.2], [-1.0, 1.0, 2.0, -2.0, -1.0, 1.0])
+    assert got.phi_N.tolist() == pytest.approx([0.4, 0.5, 0.9, 1.5, 0.8, 1.2], rel=1e-14)
+    assert got.value_N.tolist() == pytest.approx([-0.4, 0.5, 1.8, -3.0, -0.8, 1.2], rel=1e-14)
+    assert got.side_N.tolist() == [-1, 0, 1, 0, 0, 0]
+    silent = apply(GradientPreservingClip(beta_low=0.0, beta_high=0.0), [0.5, 1.5, 1.0], [-1.0, 1.0, 1.0])
+    assert silent.phi_N.tolist() == apply(PPOClip(), [0.5, 1.5, 1.0], [-1.0, 1.0, 1.0]).phi_N.tolist() == [0, 0, 1]
+
+
+def test_a_taper_clamps_the_weight_by_the_advantages_sign():
+    ratios, advantages = [0.25, 4.0, 0.25, 4.0, 4.0], [1.0, 1.0, -1.0, -1.0, 0.0]
+    got = apply(Taper(), ratios, advantages)  # log-probs are -1
+    assert got.phi_N.tolist() == pytest.approx([1.0, 1.0, 0.25, 1.0, 1.0], rel=1e-14)
+    assert got.value_N.tolist() == pytest.approx([-1.0, -1.0, 0.25, 1.0, 0.0], rel=1e-14)
+    assert got.side_N.tolist() == [-1, 1, 0, 1, 1]
+    wide = Taper(positive_low=0.5, positive_high=2.0, negative_low=0.5, negative_high=3.0)
+    assert apply(wide, ratios, advantages).phi_N.tolist() == pytest.approx([0.5, 2.0, 0.5, 3.0, 2.0], rel=1e-14)
+
+
+def test_toprs_advantages_are_its_rewards_of_one_and_minus_one():
+    outcomes = Outcomes(doubles(1.0, 0.0), torch.tensor([3, 3]), torch.tensor([0, 0, 1]), max_length=4)
+    assert token_advantages(PRESETS["topr"], outcomes).tolist() == [1.0, 1.0, -1.0]
 
 
 def test_no_trust_region_is_the_ratio():

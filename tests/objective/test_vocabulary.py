@@ -7,15 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.objective import (
-    entropy,
-    prefix_sums,
-    segment_mean,
-    segment_sum,
-    suffix_sums,
-    top_entropy_tokens,
-    vocabulary_kl,
-)
+from cohort.objective import entropy, segment_mean, segment_sum, top_entropy_tokens, vocabulary_kl
+from cohort.objective.segments import prefix_sums, suffix_sums
 
 INF = math.inf
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cohort import GRPOConfig, GRPOTrainer
-from cohort.config import LoraConfig, load_config, to_toml
-from cohort.errors import ConfigError, ModelError
+from cohort.config import LoraConfig
+from cohort.errors import ModelError
 from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, merged
 from tests.conftest import tiny_llama
 
@@ -195,35 +195,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base):
 def test_the_start_of_a_run_says_how_much_is_trained(tmp_path, base):
     trainer = GRPOTrainer(args=settings(base, tmp_path / "r", {"rank": 2}), reward_funcs=reward, train_dataset=ROWS)
     assert "parameters; prompts computed once" in trainer.describe()
-
-
-def test_settings_of_adapters_are_a_table_of_their_own(tmp_path):
-    file = tmp_path / "c.toml"
-    file.write_text('[model]\npath = "x"\n[model.lora]\nrank = 8\n')
-    config = load_config(file, ["--model.lora.variant", "dora", "--model.lora.alpha=.5", "--model.lora.rank", "2"])
-    assert (config.model.path, config.model.lora.rank, config.model.lora.variant) == ("x", 2, "dora")
-    assert config.model.lora.alpha == 0.5
-    again = tmp_path / "again.toml"
-    again.write_text(to_toml(config))
-    assert load_config(again) == config
-    for wrong in ("--model.lora.ranks", "--model.lora"):
-        with pytest.raises(ConfigError, match="unknown setting"):
-            load_config(file, [wrong, "3"])
-
-
-@pytest.mark.parametrize(
-    ("model", "objective", "said"),
-    [
-        ({"lora": {"rank": 2, "dropout": 0.1}}, {}, "needs model.dropout"),
-        ({"lora": {"rank": 2, "adapter": "x"}}, {}, "exclude each other"),
-        ({"quantization": "4bit"}, {}, "needs adapters"),
-        ({"lora": {"rank": 2}}, {"beta": 0.1, "sync_ref_model": True}, "excludes adapters"),
-        ({"lora": {"rank": -1}}, {}, "model.lora.rank"),
-    ],
-)
-def test_settings_that_cannot_be(model, objective, said):
-    with pytest.raises(ConfigError, match=said):
-        GRPOConfig(model=model, objective=objective)
 
 
 def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):

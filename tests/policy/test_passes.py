@@ -1,140 +1,96 @@
-"""The trainer's passes against the model's own forward pass: log-probs and the gradient of every parameter, family by
-family, and which way each family takes."""
-
-import dataclasses
+"""Prompts are computed once, and neither the cut into microbatches nor checkpointing changes a gradient."""
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from cohort.policy import Policy, Precision, enable_checkpointing, head
-from cohort.policy.choose import find_head
-from cohort.policy.passes import PlainPasses, SharedPasses
+from cohort.policy import Policy, enable_checkpointing, head
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_logps, rows_of, shares
-from tests.rollout.test_families import ATTENTION, COMMON
-from tests.rollout.test_lean import FAMILIES as LEAN
+from tests.policy.plain import (
+    COMPLETIONS,
+    DOUBLE,
+    GPT,
+    LONG,
+    LORA,
+    MIXED,
+    PROMPTS,
+    SINGLE,
+    TEMPERATURE,
+    WEIGHTS,
+    WINDOW,
+    assert_near,
+    assert_plain,
+    gradients,
+    model_of,
+    rows_of,
+    weighted,
+    with_peft,
+)
+from tests.policy.test_families import PADDED
 
-SINGLE = Precision(torch.float32, torch.float32)
-DOUBLE = Precision(torch.float64, torch.float64)
-MIXED = Precision(torch.float32, torch.bfloat16)
-GENERATOR = torch.Generator().manual_seed(7)
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
-
-def tokens(count):
-    return tuple(torch.randint(2, 37, (count,), generator=GENERATOR).tolist())
-
-
-# Prompts longer than the windows, shorter, and of one token; several completions of one, equal prompts apart.
-LONG, SHORT, ONE = tokens(17), tokens(4), tokens(1)
-PROMPTS = [LONG, LONG, SHORT, ONE, ONE, LONG]
-COMPLETIONS = [tokens(9), tokens(2), tokens(7), tokens(5), tokens(1), tokens(8)]
-WEIGHTS = torch.linspace(-1, 2, sum(map(len, COMPLETIONS)), dtype=torch.float64)
-
-SHARING = {
-    "phi3": ATTENTION,
-    "olmo2": ATTENTION,
-    "granite": ATTENTION | {"logits_scaling": 3.0, "residual_multiplier": 0.5},
-    "cohere": ATTENTION | {"logit_scale": 0.25},
-    "starcoder2": ATTENTION | {"sliding_window": 6},
-    "gpt_neox": {key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"},
-    "gpt2": COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-    "opt": COMMON
-    | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
+ALL, SINGLES, SOME = [range(7)], [[s] for s in range(7)], [[3, 0], [1, 6, 2], [5], [4]]
+MODELS = {
+    "llama": lambda: tiny_llama(tie_word_embeddings=False),
+    "gemma2": lambda: model_of("gemma2", WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gpt2": lambda: model_of("gpt2", GPT),
+    "lora": lambda: with_peft(LORA),
+    "falcon": lambda: model_of("falcon", PADDED["falcon"][0]),
 }
-APART = {
-    "mamba": COMMON | {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 8},
-    "stablelm": ATTENTION,
-    "bloom": COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
-}
-"""Recurrent, or with an attention of their own that cannot be exchanged."""
 
 
-def policy_of(family, settings, precision, **changes):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | changes))
-    return Policy(model.to(precision.master), precision)
-
-
-CASES = [pytest.param(*case, id=name) for name, case in LEAN.items()] + [
-    pytest.param(name, settings, id=name) for name, settings in SHARING.items()
-]
-
-
-def weighted(policy):
-    return (policy.logps(PROMPTS, COMPLETIONS, 0.7).logps_N * WEIGHTS.to(policy.precision.master)).sum()
-
-
-def plainly_weighted(policy):
-    return (plain_logps(policy, PROMPTS, COMPLETIONS, 0.7) * WEIGHTS.to(policy.precision.master)).sum()
-
-
-@pytest.mark.parametrize(("family", "settings"), CASES)
-def test_log_probs_and_gradients_are_those_of_the_plain_forward_pass(family, settings):
-    """float64: sums in another order, of gradients that pass through some layers and are added up over tokens."""
-    policy = policy_of(family, settings, DOUBLE)
-    assert shares(policy), policy.passes.description
-    with torch.no_grad():
-        ours, plain = policy.logps(PROMPTS, COMPLETIONS, 0.7).logps_N, plain_logps(policy, PROMPTS, COMPLETIONS, 0.7)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-11)
-    assert_near(gradients(policy, weighted(policy)), gradients(policy, plainly_weighted(policy)), 1e-10)
-
-
-@pytest.mark.parametrize(("family", "settings"), CASES)
-def test_in_float32(family, settings):
-    policy = policy_of(family, settings, SINGLE)
-    with torch.no_grad():
-        ours, plain = policy.logps(PROMPTS, COMPLETIONS, 0.7).logps_N, plain_logps(policy, PROMPTS, COMPLETIONS, 0.7)
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
-    # float32 has 6e-8; a gradient is a sum of some hundred terms that may cancel.
-    assert_near(gradients(policy, weighted(policy)), gradients(policy, plainly_weighted(policy)), 1e-4)
-
-
-@pytest.mark.parametrize(("family", "settings"), CASES)
-def test_in_bfloat16_the_gap_to_the_truth_is_that_of_the_plain_pass(family, settings):
-    policy, truth = policy_of(family, settings, MIXED), policy_of(family, settings, SINGLE)
-    with torch.no_grad():
-        exact = plain_logps(truth, PROMPTS, COMPLETIONS, 0.7)
-        ours = (policy.logps(PROMPTS, COMPLETIONS, 0.7).logps_N - exact).square().mean().sqrt()
-        plain = (plain_logps(policy, PROMPTS, COMPLETIONS, 0.7) - exact).square().mean().sqrt()
-    assert ours < 2 * plain + 0.01  # both round to 8 bits at every product; neither is nearer in every case
-
-
-@pytest.mark.parametrize("family", APART)
-def test_models_whose_prompts_cannot_be_read_by_themselves(family):
-    policy = policy_of(family, APART[family], DOUBLE)
-    assert policy.passes.description.startswith("prompts computed with every completion, padded")
-    with torch.no_grad():
-        ours, plain = policy.logps(PROMPTS, COMPLETIONS, 0.7).logps_N, plain_logps(policy, PROMPTS, COMPLETIONS, 0.7)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-7)  # some of their kernels compute in float32
-    assert_near(gradients(policy, weighted(policy)), gradients(policy, plainly_weighted(policy)), 1e-5)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral window, ratio 4"])
-def test_however_the_completions_are_cut(name, checkpointing):
-    """Prompts read once, completions in microbatches of one: the same gradient as all at once in one graph."""
-    policy = policy_of(*LEAN[name], DOUBLE)
-    if checkpointing:
-        enable_checkpointing(policy.model)
-    whole = gradients(policy, weighted(policy))
+def trained_gradients(policy, cuts):
+    """As in an update: prompts read once, completions cut by cut, prompts backward once."""
     policy.model.zero_grad()
+    weights = WEIGHTS.to(policy.precision.master).split([len(ids) for ids in COMPLETIONS])
+    found = []
     with policy.training(), policy.compute():
         prefixes = policy.passes.read(list(dict.fromkeys(PROMPTS)))
-        start = 0
-        for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
-            logps_N = policy.states(prefixes, rows_of([prompt], [completion], prefixes.prompt_ids), 0.7).logps().logps_N
-            (logps_N * WEIGHTS[start : start + len(completion)]).sum().backward()
-            start += len(completion)
+        for cut in cuts:
+            rows = rows_of([PROMPTS[s] for s in cut], [COMPLETIONS[s] for s in cut], prefixes.prompt_ids)
+            logps_N = policy.states(prefixes, rows, TEMPERATURE).logps().logps_N
+            (logps_N * torch.cat([weights[s] for s in cut])).sum().backward()
+            found.append(logps_N.detach())
         prefixes.backward()
-    cut = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in policy.model.named_parameters()}
-    assert_near(cut, whole, 1e-10)
+    grads = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    return torch.cat(found), grads
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [("llama", ALL), ("llama", SINGLES), ("gemma2", SINGLES), ("gpt2", SOME), ("lora", SOME), ("falcon", SOME)],
+)
+def test_cuts_change_no_gradient(name, cuts):
+    """Leaves and many microbatches give the gradient of one graph."""
+    policy = Policy(MODELS[name]().double(), DOUBLE)
+    value = policy.logps(PROMPTS, COMPLETIONS, TEMPERATURE).logps_N
+    expected = gradients(policy, (value * WEIGHTS).sum())
+    logps_N, got = trained_gradients(policy, cuts)
+    pieces = value.detach().split([len(ids) for ids in COMPLETIONS])
+    torch.testing.assert_close(logps_N, torch.cat([pieces[s] for cut in cuts for s in cut]), rtol=0, atol=1e-12)
+    assert_near({key: got.get(key, torch.zeros_like(grad)) for key, grad in expected.items()}, expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "completions"),
+    [
+        ("llama", [(7,)], [(3,)]),
+        ("gemma2", [(7,)], [(3, 4, 5, 6)]),
+        ("gpt2", [(7,), (7,), (8,)], [(3,), (4, 5), (6,)]),
+        ("gemma2", [LONG, LONG], [(3,), (4,)]),
+        ("llama", [LONG, LONG], [(3, 4), (3, 4)]),
+        ("gemma2", [(7,), LONG, (7,)], [LONG, (3,), LONG]),
+    ],
+)
+def test_shapes_at_the_edge(name, prompts, completions):
+    policy = Policy(MODELS[name]().double(), DOUBLE)
+    assert policy.passes.shared
+    assert_plain(policy, prompts=prompts, completions=completions)
 
 
 def test_prompts_go_through_the_model_once(monkeypatch):
-    """Tokens that the embedding sees: each prompt's once, whatever the number of its completions."""
-    policy = policy_of(*LEAN["llama"], SINGLE)
+    """The embedding sees each prompt's tokens once, whatever the number of its completions."""
+    policy = Policy(tiny_llama(), SINGLE)
     assert policy.passes.shared
     monkeypatch.setattr(head, "LIKE_SHAPES", 1)
     seen = []
@@ -143,64 +99,128 @@ def test_prompts_go_through_the_model_once(monkeypatch):
     assert sum(seen) == sum(len(prompt) - 1 for prompt in set(PROMPTS)) + sum(map(len, COMPLETIONS))
 
 
-def test_the_models_own_attention_is_back_after_a_pass_and_after_an_error(monkeypatch):
+def test_gradients_reach_the_prompts():
+    policy = Policy(MODELS["llama"]().double(), DOUBLE)
+    trained_gradients(policy, SINGLES)
+    rows = policy.model.get_input_embeddings().weight.grad.abs().sum(-1)
+    assert (rows[[20, 21, 34]] > 0).all()  # tokens that occur only in the middle of a prompt
+
+
+def test_prefixes_without_gradients_send_nothing_back():
     policy = Policy(tiny_llama(), SINGLE)
-    own = policy.model.config._attn_implementation
+    with torch.no_grad():
+        prefixes = policy.passes.read([LONG])
+    assert all(not part.requires_grad for parts in prefixes.keys_values.values() for part in parts)
+    prefixes.backward()
+    policy.passes.read([LONG]).backward()  # with gradients enabled, but no completion followed
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_leaves_add_up_in_float32(name):
+    """In bfloat16, gradients of a prompt's keys from many microbatches would be rounded at each addition."""
+    policy = Policy(MODELS[name](), MIXED)
+    with policy.compute():
+        prefixes = policy.passes.read([LONG])
+    assert {part.dtype for parts in prefixes.keys_values.values() for part in parts} == {torch.float32}
+    _, whole = trained_gradients(policy, ALL)
+    _, cut = trained_gradients(policy, SINGLES)
+    _, exact = trained_gradients(Policy(MODELS[name](), SINGLE), ALL)
+
+    def gap(one, other):
+        return sum((one[key] - other[key]).square().sum() for key in other).sqrt()
+
+    size = gap(exact, {key: torch.zeros_like(grad) for key, grad in exact.items()})
+    assert gap(whole, exact) < 0.1 * size  # 8 bits, two layers
+    assert gap(cut, exact) < 1.2 * gap(whole, exact)  # cutting adds next to nothing to it
+
+
+def test_the_models_attention_is_restored_after_a_pass_and_after_an_error(monkeypatch):
+    policy = Policy(MODELS["gpt2"](), SINGLE)
+    before = policy.model.config._attn_implementation
     policy.logps(PROMPTS, COMPLETIONS, 1.0)
-    assert policy.model.config._attn_implementation == own
+    assert policy.model.config._attn_implementation == before
     monkeypatch.setattr("cohort.policy.passes.packed_attention", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         policy.logps(PROMPTS, COMPLETIONS, 1.0)
-    assert policy.model.config._attn_implementation == own
+    assert policy.model.config._attn_implementation == before
 
 
-def test_a_pass_that_computes_something_else_is_not_taken(monkeypatch):
-    real = SharedPasses.hidden
-
-    def off(self, *arguments):
-        found = real(self, *arguments)
-        return found._replace(states_NH=found.states_NH.roll(1, 0))
-
-    monkeypatch.setattr(SharedPasses, "hidden", off)
+def test_a_copy_has_its_own_passes():
     policy = Policy(tiny_llama(), SINGLE)
-    assert isinstance(policy.passes, PlainPasses)
-    assert "off by" in policy.passes.description
-    torch.testing.assert_close(
-        policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N, plain_logps(policy, PROMPTS, COMPLETIONS), rtol=0, atol=1e-5
-    )
+    assert policy.passes.shared
+    frozen = policy.copy_frozen()
+    with torch.no_grad():
+        expected = policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N
+        for parameter in policy.model.parameters():
+            parameter.zero_()
+        assert torch.equal(frozen.logps(PROMPTS, COMPLETIONS, 1.0).logps_N, expected)
 
 
-def test_dropout_that_is_kept_is_drawn_for_every_completion():
-    assert isinstance(Policy(tiny_llama(attention_dropout=0.5), SINGLE, dropout=True).passes, PlainPasses)
+# Checkpointing
 
 
-def test_rotations_that_look_at_the_length():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    policy = policy_of("llama", LEAN["llama"][1], SINGLE, rope_parameters=rope)
-    assert "'dynamic', which changes with the sequence's length" in policy.passes.description
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("llama", DOUBLE), ("llama", SINGLE), ("gemma2", MIXED), ("gpt2", MIXED), ("lora", SINGLE), ("falcon", DOUBLE)],
+)
+def test_checkpointing_changes_no_bit(name, precision):
+    policy = Policy(MODELS[name]().to(precision.master), precision)
+    assert policy.passes.shared == (name != "falcon")
+    logps_N, plain = trained_gradients(policy, SOME)
+    enable_checkpointing(policy.model)
+    functions = [getattr(module, "_gradient_checkpointing_func", None) for module in policy.model.modules()]
+    again_N, checkpointed = trained_gradients(policy, SOME)
+    assert torch.equal(logps_N, again_N)
+    assert plain.keys() == checkpointed.keys()
+    for key, grad in plain.items():
+        assert torch.equal(grad, checkpointed[key]), key
+    after = [getattr(module, "_gradient_checkpointing_func", None) for module in policy.model.modules()]
+    assert all(one is other for one, other in zip(functions, after, strict=True))  # they are restored
 
 
-def test_a_head_that_is_no_plain_layer_keeps_all_logits():
-    policy = Policy(tiny_llama(), DOUBLE)
-    policy.model.double()
-
-    class Odd(torch.nn.Linear):
-        def forward(self, hidden):
-            return super().forward(hidden).tanh()
-
-    policy.model.lm_head.__class__ = Odd
-    assert find_head(policy) is None
-    assert policy.passes.description.startswith("prompts computed with every completion, padded, all logits at once")
-    torch.testing.assert_close(
-        policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N, plain_logps(policy, PROMPTS, COMPLETIONS), rtol=0, atol=1e-11
-    )
-
-
-def test_the_plain_way_is_right_too():
-    """Forced, for a model that would share."""
-    policy = policy_of(*LEAN["gemma2"], DOUBLE)
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_without_a_block_around_the_backward_pass(name):
+    policy = Policy(MODELS[name]().double(), DOUBLE)
     expected = gradients(policy, weighted(policy))
-    policy.__dict__["passes"] = PlainPasses(policy, find_head(policy))
-    assert_near(gradients(policy, weighted(policy)), expected, 1e-10)
-    policy.__dict__["passes"] = PlainPasses(policy, dataclasses.replace(find_head(policy), linear=None))
-    assert_near(gradients(policy, weighted(policy)), expected, 1e-10)
+    enable_checkpointing(policy.model)
+    with policy.training():
+        value = weighted(policy)
+    policy.model.zero_grad()
+    policy.model.train()
+    value.backward()
+    policy.model.eval()
+    got = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    for key, grad in expected.items():
+        assert torch.equal(grad, got.get(key, torch.zeros_like(grad))), key
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_attached_prompts_take_several_backward_passes(checkpointing):
+    """As for the norms of terms: one graph, and a backward pass through all of it after each microbatch."""
+    policy = Policy(MODELS["llama"]().double(), DOUBLE)
+    _, expected = trained_gradients(policy, SINGLES)
+    policy.model.zero_grad()
+    if checkpointing:
+        enable_checkpointing(policy.model)
+    weights = WEIGHTS.split([len(ids) for ids in COMPLETIONS])
+    with policy.training(), policy.compute():
+        prefixes = policy.passes.read(list(dict.fromkeys(PROMPTS)), attached=True)
+        for prompt, completion, weights_N in zip(PROMPTS, COMPLETIONS, weights, strict=True):
+            rows = rows_of([prompt], [completion], prefixes.prompt_ids)
+            logps_N = policy.states(prefixes, rows, TEMPERATURE).logps().logps_N
+            (logps_N * weights_N).sum().backward(retain_graph=True)
+        prefixes.backward()  # nothing is left to send
+    assert_near({name: p.grad for name, p in policy.model.named_parameters()}, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_reentrant_checkpointing(name):
+    """It runs layers without a graph, where keys and values would lose their gradient; it is replaced."""
+    policy = Policy(MODELS[name]().double(), DOUBLE)
+    _, expected = trained_gradients(policy, SOME)
+    policy.model.get_input_embeddings().register_forward_hook(lambda _m, _i, out: out.requires_grad_())
+    policy.model.activation_checkpointing_enable({"use_reentrant": True})
+    _, got = trained_gradients(policy, SOME)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], expected[key]) for key in expected)

@@ -7,12 +7,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import ModelError
-from cohort.policy import ExpertBalance, Policy, Precision, expert_counts
-from cohort.train.packing import expert_balance
+from cohort.objective import PRESETS
+from cohort.policy import ExpertBalance, Policy, expert_counts
+from cohort.train.logps import expert_balance
 from tests.conftest import tiny_llama
-from tests.invariance.test_update import PAPER, batch_for, gradient
+from tests.train.updates import DOUBLE, batch_for, context_for, gradient, segments_of, whole
 
-DOUBLE = Precision(torch.float64, torch.float64)
+PAPER = PRESETS["grpo"]
 
 
 def mixture(vocab_size=37):
@@ -57,13 +58,13 @@ def test_an_updates_gradient_has_the_loss_in_it_however_it_is_cut():
     assert weighed.passes.shared
     batch = batch_for(plain, PAPER)
     without, _ = gradient(plain, batch, PAPER, 1000)
-    whole, _ = gradient(weighed, batch, PAPER, 1000)
+    uncut, _ = gradient(weighed, batch, PAPER, 1000)
     parts, _ = gradient(weighed, batch, PAPER, 7)
-    for one, other in zip(whole, parts, strict=True):
+    for one, other in zip(uncut, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     # By hand: every completion with its prompt, the routers' outputs at the rows that completions take.
     rows = [[], []]
-    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids, strict=True):
+    for prompt, completion in segments_of(batch):
         with plain.compute():
             output = plain.model.model(torch.tensor([[*prompt, *completion[:-1]]]), output_router_logits=True)
         for layer, logits in enumerate(output.router_logits):
@@ -71,10 +72,10 @@ def test_an_updates_gradient_has_the_loss_in_it_however_it_is_cut():
     joined = [torch.cat(layer) for layer in rows]
     plain.model.zero_grad()
     (0.3 * load_balancing_loss_func(tuple(joined), 4, 2)).backward()
-    for base, with_loss, parameter in zip(without, whole, plain.model.parameters(), strict=True):
+    for base, with_loss, parameter in zip(without, uncut, plain.model.parameters(), strict=True):
         expected = base + (0 if parameter.grad is None else parameter.grad)
         torch.testing.assert_close(with_loss, expected, rtol=0, atol=1e-6)  # theirs adds up in float32
-    balance = expert_balance(weighed, batch, 1.0, 11)
+    balance = expert_balance(context_for(weighed, PAPER, 11), batch, whole(batch))
     assert balance.rows == 2 * batch.num_tokens
     assert balance.counts_E.sum() == 2 * 2 * batch.num_tokens
 

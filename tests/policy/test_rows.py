@@ -4,30 +4,24 @@ import numpy as np
 import pytest
 import torch
 
-from cohort.policy import PackedRows, Policy, Precision
+from cohort.policy import PackedRows, Policy
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.passes import PlainPasses, SharedPasses
-from cohort.types import Support
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, gradients, plain_rows
+from tests.policy.plain import DOUBLE, SINGLE, assert_near, gradients, plain_rows, support_of
 
-DOUBLE = Precision(torch.float64, torch.float64)
 PROMPTS = [(5, 9, 20), (5, 9, 20), (7,), (30, 31, 5, 33)]
 ROWS = [(4, 6, 11, 12, 8, 1), (8, 8, 7), (3, 9, 9, 3, 2), (1,)]
 DRAWN = [(1, 1, 0, 0, 1, 1), (1, 0, 0), (0, 1, 0, 1, 1), (1,)]  # a row may begin or end with given tokens
 TARGETS = [4, 6, 8, 1, 8, 9, 3, 2, 1]
-KEPT = [{token, *range(10 * n % 37, 10 * n % 37 + 6)} for n, token in enumerate(TARGETS)]
+KEPT = [{token, *range(3 * n, 3 * n + 6)} for n, token in enumerate(TARGETS)]
 WEIGHTS = torch.linspace(-1, 2, len(TARGETS), dtype=torch.float64)
 
 
 def supports():
-    kept, found = iter(KEPT), []
-    for drawn in DRAWN:
-        sets = [sorted(v for v in next(kept) if v < 37) for _ in range(sum(drawn))]
-        ids = np.array([v for each in sets for v in each], np.int32)
-        found.append(Support(ids, np.array([len(each) for each in sets], np.int32), np.zeros(len(sets), np.bool_)))
-    return found
+    kept = iter(KEPT)
+    return [support_of([next(kept) for _ in range(sum(drawn))]) for drawn in DRAWN]
 
 
 def expected_logps(policy, temperature, supported, penalty):
@@ -89,7 +83,7 @@ def test_no_logits_are_computed_for_given_tokens():
 
 @pytest.mark.parametrize("implementation", ["lean", "padded"])
 def test_rows_of_drawn_tokens_are_bit_equal_with_and_without_a_mask(implementation):
-    policy = Policy(tiny_llama(), Precision(torch.float32, torch.float32))
+    policy = Policy(tiny_llama(), SINGLE)
     policy.__dict__["passes"] = IMPLEMENTATIONS[implementation](policy)
     plain = policy.logps(PROMPTS, ROWS, 1.0)
     masked = policy.logps(PROMPTS, ROWS, 1.0, drawn=[(1,) * len(row) for row in ROWS])

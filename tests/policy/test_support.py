@@ -1,6 +1,5 @@
 """Log-probs over what each token was drawn from, against loops over the kept tokens of an unpadded forward."""
 
-import itertools
 import math
 
 import numpy as np
@@ -12,38 +11,11 @@ from cohort.objective import entropy, vocabulary_kl
 from cohort.policy import Head, PackedRows, Policy, Precision, chunked_terms
 from cohort.types import Support
 from tests.conftest import tiny_llama
-from tests.policy.plain import assert_near, distribution_of, gradients, plain_rows
+from tests.policy.plain import assert_near, distribution_of, gradients, plain_rows, random_supports, support_of
 
 VOCABULARY = 37
 PROMPTS = [(5, 9, 20), (7,), (30, 31, 5, 33, 34, 35, 36), (2, 3)]
 COMPLETIONS = [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
-ALL = tuple(range(VOCABULARY))
-
-
-def support(kept_per_token, excluded=None):
-    """A ``Support`` from the kept tokens of each position, listed as kept or, where said, as excluded."""
-    excluded = excluded or [False] * len(kept_per_token)
-    listed = [sorted(set(ALL) - set(kept)) if out else kept for kept, out in zip(kept_per_token, excluded, strict=True)]
-    return Support(
-        np.array([token for tokens in listed for token in tokens], np.int32),
-        np.array([len(tokens) for tokens in listed], np.int32),
-        np.array(excluded, np.bool_),
-    )
-
-
-def some_support(seed=0):
-    """Kept tokens of every position of ``COMPLETIONS``: the drawn one and others, many or few; and the ``Support``s.
-    One completion has none."""
-    generator = np.random.default_rng(seed)
-    kept = []
-    for completion in COMPLETIONS:
-        sizes = generator.choice([0, 1, 4, 20, 36], size=len(completion))
-        others = [generator.permutation(ALL)[:size].tolist() for size in sizes]
-        kept.append([sorted({token, *more}) for token, more in zip(completion, others, strict=True)])
-    kept[3] = [list(ALL)] * len(COMPLETIONS[3])
-    excluded = [[len(tokens) > 18 for tokens in row] for row in kept]
-    assert any(itertools.chain(*excluded[:3]))
-    return kept, [*(support(k, e) for k, e in zip(kept[:3], excluded[:3], strict=True)), None]
 
 
 def outside(supports, completions, vocabulary):
@@ -63,9 +35,9 @@ def states_of(policy, temperature, supports):
     return policy.states(prefixes, PackedRows.of(range(4), COMPLETIONS, supports), temperature)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
-    kept, supports = some_support()
+def test_statistics_over_the_support_equal_loops(float64_policy):
+    temperature = 0.5
+    kept, supports = random_supports(COMPLETIONS)
     with torch.no_grad():
         got = float64_policy.logps(PROMPTS, COMPLETIONS, temperature, supports)
         expected = []
@@ -83,7 +55,7 @@ def test_statistics_over_the_support_equal_loops(float64_policy, temperature):
 
 
 def subset_log_probs(policy, kept, temperature):
-    """log softmax over the kept tokens alone, made of them alone: no -inf anywhere. With each one's drawn token."""
+    """log softmax over the kept tokens alone, without -inf, and the index of the drawn token among them."""
     for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
         logits = plain_rows(policy, prompt, completion)
         for row, token, tokens in zip(logits, completion, rows, strict=True):
@@ -95,17 +67,9 @@ def assert_same_gradients(policy, value, expected):
     assert_near(gradients(policy, value), gradients(policy, expected), 1e-11)
 
 
-def test_gradients_of_the_log_probs_equal_those_of_the_kept_tokens_alone(float64_policy):
-    kept, supports = some_support()
-    weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
-    value = (float64_policy.logps(PROMPTS, COMPLETIONS, 0.7, supports).logps_N * weights).sum()
-    alone = torch.stack([log_probs[place] for log_probs, place, _ in subset_log_probs(float64_policy, kept, 0.7)])
-    assert_same_gradients(float64_policy, value, (alone * weights).sum())
-
-
 @pytest.mark.parametrize("weight", [0.3, 1e3])  # a weight above 1 must not turn 0 * -inf into a NaN
 def test_the_entropy_bonus_is_over_the_support(float64_policy, weight):
-    kept, supports = some_support()
+    kept, supports = random_supports(COMPLETIONS)
     states = states_of(float64_policy, 0.7, supports)
     weights_N = weight * torch.linspace(-1, 2, 12, dtype=torch.float64)
     value = chunked_terms(lambda p, w: (w * entropy(p)).sum(), [states], [weights_N])
@@ -114,11 +78,12 @@ def test_the_entropy_bonus_is_over_the_support(float64_policy, weight):
     assert_same_gradients(float64_policy, value, (alone * weights_N).sum())
 
 
-@pytest.mark.parametrize("weight", [1.0, 1e3])
-@pytest.mark.parametrize("top_k", [None, 1, 3, 25])
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize(
+    ("direction", "top_k", "weight"),
+    [("reverse", None, 1.0), ("reverse", 3, 1e3), ("forward", None, 1e3), ("forward", 1, 1.0), ("forward", 25, 1.0)],
+)
 def test_a_kl_over_the_vocabulary_is_over_the_support(float64_policy, direction, top_k, weight):
-    kept, supports = some_support()
+    kept, supports = random_supports(COMPLETIONS)
     reference = float64_policy.copy_frozen()
     with torch.no_grad():
         for index, parameter in enumerate(reference.model.parameters()):
@@ -137,17 +102,6 @@ def test_a_kl_over_the_vocabulary_is_over_the_support(float64_policy, direction,
     assert_same_gradients(float64_policy, value, weight * alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("weight", [1.0, 3.0, 1e6])
-def test_an_entropy_of_any_weight_has_a_gradient_where_tokens_cannot_occur(dtype, weight):
-    logits = torch.tensor([[0.0, -torch.inf, math.log(3), -torch.inf]], dtype=dtype, requires_grad=True)
-    (weight * entropy(logits.log_softmax(-1))).sum().backward()
-    # p = 1/4, 3/4 and H = 2 log 2 - 3/4 log 3; dH/dlogit = -p (log p + H) = 3/16 log 3 at the first, less at the other
-    slope = 3 / 16 * math.log(3)
-    expected = torch.tensor([[slope, 0.0, -slope, 0.0]], dtype=dtype) * weight
-    torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=0)
-
-
 def test_which_tokens_are_outside_by_hand():
     kept = Support(np.array([1, 3, 0], np.int32), np.array([2, 1], np.int32), np.array([False, True]))
     got = outside([None, kept, None], [(1,), (3, 2), (0,)], 5)
@@ -155,7 +109,7 @@ def test_which_tokens_are_outside_by_hand():
 
 
 def test_a_whole_vocabulary_changes_no_bit(float32_policy):
-    whole = [support([ALL] * len(c), [True] * len(c)) for c in COMPLETIONS]
+    whole = [support_of([range(VOCABULARY)] * len(c)) for c in COMPLETIONS]
     assert whole[0].counts_N.tolist() == [0, 0, 0]
     plain = float32_policy.logps(PROMPTS, COMPLETIONS, 1.0)
     for more in ([None] * 4, whole):
@@ -165,7 +119,7 @@ def test_a_whole_vocabulary_changes_no_bit(float32_policy):
 
 def test_supports_of_another_dtype_of_the_model():
     policy = Policy(tiny_llama(), Precision(torch.float32, torch.bfloat16))
-    kept, supports = some_support()
+    kept, supports = random_supports(COMPLETIONS)
     got = policy.logps(PROMPTS, COMPLETIONS, 1.0, supports)
     got.logps_N.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters())
@@ -186,7 +140,7 @@ def theirs(rows, prompt, completion, penalty, seen=list):
     return torch.cat([processor(ids[n], rows[n : n + 1]) for n in range(len(completion))])
 
 
-@pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
+@pytest.mark.parametrize("penalty", [0.7, 1.3])
 def test_the_penalty_is_transformers(float32_policy, penalty):
     with torch.no_grad():
         rows = [plain_rows(float32_policy, p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
@@ -206,7 +160,7 @@ def test_the_penalty_by_hand():
 
 def test_gradients_through_the_penalty_a_support_and_a_temperature(float64_policy):
     """In the sampler's order: penalty, support, temperature."""
-    kept, supports = some_support()
+    kept, supports = random_supports(COMPLETIONS)
     value = float64_policy.logps(PROMPTS, COMPLETIONS, 0.6, supports, 1.4).logps_N
     alone = []
     for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
@@ -229,7 +183,7 @@ def test_the_penalty_of_bfloat16_logits_is_in_float32(float32_policy):
 # What a truncated draw is worth ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("top_k", "penalty"), [(3, 1.0), (5, 1.0), (4, 1.5)])
+@pytest.mark.parametrize(("top_k", "penalty"), [(3, 1.0), (4, 1.5)])
 def test_the_mean_ratio_is_one_with_replay_and_the_kept_mass_without(float64_policy, top_k, penalty):
     """All completions of two tokens that top-k can draw, each with its probability, both ratios to the trainer."""
     prompt, temperature = (5, 9), 0.8
@@ -249,7 +203,7 @@ def test_the_mean_ratio_is_one_with_replay_and_the_kept_mass_without(float64_pol
         second, second_logps, second_mass = kept_tokens((token,))
         for other, other_logp in zip(second, second_logps, strict=True):
             completions.append((token, other))
-            supports.append(support([first, second]))
+            supports.append(support_of([first, second]))
             sampler.append((logp, other_logp))
             mass.append((first_mass, second_mass))
     sampler_SN, mass_SN = torch.tensor(sampler, dtype=torch.float64), torch.tensor(mass, dtype=torch.float64)

@@ -20,7 +20,19 @@ from cohort.presets.parts import (
     Unlikeliness,
     Veto,
 )
-from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Gamma, KLMask, Mask, PPOClip, TVMask
+from cohort.presets.trust_regions import (
+    FIPO,
+    GMPO,
+    SAPO,
+    Cap,
+    Gamma,
+    GradientPreservingClip,
+    KLMask,
+    Mask,
+    PPOClip,
+    Taper,
+    TVMask,
+)
 
 DEFAULTS = {
     "soft_overlong": None,
@@ -161,6 +173,18 @@ ROWS = {
         "sign_weights": SignWeights(positive=0.2, negative=2.0),
         **BY_TOKEN,
     },
+    "ce_gppo@1": {
+        "trust_region": GradientPreservingClip(low=0.8, high=1.2, beta_low=0.75, beta_high=1.0),
+        **BY_TOKEN,
+    },
+    "topr@1": {
+        "baseline": 0.5,
+        "scale": None,
+        "sign_weights": SignWeights(positive=2.0, negative=2.0),
+        "ratio_level": "sequence_product",
+        "trust_region": Taper(positive_low=1.0, positive_high=1.0, negative_low=0.0, negative_high=1.0),
+        "aggregation": "seq_sum",
+    },
     "passk@1": {"baseline": "second_best", "scale": None, "aggregation": "seq_sum"},
 }
 
@@ -230,6 +254,8 @@ NUMBERS = {
     "mo_grpo": ["then their weighted sum"],
     "gfpo": ["the 8 best", "shortest"],
     "w_reinforce": ["R_i - 0.5", "0.2 where A > 0", "2 where A < 0"],
+    "ce_gppo": ["0.75 * 0.8 where A < 0 and r < 0.8", "1 * 1.2 where A > 0 and r > 1.2"],
+    "topr": ["[1, 1] where A >= 0, [0, 1] where A < 0", "product of its tokens' ratios", "2 where A > 0", ": 1/B"],
     "passk": ["G (R_max - R_second)", ": 1/B"],
 }
 
@@ -316,6 +342,8 @@ def test_a_description_says_what_was_changed():
         (TVMask(), (0.15, 0.15, 20.0)),
         (KLMask(), (0.05, 20.0)),
         (PPOClip(), (0.8, 1.2, None)),
+        (Taper(), (1.0, 1.0, 0.0, 1.0)),
+        (GradientPreservingClip(), (0.8, 1.2, 1.0, 1.0)),
         (GMPO(), (math.exp(-0.4), math.exp(0.4))),
         (MismatchWeight(), ("token", "truncate", 0.0, 2.0)),
         (Veto(), (1e-4, 1e4)),

@@ -1,14 +1,12 @@
-"""Reward models: the number of a sequence classifier for prompt and completion."""
-
-import math
+"""Reward models: the output of a sequence classifier for prompt and completion."""
 
 import pytest
 import torch
 
 from cohort.errors import ModelError, RewardError
-from cohort.rewards import RewardRunner, resolve_reward
+from cohort.rewards import resolve_reward
 from cohort.rewards.model import RewardModel
-from cohort.types import Completion, FinishReason, Group, Prompt
+from tests.rewards.conftest import rollout
 
 TEXTS = [("1+2=", "3"), ("10+20=", "31"), ("7+7=", "14 "), ("1+2=", "99999")]
 
@@ -33,25 +31,24 @@ def classifier(tokenizer, **changes):
 
 
 def one_by_one(model, tokenizer, texts, **tokens):
-    """The plain way: a text at a time, nothing padded."""
+    """The reference: one text at a time, without padding."""
     ids = [torch.tensor([tokenizer(text, **tokens)["input_ids"]]) for text in texts]
     with torch.no_grad():
         return [model(input_ids=row).logits[0, 0].item() for row in ids]
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 20, 8192])
-@pytest.mark.parametrize("pads", [True, False])
-def test_a_padded_batch_gives_what_each_text_gives_alone(demo_tokenizer, batch_tokens, pads):
+@pytest.mark.parametrize(("batch_tokens", "pads"), [(1, True), (20, True), (8192, True), (8192, False)])
+def test_a_padded_batch_equals_one_text_at_a_time(demo_tokenizer, batch_tokens, pads):
     model = classifier(demo_tokenizer, **({} if pads else {"pad_token_id": None}))
     judge = RewardModel(model, demo_tokenizer, batch_tokens=batch_tokens)
     prompts, completions = zip(*TEXTS, strict=True)
     expected = one_by_one(model, demo_tokenizer, [p + c for p, c in TEXTS])
-    # float32 with and without padding: another order of summation
+    # float32: padding changes the order of summation
     assert judge(prompts, completions) == pytest.approx(expected, abs=1e-5)
     assert len({round(number, 3) for number in expected}) == 4
 
 
-def test_a_conversation_goes_through_the_models_own_template(demo_tokenizer):
+def test_a_conversation_is_rendered_by_the_template_of_the_model(demo_tokenizer):
     model = classifier(demo_tokenizer)
     judge = RewardModel(model, demo_tokenizer)
     asked = [{"role": "user", "content": "1+2"}]
@@ -60,17 +57,16 @@ def test_a_conversation_goes_through_the_models_own_template(demo_tokenizer):
     expected = one_by_one(model, demo_tokenizer, [text], add_special_tokens=False)
     written = [{"role": "assistant", "content": "3"}]
     begun = [*asked, {"role": "assistant", "content": "carry "}]
-    # What of the answer stood in the prompt is part of it: written by the template, or a message to be continued.
+    # The prefill is part of the message: added by the template, or a message to continue.
     for prompt in (asked, begun):
         assert judge([prompt], [written], prefills=["carry "]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_does_not_fit_is_unscored_not_truncated(demo_tokenizer):
+def test_a_completion_that_does_not_fit_is_unscored_not_truncated(demo_tokenizer, runner_of):
     judge = RewardModel(classifier(demo_tokenizer), demo_tokenizer)
-    made = [Completion((1,), (0.0,), FinishReason.EOS, text, 0) for text in ("3", "9" * 80)]
-    scores = RewardRunner([judge]).score([Group(Prompt(0, 0, (1,), "1+2=", "1+2=", {}), tuple(made))])
-    assert not math.isnan(scores.rewards_S[0])
-    assert "prompt and completion have 84 tokens, the reward model's context 64" in scores.errors[1]
+    scores = runner_of(judge).score(rollout(["3", "9" * 80]))
+    assert not scores.rewards_S[0].isnan()
+    assert "prompt and completion have 82 tokens, the reward model's context 64" in scores.errors[1]
 
 
 def test_a_folder_is_loaded_with_its_tokenizer(demo_tokenizer, tmp_path):
@@ -87,11 +83,11 @@ def test_a_folder_is_loaded_with_its_tokenizer(demo_tokenizer, tmp_path):
         resolve_reward(f"{tmp_path}/judge(batch=64)")
     with pytest.raises(ModelError, match="no folder of that name here"):
         resolve_reward("models/judge")
-    # The same weights elsewhere in memory: products may be cut in another way.
+    # Another memory alignment may change the order of summation.
     assert judge(["1+2="], ["3"]) == pytest.approx(RewardModel(model, demo_tokenizer)(["1+2="], ["3"]), abs=1e-6)
 
 
-def test_what_is_no_reward_model_is_refused(demo_tokenizer, demo_model_path, tmp_path):
+def test_unsuitable_models_are_refused(demo_tokenizer, demo_model_path, tmp_path):
     with pytest.raises(RewardError, match="expected one label, its config has 3"):
         RewardModel(classifier(demo_tokenizer, num_labels=3), demo_tokenizer)
     with pytest.raises(RewardError, match="no saved tokenizer: pass RewardModel"):

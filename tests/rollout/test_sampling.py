@@ -413,7 +413,7 @@ def test_support_lists_are_the_kept_sets(vocabulary):
     assert all(2 * len(ids) <= vocabulary for ids, _ in steps)  # the shorter list
     support = joined_support(steps)
     assert torch.equal(outside([support], [(0,) * 64], vocabulary), ~kept_SV)
-    assert {support.token_ids_K.dtype, support.counts_N.dtype} == {np.dtype(np.int32)}
+    assert {support.token_ids_U.dtype, support.counts_N.dtype} == {np.dtype(np.int32)}
 
 
 def test_no_support_where_everything_could_be_drawn():
@@ -524,7 +524,7 @@ def test_the_recorded_support_gives_the_trainer_the_samplers_log_probs(small, na
     for _, completion in pairs:
         if completion.support is not None:
             assert len(completion.support.counts_N) == len(completion.token_ids)
-            assert len(completion.support.token_ids_K) == completion.support.counts_N.sum()
+            assert len(completion.support.token_ids_U) == completion.support.counts_N.sum()
     with torch.no_grad():
         logps, *_ = small.logps(
             [p for p, _ in pairs],

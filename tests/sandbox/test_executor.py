@@ -194,6 +194,39 @@ def test_a_cancelled_run_is_killed_at_any_time():
     assert asyncio.run(cancel_all()).stdout == "1\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, bubblewrap is not tried")
+def test_a_run_is_cancelled_while_bubblewrap_hangs(monkeypatch, tmp_path):
+    """Its first process is in a session of its own, and only its mark leads to it."""
+    hang = "setsid /bin/sh -c 'sleep 5 > /dev/null 2>&1; true' \"$@\" &\nwait\n"
+    (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{hang}")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_problem", lambda *_: None)
+
+    async def cancel():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Sandbox().run(SLEEP, LIMITS), timeout=0.5)
+
+    start = time.monotonic()
+    asyncio.run(cancel())
+    assert time.monotonic() - start < 4
+    assert not sandboxes()
+
+
+@needs_bwrap
+def test_a_sandbox_that_something_else_kills_is_an_error():
+    async def kill():
+        before = sandboxes()
+        task = asyncio.create_task(Sandbox().run(SLEEP, LIMITS))
+        while len(found := sandboxes() - before) < 3:
+            await asyncio.sleep(0.02)
+        os.kill(min(found), signal.SIGKILL)  # bubblewrap itself, which is the parent of the others
+        await task
+
+    with pytest.raises(SandboxError, match="something else killed the sandbox"):
+        asyncio.run(kill())
+
+
 # -- without bubblewrap ------------------------------------------------------------------------------------------------
 
 

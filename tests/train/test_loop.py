@@ -36,7 +36,7 @@ def test_which_log_probs_are_computed(demo_tokenizer, tmp_path, monkeypatch, set
     calls = []
     real = loop_module.policy_logps
     monkeypatch.setattr(
-        loop_module, "policy_logps", lambda policy, *a, **k: calls.append(policy) or real(policy, *a, **k)
+        loop_module, "policy_logps", lambda context, policy, *a: calls.append(policy) or real(context, policy, *a)
     )
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings)
     trainer.train()
@@ -376,7 +376,7 @@ def test_other_prompts_or_rewards_are_not_a_resumed_run(demo_tokenizer, tmp_path
 def test_an_ending_schedule_is_not_stretched(demo_tokenizer, tmp_path):
     settings = {"lr_scheduler_type": "linear"}
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings).train()
-    with pytest.raises(RunFolderError, match="was laid out for the run's end"):
+    with pytest.raises(RunFolderError, match="depends on the end of the run"):
         make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, **settings).train(resume=True)
 
 

@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from cohort.errors import ModelError
+from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
-from cohort.train import TokenBudget, find_budget, policy_logps
+from cohort.train import OutOfMemory, TokenBudget, UpdateResult, find_budget, update
 from cohort.train.memory import LiveBytes, out_of_memory, peak_bytes
 from tests.conftest import tiny_llama
-from tests.invariance.test_update import PAPER, batch_for, gradient
+from tests.train.harness import make_trainer
+from tests.train.updates import DOUBLE, batch_for, context_for, gradient, logps_of, whole
 
-memory = importlib.import_module("cohort.train.memory")
+PAPER = PRESETS["grpo"]
+memory, update_module = (importlib.import_module(f"cohort.train.{name}") for name in ("memory", "update"))
 SINGLE = Precision(torch.float32, torch.float32)
 
 
@@ -93,78 +96,102 @@ def test_the_budget_follows_the_free_memory(monkeypatch):
     assert find_budget(policy, 77, 16, 16).tokens == 77
 
 
-def failing(budgets, limit):
-    def call(token_budget):
-        budgets.append(token_budget)
-        if token_budget > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return token_budget
-
-    return call
-
-
-def test_out_of_memory_halves_the_budget_until_it_fits():
-    budget, tried = TokenBudget(100), []
-    with pytest.warns(UserWarning, match="the step is repeated with"):
-        assert budget.run(failing(tried, 20)) == 12
-    assert tried == [100, 50, 25, 12]
-    assert budget.run(failing(tried, 20)) == 12  # and stays there
+def test_the_budget_halves_until_single_tokens():
+    budget = TokenBudget(5)
+    for expected in (2, 1):
+        with pytest.warns(UserWarning, match=f"repeating with {expected} tokens a pass"):
+            budget.halve()
+        assert budget.tokens == expected
+    with pytest.raises(ModelError, match=r"model\.gradient_checkpointing"):
+        budget.halve()
 
 
-def test_out_of_memory_with_one_completion():
-    with (
-        pytest.warns(UserWarning, match="out of memory"),
-        pytest.raises(ModelError, match=r"model\.gradient_checkpointing"),
-    ):
-        TokenBudget(3).run(failing([], 0))
-
-
-def test_other_errors_are_not_taken_for_it():
-    with pytest.raises(RuntimeError, match="shapes"):
-        TokenBudget(8).run(lambda token_budget: (_ for _ in ()).throw(RuntimeError("shapes do not match")))
+def test_which_errors_mean_that_memory_ran_out():
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert out_of_memory(MemoryError())
     assert out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_the_update_that_ran_out_of_memory_is_the_update(float64_policy, monkeypatch):
-    """Memory runs out in the second microbatch's backward pass: the repeated update has the same gradient."""
-    batch = batch_for(float64_policy, PAPER)
-    expected, _ = gradient(float64_policy, batch, PAPER, 10_000)
+def fail_once(monkeypatch, error):
+    """The second backward pass raises an error."""
     real, calls = torch.Tensor.backward, []
 
     def backward(self, *arguments, **named):
         calls.append(1)
         if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(torch.Tensor, "backward", backward)
-    budget, found = TokenBudget(20), []
-    with pytest.warns(UserWarning, match="repeated with 10"):
-        budget.run(lambda token_budget: found.append(gradient(float64_policy, batch, PAPER, token_budget)[0]))
-    assert len(calls) > 3
-    for one, other in zip(expected, found[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_nothing_of_the_failed_pass_is_kept(float32_policy):
-    """While the smaller pass runs, the larger one's tensors are gone."""
-    alive = []
-
-    def call(token_budget):
-        held = torch.zeros(1000)
-        alive.append(held.untyped_storage()._weak_ref())
-        if token_budget > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        gc.collect()
-        return torch.UntypedStorage._expired(alive[0])
-
-    with pytest.warns(UserWarning, match="out of memory"):
-        assert TokenBudget(8).run(call)
-
-
-def test_passes_take_the_budget(float64_policy):
+def test_an_update_that_ran_out_of_memory_is_repeated_with_smaller_passes(float64_policy, monkeypatch):
     batch = batch_for(float64_policy, PAPER)
-    budget = TokenBudget(13)
-    seen = budget.run(lambda token_budget: policy_logps(float64_policy, batch, 1.0, token_budget))
-    torch.testing.assert_close(seen, policy_logps(float64_policy, batch, 1.0, 10_000), rtol=0, atol=1e-12)
+    expected, _ = gradient(float64_policy, batch, PAPER, 10_000)
+    fail_once(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    context = context_for(float64_policy, PAPER, 20)
+    assert isinstance(update(context, batch, whole(batch)), OutOfMemory)
+    with pytest.warns(UserWarning, match="repeating with 10"):
+        context.budget.halve()
+    assert isinstance(update(context, batch, whole(batch)), UpdateResult)
+    for one, parameter in zip(expected, float64_policy.model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)  # float64, sums in another order
+
+
+def test_other_errors_are_raised(float64_policy, monkeypatch):
+    batch = batch_for(float64_policy, PAPER)
+    fail_once(monkeypatch, RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes"):
+        update(context_for(float64_policy, PAPER, 20), batch, whole(batch))
+
+
+def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch):
+    """In an update and in the pass for old log-probs; the run is the one that had memory enough."""
+    settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 64}
+    calm = make_trainer(demo_tokenizer, tmp_path / "calm", **settings)
+    expected = list(calm.steps())
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
+    fail_once(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    logps = importlib.import_module("cohort.train.logps")
+    real, calls = logps.token_statistics_of, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 2:  # the old log-probs of the second step
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setattr(logps, "token_statistics_of", failing)
+    with pytest.warns(UserWarning, match="out of memory"):
+        got = list(trainer.steps())
+    assert trainer.budget.tokens == 16
+    for one, other in zip(got, expected, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)  # float32, sums in another order
+        assert one["updates"] == other["updates"] == 2
+
+
+def test_a_failed_pass_leaves_no_tensors(float32_policy, monkeypatch):
+    """While the smaller pass runs, the larger one's tensors are gone."""
+    batch, alive = batch_for(Policy(tiny_llama().double(), DOUBLE), PAPER), []
+    real = update_module.microbatch_losses
+
+    def losses(*arguments):
+        found = real(*arguments)
+        alive.append(found[0]["policy"].untyped_storage()._weak_ref())
+        if len(alive) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(update_module, "microbatch_losses", losses)
+    context = context_for(float32_policy, PAPER, 64)
+    assert isinstance(update(context, batch, whole(batch)), OutOfMemory)
+    gc.collect()
+    assert torch.UntypedStorage._expired(alive[0])
+
+
+@pytest.mark.parametrize("budget", [1, 13])
+def test_log_probs_do_not_depend_on_the_budget(float64_policy, budget):
+    batch = batch_for(float64_policy, PAPER)
+    expected = logps_of(float64_policy, batch)
+    torch.testing.assert_close(logps_of(float64_policy, batch, budget=budget), expected, rtol=0, atol=1e-12)

@@ -1,16 +1,15 @@
-"""How far a step moved the policy: measured on few prompts, against a log-prob pass of its own."""
+"""``update_kl``: measured on few prompts, against a log-prob pass over all of them."""
 
 import pytest
 import torch
 
-from cohort.objective import TokenStatistics, k3
-from cohort.policy import Policy, Precision
-from cohort.train import UpdateResult, policy_logps
+from cohort.objective import PRESETS, TokenStatistics, k3
+from cohort.policy import Policy
+from cohort.train import UpdateResult
 from cohort.train.metrics import policy_movement
 from tests.conftest import tiny_llama
-from tests.train.test_batch import make_batch
-
-DOUBLE = Precision(torch.float64, torch.float64)
+from tests.train.test_layout import make_batch
+from tests.train.updates import DOUBLE, context_for, logps_of
 
 
 def moved(groups, completions, unknown=()):
@@ -18,7 +17,7 @@ def moved(groups, completions, unknown=()):
     lengths = [[3] * size for size in groups]
     batch = make_batch(lengths, [float(i) for i in range(sum(groups))], prompt_lengths=range(1, len(groups) + 1))
     policy = Policy(tiny_llama(vocab_size=256).double(), DOUBLE)
-    before_N = policy_logps(policy, batch, 1.0, 64)
+    before_N = logps_of(policy, batch, budget=64)
     for s in unknown:
         before_N[batch.sequence_N == s] = torch.nan
     with torch.no_grad():
@@ -28,13 +27,13 @@ def moved(groups, completions, unknown=()):
     seen = []
     hidden = policy.passes.hidden
 
-    def look(prefixes, prompt_S, completion_ids):
-        seen.extend(prefixes.prompt_ids[p] for p in prompt_S)
-        return hidden(prefixes, prompt_S, completion_ids)
+    def look(prefixes, rows):
+        seen.extend(prefixes.prompt_ids[p] for p in rows.prompt_B.tolist())
+        return hidden(prefixes, rows)
 
     policy.passes.hidden = look
-    found = policy_movement(policy, batch, [result], 1.0, 64, completions)
-    gaps_N = k3(before_N, policy_logps(policy, batch, 1.0, 64))
+    found = policy_movement(context_for(policy, PRESETS["default"], 64), batch, [result], completions)
+    gaps_N = k3(before_N, logps_of(policy, batch, budget=64))
     return found, seen[: completions or None], gaps_N.view(-1, 3).mean(1)
 
 

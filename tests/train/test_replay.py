@@ -1,5 +1,4 @@
-"""The loop with what is not drawn from the whole distribution: replayed supports, forced tokens, completions that
-failed."""
+"""The loop when tokens are not drawn from the whole distribution: replayed supports, and completions that failed."""
 
 import dataclasses
 import json
@@ -12,18 +11,15 @@ import torch
 
 from cohort.errors import NonFiniteError, PolicyMismatchError
 from cohort.objective import PRESETS
-from cohort.presets.parts import Unlikeliness
 from cohort.rewards import RewardRunner
 from cohort.rollout import RNGKey, Sampling
-from cohort.train import Rollout, assemble, assign_advantages, policy_logps, select
-from cohort.train.check import check_sampler_gap
+from cohort.train import Rollout, assign_advantages, lay_out
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Support
-from tests.invariance.test_update import gradient, shifted_policy
 from tests.policy.plain import plain_rows
 from tests.policy.test_support import theirs
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
+from tests.train.updates import CPU, gradient, logps_of, shifted_policy
 
-CPU = torch.device("cpu")
 ERROR, CANCELLED, EOS = FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.EOS
 
 
@@ -45,32 +41,32 @@ class PlainEngine:
     def complete(self, prompt, sample, sampling, key):
         generator = torch.Generator().manual_seed(1000 * prompt.uid + 10 * sample + 7 * key.step)
         if reason := self.broken(prompt.uid, sample):
-            return Completion((), (), reason, "", self.policy.version)
+            return Completion.of_tokens((), (), reason, "", self.policy.version)
         ids, sampler, full, listed = [], [], [], []
         for _ in range(2 + (prompt.uid + sample) % (self.length - 1)):
             logits = plain_rows(self.policy, (*prompt.token_ids, *ids), (0,))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            drawn = logits
+            shaped = logits
             if sampling.repetition_penalty != 1:
-                drawn = theirs(logits, (*prompt.token_ids, *ids), (0,), sampling.repetition_penalty)
-            kept = drawn[0].topk(sampling.top_k or drawn.shape[1]).indices
-            log_probs = torch.log_softmax(drawn[0, kept] / sampling.temperature, -1)
-            place = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
-            ids.append(int(kept[place]))
-            sampler.append(float(log_probs[place]))
+                shaped = theirs(logits, (*prompt.token_ids, *ids), (0,), sampling.repetition_penalty)
+            kept = shaped[0].topk(sampling.top_k or shaped.shape[1]).indices
+            log_probs = torch.log_softmax(shaped[0, kept] / sampling.temperature, -1)
+            drawn = int(torch.multinomial(log_probs.exp(), 1, generator=generator))
+            ids.append(int(kept[drawn]))
+            sampler.append(float(log_probs[drawn]))
             full.append(float(torch.log_softmax(logits[0] / sampling.temperature, -1)[ids[-1]]))
             listed.append(kept.numpy().astype(np.int32))
         support = None
         if sampling.record_support and sampling.top_k:
             counts = np.array([len(tokens) for tokens in listed], np.int32)
             support = Support(np.concatenate(listed), counts, np.zeros(len(ids), np.bool_))
-        return Completion(
-            tuple(ids),
-            tuple(sampler),
+        return Completion.of_tokens(
+            ids,
+            sampler,
             EOS,
             self.tokenizer.decode(ids),
             self.policy.version,
-            full_logps=tuple(full) if sampling.reweights else None,
+            full_logps=full if sampling.reweights else None,
             support=support,
         )
 
@@ -189,10 +185,10 @@ def replayed_batch(policy, objective):
     sampling = Sampling(8, top_k=4, temperature=1.0)
     prompts = [Prompt(p, p, tuple(range(2, 4 + p)), "", "", {}) for p in range(4)]
     groups = PlainEngine(shifted_policy(), Decoder()).generate(prompts, 3, sampling, RNGKey(0, 0))
-    batch = assemble(groups, CPU)
-    old_N = policy_logps(shifted_policy(), batch, 1.0, 10_000)
+    batch = lay_out(groups, CPU)
+    old_N = logps_of(shifted_policy(), batch)
     torch.testing.assert_close(old_N, batch.sampler_logps_N, rtol=0, atol=1e-12)
-    ref_N = policy_logps(policy, batch, 1.0, 10_000)
+    ref_N = logps_of(policy, batch)
     batch = dataclasses.replace(batch, old_logps_N=old_N, ref_logps_N=ref_N if objective.beta else None)
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return assign_advantages(batch, Scores(rewards, rewards[:, None], ("r",)), objective, 8)
@@ -211,101 +207,20 @@ def test_microbatches_change_nothing_under_supports(float64_policy, budget):
     assert parts_result.statistics.sums == pytest.approx(whole_result.statistics.sums, rel=1e-9, abs=1e-12)
 
 
-def test_a_batch_keeps_supports_with_their_completions(float64_policy):
-    batch = replayed_batch(float64_policy, PRESETS["default"])
-    part = select(dataclasses.replace(batch, repetition_penalty=1.5), [7, 2])
-    assert part.supports == (batch.supports[7], batch.supports[2])
-    assert part.repetition_penalty == 1.5
-    assert part.full_logps_N is None
-
-
-def test_full_log_probs_are_kept_only_where_nothing_is_replayed():
-    full = Completion((3, 4), (-1.0, -1.0), EOS, "", 0, full_logps=(-1.5, -2.0))
-    plain = Completion((5,), (-0.5,), EOS, "", 0)
-    groups = [Group(Prompt(0, 0, (1,), "", "", {}), (full, plain))]
-    batch = assemble(groups, CPU)
+def test_full_log_probs_are_kept_only_when_nothing_is_replayed():
+    full = Completion.of_tokens((3, 4), (-1.0, -1.0), EOS, full_logps=(-1.5, -2.0))
+    plain = Completion.of_tokens((5,), (-0.5,), EOS)
+    prompt = Prompt(0, 0, (1,), "", "", {})
+    batch = lay_out([Group(prompt, (full, plain))], CPU)
     assert batch.full_logps_N.tolist() == [-1.5, -2.0, -0.5]
-    assert batch.supports == ()
-    assert select(batch, [1]).full_logps_N.tolist() == [-0.5]
-    assert assemble(groups, CPU, repetition_penalty=1.5).full_logps_N is None
+    assert batch.support is None
+    assert lay_out([Group(prompt, (full, plain))], CPU, repetition_penalty=1.5).full_logps_N is None
     kept = Support(np.array([3, 4], np.int32), np.array([1, 1], np.int32), np.zeros(2, np.bool_))
-    replayed = [Group(groups[0].prompt, (dataclasses.replace(full, support=kept), plain))]
-    assert assemble(replayed, CPU).full_logps_N is None
-    assert assemble(replayed, CPU).supports == (kept, None)
-    assert assemble([Group(groups[0].prompt, (plain, plain))], CPU).full_logps_N is None
-
-
-# Forced tokens --------------------------------------------------------------------------------------------------------
-
-
-def forced_groups(policy, forced=(9, 11)):
-    """Two completions that begin with forced tokens, two that do not; log-probs of the drawn tokens as the policy
-    gives them."""
-    completions = []
-    for ids, count in (((*forced, 4, 6), 2), ((*forced, 8, 1, 7), 2), ((5, 6, 7), 0), ((8, 8), 0)):
-        logps = policy.logps([(2, 3)], [ids], 1.0).logps_N.tolist()
-        sampler = (0.0,) * count + tuple(logps[count:])
-        completions.append(Completion(ids, sampler, EOS, "", 0, num_forced=count))
-    return [Group(Prompt(0, 0, (2, 3), "", "", {}), tuple(completions))]
-
-
-def test_forced_tokens_are_not_in_the_loss(float64_policy):
-    with torch.no_grad():
-        groups = forced_groups(float64_policy)
-    batch = assemble(groups, CPU)
-    assert batch.loss_N.tolist() == [False, False, True, True] + [False, False, True, True, True] + [True] * 5
-    check_sampler_gap(float64_policy, batch, 1.0, 1000)  # only the drawn ones agree
-    rewards = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
-    scores = Scores(rewards, rewards[:, None], ("r",))
-    objective = PRESETS["default"].replace(
-        mismatch=[{"rule": "weight", "level": "sequence", "mode": "mask", "low": 0.99, "high": 1.01}]
-    )
-    batch = assign_advantages(batch, scores, objective, 8)
-    got, result = gradient(float64_policy, batch, objective, 1000)
-    sums = result.statistics.sums
-    assert sums["cause_masked"] == 4
-    assert sums["tokens"] == 10
-    assert sums["rule_tokens/weight"] == 0  # with the forced tokens' log-probs every such sequence would be dropped
-    assert sums["sampler_gap"] == pytest.approx(0, abs=1e-9)
-    # The same as when the forced tokens are the end of the prompt.
-    completions, drawn_N = groups[0].completions, batch.loss_N
-    plain = dataclasses.replace(
-        batch,
-        prompt_ids=tuple((2, 3, *c.token_ids[: c.num_forced]) for c in completions),
-        completion_ids=tuple(c.token_ids[c.num_forced :] for c in completions),
-        sequence_N=batch.sequence_N[drawn_N],
-        sampler_logps_N=batch.sampler_logps_N[drawn_N],
-        advantages_N=batch.advantages_N[drawn_N],
-        loss_N=batch.loss_N[drawn_N],
-    )
-    expected, _ = gradient(float64_policy, plain, objective, 1000)
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
-
-
-def test_a_forced_token_is_no_sign_of_being_likely(float64_policy):
-    """Its log-prob of 0 is left out of a completion's mean, and its KL out of the reward."""
-    with torch.no_grad():
-        batch = assemble(forced_groups(float64_policy), CPU)
-    rewards = torch.ones(4, dtype=torch.float64)
-    scores = Scores(rewards, rewards[:, None], ("r",))
-    rare = PRESETS["default"].replace(unlikeliness=Unlikeliness(strength=0.5), scale="none", baseline="none")
-    got = assign_advantages(batch, scores, rare, 8).advantages_N
-    means = [batch.sampler_logps_N[(batch.sequence_N == s) & batch.loss_N].mean().item() for s in range(4)]
-    ranks = [sum(other < mean for other in means) for mean in means]
-    expected = torch.tensor([1 - 0.5 * rank / 4 for rank in ranks], dtype=torch.float64)
-    torch.testing.assert_close(got, expected[batch.sequence_N], rtol=0, atol=1e-12)
-
-    in_reward = PRESETS["default"].replace(
-        beta=1.0, kl={"place": "reward", "direction": "reverse"}, scale="none", baseline="none", credit="outcome"
-    )
-    old_N = torch.linspace(-2, -1, 14, dtype=torch.float64)
-    ref_N = torch.linspace(-1, -3, 14, dtype=torch.float64)
-    given = dataclasses.replace(batch, old_logps_N=old_N, ref_logps_N=ref_N)
-    got = assign_advantages(given, scores, in_reward, 8).advantages_N
-    kl_N = torch.where(batch.loss_N, old_N - ref_N, 0.0)
-    expected = 1 - torch.stack([kl_N[batch.sequence_N == s].sum() for s in range(4)])
-    torch.testing.assert_close(got, expected[batch.sequence_N], rtol=0, atol=1e-12)
+    replayed = lay_out([Group(prompt, (dataclasses.replace(full, support=kept), plain))], CPU)
+    assert replayed.full_logps_N is None
+    assert replayed.support.counts_N.tolist() == [1, 1, 0]
+    assert replayed.support.excluded_N.tolist() == [False, False, True]  # the last was drawn from everything
+    assert lay_out([Group(prompt, (plain, plain))], CPU).full_logps_N is None
 
 
 # Completions that failed ----------------------------------------------------------------------------------------------
@@ -338,7 +253,6 @@ def test_failed_completions_are_left_out(demo_tokenizer, tmp_path):
     for row in rows:
         failed = row["finish_reason"] in ("error", "cancelled")
         assert failed == (row["reward"] is None) == (row["advantage"] is None) == (row["token_ids"] == [])
-        assert row["num_forced"] == 0
         assert len(row["full_logps"] or []) == len(row["token_ids"])
     by_group = {
         uid: [r["advantage"] for r in rows if r["group"] == uid and r["advantage"] is not None] for uid in (0, 2)
@@ -406,8 +320,8 @@ def test_rewards_per_token_without_failed_completions(demo_tokenizer, tmp_path):
 
 
 def test_a_failed_completion_of_some_tokens_has_no_reward_per_token():
-    whole = Completion((3, 4), (-1.0, -1.0), EOS, "ab", 0)
-    failed = Completion((5, 6, 7), (-1.0,) * 3, ERROR, "cde", 0)
+    whole = Completion.of_tokens((3, 4), (-1.0, -1.0), EOS, "ab")
+    failed = Completion.of_tokens((5, 6, 7), (-1.0,) * 3, ERROR, "cde")
     groups = [Group(Prompt(0, 0, (1,), "", "", {}), (failed, whole))]
     scores = RewardRunner([lambda completion_ids, **_: [[1.0] * len(ids) for ids in completion_ids]], per_token=True)
     got = scores.score(groups)
@@ -419,7 +333,7 @@ def test_a_failed_completion_of_some_tokens_has_no_reward_per_token():
 
 
 def test_no_function_is_called_where_nothing_is_usable():
-    failed = Completion((), (), ERROR, "", 0)
+    failed = Completion.of_tokens((), (), ERROR)
 
     def never(**_):
         raise AssertionError

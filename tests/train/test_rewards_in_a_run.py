@@ -1,8 +1,7 @@
-"""Rewards in the real loop: where they are called changes nothing, what fails is kept out, what is logged is kept."""
+"""Rewards in a run: results do not depend on where functions run, failures are left out, logged values are stored."""
 
 import json
 import logging
-import math
 import shutil
 
 import pyarrow.parquet
@@ -35,25 +34,20 @@ def metrics_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("function", "settings"),
-    [
-        (digits, {}),
-        (digits, {"workers": 2}),
-        (digits_async, {}),
-        (digits_of_group, {"timeout": 60.0}),
-        (digits, {"cache": True}),
-    ],
-)
-def test_a_run_is_the_same_wherever_its_rewards_are_computed(demo_tokenizer, tmp_path, function, settings):
+def test_a_run_does_not_depend_on_where_its_rewards_run(demo_tokenizer, tmp_path):
     runs = []
-    for name, rewards, changes in (("plain", digits_reward, {}), ("other", function, settings)):
-        trainer = make_trainer(demo_tokenizer, tmp_path / name, rewards=rewards, max_steps=2, **changes)
+    for name, function, settings in (
+        ("here", digits_reward, {}),
+        ("async", digits_async, {"cache": True}),
+        ("worker", digits_of_group, {"workers": 1}),
+    ):
+        trainer = make_trainer(demo_tokenizer, tmp_path / name, rewards=function, max_steps=2, **settings)
         trainer.train()
         trainer.rewards.close()
         runs.append((parameters(trainer), [(row["reward"], row["token_ids"]) for row in rows_of(tmp_path / name, 2)]))
-    assert runs[0][1] == runs[1][1]
-    assert all(torch.equal(runs[0][0][name], value) for name, value in runs[1][0].items())
+    for weights, rows in runs[1:]:
+        assert rows == runs[0][1]
+        assert all(torch.equal(runs[0][0][name], value) for name, value in weights.items())
 
 
 def test_scoring_begins_while_others_are_sampled(demo_tokenizer, tmp_path, monkeypatch):
@@ -69,11 +63,11 @@ def test_scoring_begins_while_others_are_sampled(demo_tokenizer, tmp_path, monke
 
     monkeypatch.setattr(trainer.engine, "generate", generate)
     trainer.train()
-    assert len(begun) == 16  # every completion's, before sampling has ended
+    assert len(begun) == 16  # all completions, before sampling has ended
     assert {unit.function.name for unit in begun} == {"digits_async"}
 
 
-def test_a_completion_that_scoring_failed_on_has_no_part_in_the_update(demo_tokenizer, tmp_path, caplog):
+def test_a_completion_that_a_function_failed_on_is_left_out_of_the_update(demo_tokenizer, tmp_path, caplog):
     def picky(completion, completion_ids, log_extra, log_metric):
         log_extra("letters", len(completion))
         log_metric("letters", len(completion))
@@ -89,15 +83,11 @@ def test_a_completion_that_scoring_failed_on_has_no_part_in_the_update(demo_toke
     assert all(row["reward"] is None and not row["advantage"] for row in failed)
     assert all("ValueError: cannot read this one" in row["reward_error"] for row in failed)
     assert all(row["reward_error"] is None for row in rows if row not in failed)
-    for group in {row["group"] for row in rows}:  # the others' advantages are relative to one another alone
+    for group in {row["group"] for row in rows}:  # advantages compare the scored completions only
         scored = [row for row in rows if row["group"] == group and row not in failed]
         mean = sum(row["reward"] for row in scored) / len(scored) if scored else 0
-        assert all(
-            math.copysign(1, row["advantage"]) == math.copysign(1, row["reward"] - mean)
-            for row in scored
-            if abs(row["reward"] - mean) > 1e-6
-        )
-        assert sum(row["advantage"] for row in scored) == pytest.approx(0, abs=1e-5)
+        assert all(row["advantage"] * (row["reward"] - mean) >= 0 for row in scored)
+        assert sum(row["advantage"] for row in scored) == pytest.approx(0, abs=1e-5)  # float32
     assert metrics["rewards/picky/failed"] == metrics["reward/unscored"] == len(failed)
     letters = [row["extra/letters"] for row in rows if row not in failed]
     assert metrics["custom/letters"] == pytest.approx(sum(letters) / len(letters))
@@ -118,7 +108,7 @@ def test_a_function_that_fails_on_everything_leaves_a_checkpoint(demo_tokenizer,
     assert trainer.folder.checkpoint_steps() == [2]
 
 
-def test_functions_are_told_how_far_the_run_is(demo_tokenizer, tmp_path):
+def test_functions_receive_the_progress_of_the_run(demo_tokenizer, tmp_path):
     seen = []
 
     def of_the_run(completions, trainer_state, **_):
@@ -131,7 +121,7 @@ def test_functions_are_told_how_far_the_run_is(demo_tokenizer, tmp_path):
 
 def test_a_broken_function_is_found_before_the_model_is_loaded(demo_tokenizer, demo_model_path, tmp_path):
     (tmp_path / "model").mkdir()
-    shutil.copy(f"{demo_model_path}/config.json", tmp_path / "model")  # weights there are none
+    shutil.copy(f"{demo_model_path}/config.json", tmp_path / "model")  # without weights
 
     async def needs_gold(completion, gold):
         return 1.0
@@ -140,7 +130,7 @@ def test_a_broken_function_is_found_before_the_model_is_loaded(demo_tokenizer, d
         make_trainer(demo_tokenizer, tmp_path / "run", model=str(tmp_path / "model"), rewards=needs_gold)
 
 
-def test_the_start_says_how_each_function_is_called(demo_tokenizer, tmp_path):
+def test_the_description_of_a_run_names_where_each_function_runs(demo_tokenizer, tmp_path):
     trainer = make_trainer(
         demo_tokenizer, tmp_path / "run", rewards=[digits, digits_async], reward={"weights": [1.0, 0.5], "workers": 2}
     )
@@ -151,9 +141,9 @@ def test_the_start_says_how_each_function_is_called(demo_tokenizer, tmp_path):
     trainer.rewards.close()
 
 
-def test_dynamic_sampling_keeps_what_every_round_logged(demo_tokenizer, tmp_path):
+def test_dynamic_sampling_keeps_the_logged_values_of_every_round(demo_tokenizer, tmp_path):
     def constant_at_first(completions, prompts, log_extra, log_metric, **_):
-        log_extra("place", list(range(len(completions))))
+        log_extra("index", list(range(len(completions))))
         log_metric("calls", 1)
         return [float(i % 2) if prompts[i][0] in "12" else 0.0 for i in range(len(completions))]
 
@@ -169,5 +159,5 @@ def test_dynamic_sampling_keeps_what_every_round_logged(demo_tokenizer, tmp_path
     assert metrics["groups/rounds"] > 1
     assert len(rows) == metrics["groups/sampled"] * 4
     assert metrics["custom/calls"] == 1
-    assert [row["extra/place"] for row in rows[:16]] == list(range(16))
-    assert rows[16]["extra/place"] == 0
+    assert [row["extra/index"] for row in rows[:16]] == list(range(16))
+    assert rows[16]["extra/index"] == 0

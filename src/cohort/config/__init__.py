@@ -3,17 +3,14 @@
 from cohort.config.data import DataConfig, Source
 from cohort.config.evaluation import EvalConfig
 from cohort.config.load import apply_overrides, load_config, parse_settings
-from cohort.config.objective import ObjectiveConfig
 from cohort.config.schedule import Schedule
 from cohort.config.schema import (
     GRPOConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
-    ReportConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
 )
 from cohort.config.write import annotated_toml, to_toml
 
@@ -23,12 +20,9 @@ __all__ = [
     "GRPOConfig",
     "LoraConfig",
     "ModelConfig",
-    "ObjectiveConfig",
     "OptimConfig",
-    "ReportConfig",
     "RewardConfig",
     "RolloutConfig",
-    "RunConfig",
     "Schedule",
     "Source",
     "annotated_toml",

@@ -66,9 +66,9 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
     mistakes: list[str] = []
     for name, text in _pairs(overrides):
         path, rest, field = _find(name)
-        if path[-1] in objective_parts():
+        if path[0] == "objective" and path[1] in objective_parts():
             value = parse_value(text)
-            absent = value == "none" and path[-1] not in optional_parts()
+            absent = value == "none" and path[1] not in optional_parts()
             parts.append((".".join([*path[1:], *rest]), None if absent else value))
         elif rest:
             merged = with_value(merged, [*path, *rest], parse_value(text))
@@ -177,7 +177,7 @@ def _find(name: str) -> tuple[list[str], list[str], FieldInfo]:
             schema = inner  # type: ignore[assignment]
             continue
         path, rest, form = keys[:depth], keys[depth:], str(field.annotation)
-        if rest and key not in objective_parts():
+        if rest and (keys[0] != "objective" or key not in objective_parts()):
             if "dict[" not in form:
                 break
             rest = rest if "Any]" in form else [".".join(rest)]  # a table of strings is flat

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
 from cohort.config.section import PositiveInt, Section
-from cohort.presets import Objective, preset
+from cohort.presets import Objective, choices, preset, setting_names
 from cohort.presets.base import Part
 
 
-def _plain(value: Any) -> Any:
-    """A part given as an object, as the table that a file would hold."""
+def _plain(value: object) -> object:
+    """A part given as an object, as the table that a file would contain."""
     if isinstance(value, Part):
         value = {"rule": value.rule, **value.numbers()}
     if isinstance(value, Mapping):  # an absent number is a word: a file has no None
@@ -23,13 +24,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-Setting = Annotated[Any, BeforeValidator(_plain)]
-"""A word, a number, or a table of a part's numbers. Checked by ``Objective.replace``."""
+Setting = Annotated[object, BeforeValidator(_plain)]
+"""A word, a number, or a table of a part's numbers, as the user wrote it; ``Objective.replace`` gives it its type."""
 
 
 class ObjectiveConfig(Section):
-    """The objective: a preset, and what differs from it. `cohort objective` explains both. Unset: as in
-    the preset; a part's absence is the word "none"."""
+    """The objective: a preset, and changes to it. `cohort objective` explains both. An unset setting is the preset's;
+    the word "none" is the absence of a part."""
 
     preset: Annotated[str, BeforeValidator(lambda name: preset(name).identity if isinstance(name, str) else name)] = (
         "default@1"
@@ -42,41 +43,38 @@ class ObjectiveConfig(Section):
     epsilon_high: float | None = None
     """... and its upper bound 1 + epsilon_high (trust_region.high). Unset: epsilon."""
     baseline: Setting = None
-    """What is taken off a reward: none, group_mean, leave_one_out, length_weighted, batch_mean, second_best; or a
-    number."""
+    """Subtracted from a reward; also a number, or a user's function "file.py:function"."""
     scale: Setting = None
-    """What the rest is divided by: none, group_std, batch_std, group_mean; or a table,
-    { rule = "group_std", ddof = 1, epsilon = 1e-6 }."""
+    """The divisor of the rest; or a table, { rule = "group_std", ddof = 1, epsilon = 1e-6 }."""
     reward_aggregation: Setting = None
-    """Several rewards: sum_then_normalize, normalize_then_sum, normalize_sum_normalize."""
+    """How several rewards become one."""
     soft_overlong: Setting = None
     """Penalty near the length limit: none, or { rule = "soft_overlong", cache_share = 0.2 }."""
     unlikeliness: Setting = None
-    """Less reward for a group's likelier completions: none, or { rule = "unlikeliness", strength = 0.25 }."""
+    """A lower reward for a group's likelier completions: none, or { rule = "unlikeliness", strength = 0.25 }."""
     sign_weights: Setting = None
     """Factors of positive and negative advantages: none, or { rule = "sign_weights", positive = 1, negative = 1 }."""
     group_filter: Setting = None
-    """none, drop_dead, { rule = "dynamic_sampling", max_rounds = 4 }; or only the k best completions of a group teach,
-    { rule = "top_k", k = 8, metric = "shortest" }."""
+    """The groups and completions that are used; or a table, { rule = "top_k", k = 8, metric = "shortest" }."""
     credit: Setting = None
-    """Which tokens a reward belongs to: outcome, process, return_to_go, given. For "process" and "given" a reward
-    function returns a list with a number per token."""
+    """Which tokens a reward belongs to. For "process" and "given" a reward function returns a list with a number per
+    token."""
     discount: Setting = None
     """Of later rewards, per token, with credit "return_to_go"."""
     truncated: Setting = None
-    """Completions cut by the length limit: keep, mask, zero, penalize; after the advantages of their whole group."""
+    """Completions cut by the length limit, after the advantages of their whole group."""
     truncated_penalty: Setting = None
-    """What "penalize" takes off their advantage."""
+    """Subtracted from their advantage by "penalize"."""
     ratio_anchor: Setting = None
-    """What the current policy is divided by: self, old, sampler."""
+    """The policy that the current policy is divided by."""
     ratio_level: Setting = None
-    """token, sequence_mean, sequence_mean_token, sequence_product, prefix_product."""
+    """The level of the ratio."""
     trust_region: Setting = None
-    """none, ppo_clip, mask, cap, sapo, gamma, tv_mask, kl_mask, gmpo, fipo; a table, { rule = "ppo_clip", low = 0.8,
-    high = 1.28 }; or your own function of ratio and advantage, "module:function"."""
+    """The limit of an update; or a table, { rule = "ppo_clip", low = 0.8, high = 1.28 }; or a user's function of ratio
+    and advantage, "module:function"."""
     mismatch: Setting = None
-    """What is done about sampler and trainer disagreeing: none, or a list of tables with the rules weight, veto,
-    off_policy_mask: [{ rule = "weight", level = "token", mode = "truncate", high = 2.0 }]."""
+    """Corrections for a disagreement between sampler and trainer: none, or a list of tables,
+    [{ rule = "weight", level = "token", mode = "truncate", high = 2.0 }]."""
     top_entropy: Setting = None
     """Share of the tokens, those of highest entropy, that the policy term uses. 1: all."""
     kl: Setting = None
@@ -85,7 +83,7 @@ class ObjectiveConfig(Section):
     entropy: Setting = None
     """Entropy bonus: none, or { rule = "entropy", coefficient = 0.001 }."""
     aggregation: Setting = None
-    """The mean: seq_mean_token_mean, token_mean, prompt_mean, constant, seq_sum, token_sum."""
+    """The mean over tokens and completions."""
     aggregation_length: Setting = None
     """L of aggregation "constant". Unset: rollout.max_completion_length."""
     denominator: Setting = None
@@ -110,12 +108,12 @@ class ObjectiveConfig(Section):
 
     def parts(self) -> tuple[str, ...]:
         """The settings that are parts of the objective."""
-        own = ("preset", "num_iterations", "minibatches", "sync_ref_model", "ref_model_sync_steps")
-        return tuple(name for name in type(self).model_fields if name not in (*own, "ref_model_mixup_alpha"))
+        return setting_names()
 
-    def changes(self) -> Mapping[str, Any]:
-        """What is set of them, beside the preset."""
-        return {name: value for name in self.parts() if (value := getattr(self, name)) is not None}
+    def changes(self) -> Mapping[str, object]:
+        """The changes to the preset."""
+        given = {name: getattr(self, name) for name in self.parts()}
+        return {name: value for name, value in given.items() if value is not None}
 
     def resolve(self) -> Objective:
         """The preset with its changes.
@@ -124,3 +122,9 @@ class ObjectiveConfig(Section):
             ConfigError: a part is unknown, or cannot be combined with the others.
         """
         return preset(self.preset).replace(**self.changes())
+
+
+for _name, _field in ObjectiveConfig.model_fields.items():
+    if len(_words := choices(_name)) > 1:
+        _text = f"{_field.description} Values: {', '.join(_words)}."
+        _field.description = "\n".join(textwrap.wrap(_text, 116))

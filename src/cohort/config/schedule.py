@@ -111,15 +111,11 @@ class Schedule:
             ref = "not computed: beta is 0, no reference model"
         else:
             ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
-        return "\n".join(
-            [
-                f"schedule: {self.prompts_per_step} prompts x {self.num_generations} = {per_rollout} completions per "
-                f"rollout, {_count(self.updates_per_rollout, 'update')} each "
-                f"({_count(self.num_iterations, 'iteration')} x {_count(self.minibatches, 'minibatch', 'es')})",
-                f"  {self._length()}",
-                f"  old log-probs: {old}",
-                f"  ref log-probs: {ref}",
-            ]
+        return (
+            f"schedule: {self.prompts_per_step} prompts x {self.num_generations} = {per_rollout} completions per "
+            f"rollout, {_count(self.updates_per_rollout, 'update')} each "
+            f"({_count(self.num_iterations, 'iteration')} x {_count(self.minibatches, 'minibatch', 'es')})\n"
+            f"  {self._length()}\n  old log-probs: {old}\n  ref log-probs: {ref}"
         )
 
     def _length(self) -> str:

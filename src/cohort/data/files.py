@@ -1,187 +1,143 @@
-"""Rows of files and folders: .jsonl, .json, .csv and .parquet, whole or one after another.
+"""Reads one data file row by row or whole, and finds the data files of a folder.
 
-A row's place in its file is what errors name: a line's number where there are lines.
+JSON lines and CSV are read here, not by ``datasets``, for their errors: each names the file and the line.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 from cohort.errors import DataError
 
 Row = Mapping[str, Any]
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-PACKED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
 }
-"""How the names of a folder's files begin where each split has its own, and which split that is."""
-IGNORED = ("readme", "license", "licence", "dataset_infos")
-MOST_CELL = 2**31 - 1
-"""Characters of a CSV cell; the library's own limit is 131,072."""
+"""First words of file names that mark a split, and the split."""
+IGNORED = (".", "_", "readme", "license", "licence", "dataset_infos")
+"""Files of a data folder whose names begin so are ignored."""
+MAX_CSV_CELL = 2**31 - 1
+"""Maximum characters of a CSV cell; the default of the csv module is 131,072."""
+READ_BYTES = 2**20
+EXPECTED = ".jsonl, .json, .csv or .parquet file"
 
 
-def readable(path: Path) -> bool:
-    """Whether the name is one of a file that can be read."""
-    return _kind(path) is not None
+def file_format(path: Path) -> str | None:
+    """The suffix of a data file, without the compression; None if the file cannot be read."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return suffix if suffix in READERS and (suffix != ".parquet" or path.suffix == suffix) else None
 
 
-def read_file(path: Path) -> Any:
-    """All rows of a file: a list of dicts, or a ``pyarrow.Table``, which holds its rows packed.
+def read_file(path: Path) -> list[Row] | pyarrow.Table:
+    """All rows of a file; of a Parquet file as a table, whose rows become Python objects only when they are used.
 
     Raises:
-        DataError: it cannot be read, a line of it is not what it should be, or it has no rows.
+        DataError: the file cannot be read, a line is invalid, or there are no rows.
     """
-    rows: Any
-    if _kind(path) == ".parquet":
-        import pyarrow.parquet
-
+    if file_format(path) == ".parquet":
         with _explained(path):
             rows = pyarrow.parquet.read_table(path)
     else:
-        rows = _read_json(path) if _kind(path) == ".json" else list(iterate_file(path))
-    if not len(rows):
+        rows = list(iterate_file(path))
+    if not len(rows):  # noqa: PLC1802 (the truth value of a table is not its length)
         raise DataError(f"{path} has no rows")
     return rows
 
 
 def iterate_file(path: Path) -> Iterator[Row]:
-    """The rows of a file one after another, without reading all of it.
+    """The rows of a file, read one after another (of a .json file, at once).
 
     Raises:
-        DataError: as ``read_file``; and a .json file, which is one value, cannot be read so.
+        DataError: as ``read_file``; an unsupported format raises before the first row is read.
     """
-    match _kind(path):
-        case ".jsonl":
-            return _iterate_jsonl(path)
-        case ".csv":
-            return _iterate_csv(path)
-        case ".parquet":
-            return _iterate_parquet(path)
-        case ".json":
-            raise DataError(f"cannot stream {path}, which is one JSON value: write it as .jsonl, or unset streaming")
-        case _:
-            raise DataError(
-                f"cannot read {path}: expected a {_named()} file, which may be packed ({', '.join(PACKED)})"
-            )
+    reader = READERS.get(file_format(path) or "")
+    if reader is None:
+        raise DataError(f"cannot read {path}: expected a {EXPECTED}, which may be compressed ({', '.join(COMPRESSED)})")
+    return reader(path)
 
 
 def folder_files(folder: Path, split: str) -> list[Path]:
-    """The data files of a folder, by name; of its only subfolder, where it has nothing else. Where their names begin
-    with a split's ("train", "test", "validation"), those of the split: those that call it as it is asked for, or else
-    those that call it otherwise ("dev").
+    """The data files of a folder (or of its only subfolder), sorted by name.
+
+    If file names begin with a split ("train", "test", "validation"), only the files of ``split`` are returned. An exact
+    match goes before a synonym ("dev" for "validation").
 
     Raises:
-        DataError: there is none, none of the split, one that cannot be read, several subfolders have some, or the names
-            of some begin with a split's and those of others do not.
+        DataError: there are no files, no files of the split, unreadable files, several subfolders, or files with and
+            without a split in their names.
     """
-    entries = sorted(path for path in folder.iterdir() if not _ignored(path))
-    found = [path for path in entries if path.is_file()]
+    entries = sorted(path for path in folder.iterdir() if not path.name.lower().startswith(IGNORED))
+    files = [path for path in entries if path.is_file()]
     subfolders = [path for path in entries if path.is_dir()]
-    if unreadable := [path for path in found if not readable(path)]:
+    if unreadable := [path for path in files if file_format(path) is None]:
         raise DataError(
-            f"cannot read {unreadable[0]}: every file of a data folder must be a {_named()} file "
-            f"(packed or not; README, LICENSE and names that begin with '.' or '_' are passed over)"
+            f"cannot read {unreadable[0]}: every file of a data folder must be a {EXPECTED} "
+            "(compressed or not; README, LICENSE and names that begin with '.' or '_' are ignored)"
         )
-    if len(subfolders) == 1 and not found:
+    if len(subfolders) == 1 and not files:
         return folder_files(subfolders[0], split)
     if subfolders:
-        names = ", ".join(path.name for path in subfolders)
         raise DataError(
-            f"the folder {folder} has subfolders ({names}): give the one with the data, or each as a source"
+            f"the folder {folder} has subfolders ({_names(subfolders)}): set the path to one of them, or list each "
+            "as a source"
         )
-    if not found:
-        raise DataError(f"the folder {folder} has no data files: expected {_named()} files")
-    named = [path for path in found if _split_word(path) in SPLITS]
-    if not named and split not in ("train", "test"):
-        listed = ", ".join(path.name for path in found)
+    if not files:
+        raise DataError(f"the folder {folder} has no data files: expected at least one {EXPECTED}")
+    first_words = {path: re.split("[-_.]", path.name.lower())[0] for path in files}
+    with_split = [path for path in files if first_words[path] in SPLITS]
+    if not with_split:
+        if split not in ("train", "test"):
+            raise DataError(
+                f"the folder {folder} has no split {split!r}: the names of its files ({_names(files)}) begin with no "
+                "split"
+            )
+        return files
+    if others := [path for path in files if path not in with_split]:
         raise DataError(
-            f"the folder {folder} has no splits by the names of its files ({listed}), so it has no {split!r}"
+            f"{folder}: the names of some files begin with a split ({_names(with_split)}), others do not "
+            f"({_names(others)}). Move them to separate folders, or list the files to use as sources"
         )
-    if not named:
+    exact = [path for path in files if first_words[path] == split]
+    if found := exact or [path for path in files if SPLITS[first_words[path]] == SPLITS.get(split)]:
         return found
-    if others := [path.name for path in found if path not in named]:
-        raise DataError(
-            f"{folder}: the names of some files begin with a split's ({', '.join(path.name for path in named)}), those "
-            f"of others do not ({', '.join(others)}): which are meant? Put them into folders of their own, or give "
-            "files as sources"
-        )
-    if chosen := [path for path in named if _split_word(path) == split]:
-        return chosen
-    if chosen := [path for path in named if SPLITS[_split_word(path)] == SPLITS.get(split)]:
-        return chosen
-    names = ", ".join(sorted({SPLITS[_split_word(path)] for path in named}))
-    raise DataError(f"the folder {folder} has no split {split!r}; it has: {names}. Set data.train_split or eval_split")
+    known = ", ".join(sorted({SPLITS[word] for word in first_words.values()}))
+    raise DataError(f"the folder {folder} has no split {split!r}; it has: {known}. Set data.train_split or eval_split")
 
 
-def _kind(path: Path) -> str | None:
-    suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-    packed_parquet = suffix == ".parquet" and path.suffix in PACKED
-    return suffix if suffix in SUFFIXES and not packed_parquet else None
-
-
-def _named() -> str:
-    return ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
-
-
-def _ignored(path: Path) -> bool:
-    return path.name.lower().startswith((".", "_", *IGNORED))
-
-
-def _split_word(path: Path) -> str:
-    return path.name.lower().replace("-", ".").replace("_", ".").split(".")[0]
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Errors of reading, as one of ours with the file's name."""
-    import zlib
-
-    import pyarrow
-
     try:
         yield
-    except (pyarrow.ArrowException, OSError, EOFError, zlib.error) as error:
+    except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {path}: {error}") from None
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Iterable[bytes]]:
-    """A file's bytes, unpacked."""
-    with _explained(path):
-        if path.suffix == ".gz":
-            with gzip.open(path) as unpacked:
-                yield unpacked
-        elif path.suffix == ".zst":
-            import pyarrow
-
-            with pyarrow.input_stream(str(path), compression="zstd") as stream:
-                yield io.BufferedReader(stream)
-        else:
-            with path.open("rb") as file:
-                yield file
-
-
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """A text file's lines with their numbers, from 1; a byte order mark, with which some editors begin, left out."""
-    with _opened(path) as file:
-        for number, line in enumerate(file, start=1):
+    """The decompressed lines and their numbers, from 1; without a byte order mark."""
+    with _explained(path), pyarrow.input_stream(path) as stream:
+        for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), start=1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not UTF-8 text: {error.reason} at byte {error.start}"
-                ) from None
+                raise DataError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _iterate_jsonl(path: Path) -> Iterator[Row]:
@@ -189,44 +145,46 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
         if line.isspace():
             continue
         try:
-            row = json.loads(line.rstrip("\r\n"))  # else an error's place may be in a next line
-        except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError of another kind
+            row = json.loads(line.rstrip("\r\n"))  # the end of the line could move the position that an error names
+        except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
             raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: expected an object with columns, got {type(row).__name__}")
-        yield row
+        yield _checked_row(row, f"{path}, line {number}")
 
 
-def _read_json(path: Path) -> Sequence[Row]:
+def _checked_row(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object with columns, got {type(row).__name__}")
+    return row
+
+
+def _iterate_json(path: Path) -> Iterator[Row]:
     """A list of objects, an object of columns, or either under the single key "data"."""
     text = "".join(line for _, line in _lines(path))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
-    if isinstance(value, dict) and value.keys() == {"data"} and isinstance(value["data"], list | dict):
-        inner = value["data"]
-        value = inner if isinstance(inner, dict) or not inner or isinstance(inner[0], dict) else value
+    if isinstance(value, dict) and value.keys() == {"data"}:
+        inner = value["data"]  # a list of anything but objects is a column named "data"
+        if isinstance(inner, dict) or (isinstance(inner, list) and (not inner or isinstance(inner[0], dict))):
+            value = inner
     if isinstance(value, list):
-        for index, row in enumerate(value):
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, item {index}: expected an object with columns, got {type(row).__name__}")
-        return value
-    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
-        lengths = {name: len(column) for name, column in value.items()}
-        if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise DataError(f"{path}: the columns are of different lengths: {said}")
-        return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
-    raise DataError(
-        f"{path}: expected a list of objects, an object of columns (lists of the same length), or either under the "
-        f'key "data"; got {"an object" if isinstance(value, dict) else type(value).__name__}'
-    )
+        yield from (_checked_row(row, f"{path}, item {index}") for index, row in enumerate(value))
+    elif isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        if len({len(column) for column in value.values()}) > 1:
+            lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
+            raise DataError(f"{path}: the columns have different lengths: {lengths}")
+        yield from (dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True))
+    else:
+        raise DataError(
+            f"{path}: expected a list of objects, an object of columns (lists of the same length), or either under the "
+            f'key "data"; got {"an object" if isinstance(value, dict) else type(value).__name__}'
+        )
 
 
 def _iterate_csv(path: Path) -> Iterator[Row]:
-    """Every value is a string as it stands in the file: what looks like a number may be an answer with its zeros."""
-    csv.field_size_limit(MOST_CELL)
+    """Every value stays the string that the file holds: "007" is an answer, not a number."""
+    csv.field_size_limit(MAX_CSV_CELL)
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     try:
         header = next(reader, [])
@@ -234,13 +192,11 @@ def _iterate_csv(path: Path) -> Iterator[Row]:
             raise DataError(f"{path} has no rows")
         if len(set(header)) < len(header) or "" in header:
             raise DataError(f"{path}: the header must name each column once, got {header!r:.200}")
-        for cells in reader:
-            if not cells:  # a blank line
-                continue
+        for cells in filter(None, reader):  # a blank line has no cells
             if len(cells) != len(header):
                 raise DataError(
                     f"{path}, line {reader.line_num}: {len(cells)} values for {len(header)} columns "
-                    f"({', '.join(header)}): quote values that hold commas"
+                    f"({', '.join(header)}): quote values that contain commas"
                 )
             yield dict(zip(header, cells, strict=True))
     except csv.Error as error:
@@ -248,8 +204,9 @@ def _iterate_csv(path: Path) -> Iterator[Row]:
 
 
 def _iterate_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet
-
     with _explained(path), pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(1000):
             yield from batch.to_pylist()
+
+
+READERS = {".jsonl": _iterate_jsonl, ".json": _iterate_json, ".csv": _iterate_csv, ".parquet": _iterate_parquet}

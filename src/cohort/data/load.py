@@ -1,9 +1,9 @@
-"""From the settings to the rows of a run: sources, what of each is used, and their shares."""
+"""The data of a run: its sources with their settings applied, and their shares of the prompts."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,280 +12,307 @@ import numpy as np
 
 from cohort.config import DataConfig, Source
 from cohort.config.data import parse_slice
+from cohort.config.evaluation import check_set_name
 from cohort.data.files import Row
 from cohort.data.mixture import Turns
-from cohort.data.rows import BATCH, Keep, Rows, as_number, check_renames, explain_none_left, make_filter, rename
-from cohort.data.source import Opener, from_memory, is_stream, of_split, open_path, passes_over, read_path
+from cohort.data.render import PromptMaker, check_columns
+from cohort.data.rows import BATCH, RowTable, as_number, check_renames, explain_none_left, make_filter, rename
+from cohort.data.source import is_stream, open_source, read_source, select_split
 from cohort.errors import DataError
 
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Rows that are read while a run goes on: columns are renamed, then rows filtered, selected and counted."""
-
-    open: Opener
-    columns: tuple[str, ...]
-    """Of the first rows, renamed."""
-    new_names: Mapping[str, str]
-    keep: Keep | None
-    select: slice
-    limit: int | None
-    where: str
-
-    def __iter__(self) -> Iterator[tuple[int, Row]]:
-        """One pass: rows with their numbers in the source.
-
-        Raises:
-            DataError: a row cannot be read, or is no mapping.
-        """
-        used = itertools.islice(self._kept(), self.select.start, self.select.stop, self.select.step)
-        return itertools.islice(used, self.limit)
-
-    def _kept(self) -> Iterator[tuple[int, Row]]:
-        for number, row in enumerate(self.open()):
-            if not isinstance(row, Mapping):
-                raise DataError(f"{self.where}, row {number}: expected a mapping of columns, got {type(row).__name__}")
-            renamed = rename(row, self.new_names)
-            if self.keep is None or self.keep(renamed, f"{self.where}, row {number}"):
-                yield number, renamed
-
-    def sample(self, count: int | None = BATCH) -> Rows:
-        """The first rows of a pass, or all.
-
-        Raises:
-            DataError: there is none.
-        """
-        first = list(itertools.islice(self, count))
-        if not first:
-            raise DataError(f"{self.where}: no row is left by data.filter and data.select")
-        rows = [row for _, row in first]
-        columns = tuple(dict.fromkeys(itertools.chain(self.columns, *rows)))
-        return Rows(rows, columns, range(len(rows)), {}, [number for number, _ in first])
+RowStream = Callable[[], Iterator[tuple[int, Row]]]
+"""Starts a pass over the used rows of a streamed source, each with its number in the source."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One source of rows."""
+class LoadedSource:
+    """One source of rows after renaming, filter and selection."""
 
-    rows: Rows
-    """What is used of it; of a stream, the first rows of that."""
+    rows: RowTable
+    """The rows used; of a streamed source, the first of them."""
     config: DataConfig
-    """How they become prompts: the settings with the source's own laid over them."""
+    """How rows become prompts: the settings of ``[data]``, overridden by those of the source."""
     name: str
-    """Empty where the data has one source only."""
+    """Empty if the data has a single source."""
     where: str
-    """What errors call it."""
+    """What errors call the source."""
     weight: Fraction | None
-    said: str
-    """In words: how many rows, and how many each setting left."""
-    stream: Stream | None = None
+    description: str
+    """The number of rows, and how many each setting left."""
+    stream: RowStream | None = None
+    """Set if the rows are read during the run."""
+
+    def batches(self) -> Iterator[tuple[list[Row], list[str]]]:
+        """The rows in lists, and what errors call each row."""
+        for start, rows in self.rows.batches():
+            numbers = self.rows.numbers[start : start + len(rows)]
+            yield rows, [f"{self.where}, row {number}" for number in numbers]
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """All sources together."""
+    """All sources of a training or evaluation set."""
 
-    parts: tuple[Part, ...]
+    sources: tuple[LoadedSource, ...]
     name: str
 
-    @classmethod
-    def of_rows(cls, rows: Sequence[Row], config: DataConfig, name: str) -> Data:
-        """Rows as they are: only their columns are renamed."""
-        used = Rows.of(from_memory(rows, name, "train"), config.columns, name)
-        return cls((Part(used, config, "", name, None, _count(len(used))),), name)
-
     def __len__(self) -> int:
-        """Rows of all sources; of streams, those that were read to look at them."""
-        return sum(len(part.rows) for part in self.parts)
+        return sum(len(source.rows) for source in self.sources)
 
-    def numbers(self, column: str) -> np.ndarray:
-        """A column of numbers, of all rows in order.
+    @property
+    def streams(self) -> bool:
+        """Whether the rows are read during the run."""
+        return self.sources[0].stream is not None
+
+    @property
+    def weights(self) -> list[Fraction] | None:
+        """The weights of the sources; None if every row is used once per epoch."""
+        weights = [source.weight for source in self.sources if source.weight is not None]
+        return weights if len(weights) > 1 else None
+
+    def epoch_length(self, sizes: Sequence[int] | None = None) -> int | None:
+        """Prompts until every row has been used at least once; None for streamed data.
+
+        Args:
+            sizes: number of prompts per source; None: of rows.
+        """
+        sizes = sizes or [len(source.rows) for source in self.sources]
+        if self.streams:
+            return None
+        return Turns(self.weights).epoch_length(sizes) if self.weights else sum(sizes)
+
+    def curriculum_values(self, curriculum: str) -> np.ndarray:
+        """The sort key of each row, ascending.
+
+        Args:
+            curriculum: a column; with "-" before its name, the order is descending.
 
         Raises:
             DataError: there is no such column, or a row has no number in it.
         """
+        column, sign = curriculum.removeprefix("-"), -1.0 if curriculum.startswith("-") else 1.0
         values: list[float] = []
-        for part in self.parts:
-            if column not in part.rows.columns:
-                known = ", ".join(part.rows.columns)
-                raise DataError(f"{part.where}: data.curriculum names column {column!r}; there are: {known}")
-            for start, rows in part.rows.batches():
-                for index, row in enumerate(rows, start=start):
-                    if (number := as_number(row.get(column))) is None:
-                        raise DataError(
-                            f"{part.where}, row {part.rows.number(index)}: data.curriculum needs a number in column "
-                            f"{column!r}, got {row.get(column)!r:.60}"
-                        )
-                    values.append(number)
+        for source in self.sources:
+            if column not in source.rows.columns:
+                known = ", ".join(source.rows.columns)
+                raise DataError(f"{source.where}: data.curriculum names column {column!r}; there are: {known}")
+            for row, number in zip(source.rows, source.rows.numbers, strict=True):
+                if (value := as_number(row.get(column))) is None:
+                    raise DataError(
+                        f"{source.where}, row {number}: data.curriculum needs a number in column {column!r}, got "
+                        f"{row.get(column)!r:.60}"
+                    )
+                values.append(sign * value)
         return np.array(values)
 
-    @property
-    def streams(self) -> bool:
-        """Whether it is read while the run goes on."""
-        return self.parts[0].stream is not None
-
-    @property
-    def epoch_length(self) -> int | None:
-        """Prompts until every row has been used at least once; None for a stream, whose rows are not known."""
-        if self.streams:
-            return None
-        return Turns(self.weights).epoch_length([len(part.rows) for part in self.parts]) if self.weights else len(self)
-
-    @property
-    def weights(self) -> list[Fraction] | None:
-        """The sources' weights; None where every row is used once per epoch."""
-        weights = [part.weight for part in self.parts if part.weight is not None]
-        return weights if len(weights) > 1 else None
+    def describe(self) -> list[str]:
+        """The sources in words, with their shares if they have weights."""
+        if len(self.sources) == 1:
+            return [f"data: {self.sources[0].description}"]
+        how = "taking turns by their weights" if self.weights else "one after another, every row once per epoch"
+        lines = [f"data: {len(self.sources)} sources, {how}"]
+        for source in self.sources:
+            words = source.description
+            words = words if words.startswith(source.name) else f"{source.name}: {words}"
+            if self.weights and source.weight:
+                words += f", {float(source.weight / sum(self.weights)):.1%} of the prompts"
+            lines.append(f"  {words}")
+        return lines
 
 
-def load_data(given: Any, config: DataConfig, *, evaluation: bool = False, name: str | None = None) -> Data | None:
-    """The training data, or the evaluation's; None where there is none.
+def load_data(
+    given: Any, config: DataConfig, *, evaluation: bool = False, name: str | None = None, mixed: bool = False
+) -> Data | None:
+    """The training or evaluation data, checked as far as that needs no tokenizer; None if there is none.
 
     Args:
-        given: what was given in Python; see ``docs/data.md``. None: what the settings name.
+        given: data passed in Python, see ``docs/data.md``. None: ``data.train`` or ``data.eval``.
         config: the settings.
-        evaluation: whether ``data.eval`` and the settings that belong to it are meant.
-        name: what errors call it.
+        evaluation: load the evaluation data.
+        name: what errors call the data.
+        mixed: allow text next to conversations.
 
     Raises:
-        DataError: a source cannot be read, settings do not fit its columns, or no row is left.
+        DataError: a source cannot be read, settings do not fit its columns, no row is left, or a row cannot be a
+            prompt; the error names the row.
     """
     name = name or ("the evaluation data" if evaluation else "the training data")
     sources = _sources(given, config.eval if evaluation else config.train, name)
     if not sources:
         return None
-    limit, own = (config.eval_rows, "eval_rows") if evaluation else (config.train_rows, "train_rows")
-    if len(sources) > 1:
-        for setting, value, instead in (
-            ("select", None if evaluation else config.select, "select"),
-            (own, limit, "rows"),
-        ):
-            if value is not None:
-                raise DataError(f"data.{setting} is for a single source: set {instead} in each source's table")
-    split = config.eval_split if evaluation else config.train_split
-    sources = [
-        source.model_copy(update={"path": of_split(source.path, name, source.split or split)}) for source in sources
-    ]
+    _check_together(sources, config, evaluation)
+    if evaluation:  # data.filter and data.select are for the training rows
+        config = config.model_copy(update={"filter": None, "select": None, "train_rows": config.eval_rows})
+    default_split = config.eval_split if evaluation else config.train_split
+    splits = [source.split or default_split for source in sources]
+    rows = [select_split(source.path, name, split) for source, split in zip(sources, splits, strict=True)]
+    streams = not evaluation and (config.streaming or any(map(is_stream, rows)))
+    loaded = []
+    for source, source_name, split, path in zip(sources, _names(sources, name), splits, rows, strict=True):
+        where = f"{name}, source {source_name!r}" if source_name else name
+        settings = _source_settings(source, config)
+        stream = None
+        if streams or is_stream(path):
+            table, words, stream = _open(path, settings, where, split, None if evaluation else BATCH)
+        else:
+            table, words = _read(path, settings, where, split)
+        weight = None if source.weight is None else Fraction(str(source.weight))
+        words = f"{path}: {words}" if isinstance(path, str) else words
+        loaded.append(LoadedSource(table, settings, source_name, where, weight, words, stream if streams else None))
+    data = Data(tuple(loaded), name)
+    _check_rows(data, mixed)
+    if not evaluation and config.curriculum not in (None, "measured"):
+        data.curriculum_values(config.curriculum)
+    return data
+
+
+def load_sets(given: Any, config: DataConfig) -> dict[str, Data]:
+    """The evaluation sets by name; a set without a name is called "". Empty if there is no evaluation.
+
+    Args:
+        given: data passed in Python: what ``load_data`` takes, or a dict of that by name. None: ``data.eval``.
+        config: the settings.
+
+    Raises:
+        DataError: a name is not allowed, or as ``load_data``.
+    """
+    given = config.eval if given is None else given
+    if type(given) is dict:  # not a DatasetDict, which is a dict of splits
+        if not given:
+            raise DataError("eval_dataset has no sets: pass rows, rows by name, or None")
+        sets = {}
+        for name, rows in given.items():
+            try:
+                check_set_name(name)
+            except ValueError as error:
+                raise DataError(f"eval_dataset: {error}") from None
+            sets[name] = load_data(rows, config, evaluation=True, name=f"the evaluation data {name!r}")
+    else:
+        sets = {"": load_data(given, config, evaluation=True)}
+    return {name: data for name, data in sets.items() if data is not None}
+
+
+def _sources(given: Any, configured: Any, name: str) -> list[Source]:
+    given = configured if given is None else given
+    if given is None or (isinstance(given, str) and not given):
+        return []
+    if not isinstance(given, list | tuple) or not any(isinstance(item, Source) for item in given):
+        return [given if isinstance(given, Source) else Source(path=given)]
+    if other := [item for item in given if not isinstance(item, Source | str)]:
+        raise DataError(f"{name}: expected only sources or only rows; one item among sources is {other[0]!r:.80}")
+    return [item if isinstance(item, Source) else Source(path=item) for item in given]
+
+
+def _check_together(sources: list[Source], config: DataConfig, evaluation: bool) -> None:
+    limits = {"eval_rows": "rows"} if evaluation else {"select": "select", "train_rows": "rows"}
+    for setting, instead in limits.items():
+        if len(sources) > 1 and getattr(config, setting) is not None:
+            raise DataError(f"data.{setting} is for a single source: set {instead} in each source's table")
     weighted = [source.weight is not None for source in sources]
-    if any(weighted) and evaluation:
+    if evaluation and any(weighted):
         raise DataError("data.eval: weights are for training; an evaluation uses every row once")
     if any(weighted) and not all(weighted):
         raise DataError(f"data.train: source {weighted.index(False)} has no weight: give every source one, or none")
-    names = [_name(source, number) for number, source in enumerate(sources)]
+
+
+def _names(sources: list[Source], name: str) -> list[str]:
+    """The name of each source; empty for a single one."""
+    if len(sources) == 1:
+        return [""]
+    names = [
+        source.name or (source.path if isinstance(source.path, str) else f"source {number}")
+        for number, source in enumerate(sources)
+    ]
     if len(set(names)) < len(names):
-        raise DataError(f"{name}: two sources are called {max(names, key=names.count)!r}: give them a name each")
-    streams = not evaluation and (config.streaming or any(is_stream(source.path) for source in sources))
-    parts = []
-    for source, called in zip(sources, names, strict=True):
-        where = f"{name}, source {called!r}" if len(sources) > 1 else name
-        read = _Reader(source, _settings(source, config, limit, evaluation), where, source.split or split, evaluation)
-        parts.append(read.part(called if len(sources) > 1 else "", streams=streams))
-    return Data(tuple(parts), name)
+        raise DataError(f"{name}: two sources are called {max(names, key=names.count)!r}: give each its own name")
+    return names
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    source: Source
-    settings: DataConfig
-    """With the source's own; ``train_rows`` is the source's limit."""
-    where: str
-    split: str
-    evaluation: bool
-
-    def part(self, name: str, *, streams: bool) -> Part:
-        weight = None if self.source.weight is None else Fraction(str(self.source.weight))
-        path = self.source.path
-        shown = f"{path}: " if isinstance(path, str) else ""
-        if self.evaluation and is_stream(path):
-            if self.settings.train_rows is None:
-                raise DataError(f"{self.where}: a {type(path).__name__} has no length: set data.eval_rows")
-            rows = self._stream().sample(None)
-            return Part(rows, self.settings, name, self.where, weight, f"of a stream the first {_count(len(rows))}")
-        if streams:
-            stream = self._stream()
-            said = f"{shown}streamed"
-            for setting in ("filter", "select"):
-                said += f", data.{setting}" if getattr(self.settings, setting) is not None else ""
-            return Part(stream.sample(), self.settings, name, self.where, weight, said, stream)
-        rows, said = self._select(Rows.of(self._read(), self.settings.columns, self.where))
-        return Part(rows, self.settings, name, self.where, weight, shown + said)
-
-    def _read(self) -> Any:
-        path = self.source.path
-        return read_path(path, self.split) if isinstance(path, str) else from_memory(path, self.where, self.split)
-
-    def _select(self, rows: Rows) -> tuple[Rows, str]:
-        """What the settings leave, and in words how many rows each left."""
-        settings, said = self.settings, [_count(len(rows))]
-        if settings.filter is not None:
-            kept = rows.where(make_filter(settings.filter, rows.columns, self.where), self.where)
-            if not len(kept):
-                why = explain_none_left(rows, settings.filter)
-                raise DataError(f"{self.where}: data.filter leaves none of {_count(len(rows))}{why}")
-            rows = kept
-            said.append(f"data.filter leaves {len(rows):,}")
-        if settings.select is not None:
-            rows = rows.take(parse_slice(settings.select))
-            said.append(f"data.select ({settings.select}) {len(rows):,}")
-        if settings.train_rows is not None and settings.train_rows < len(rows):
-            rows = rows.take(slice(settings.train_rows))
-            said.append(f"of these the first {len(rows):,}")
-        if not len(rows):
-            raise DataError(f"{self.where}: data.select = {settings.select!r} leaves no row: {'; '.join(said[:-1])}")
-        return rows, "; ".join(said)
-
-    def _stream(self) -> Stream:
-        settings, path, select = self.settings, self.source.path, slice(None)
-        if settings.select is not None:
-            select = parse_slice(settings.select)
-            if min(select.start or 0, 0 if select.stop is None else select.stop) < 0:
-                raise DataError(
-                    f"{self.where}: data.select = {settings.select!r} counts from the end, which a stream lacks"
-                )
-        opened: Opener
-        if isinstance(path, str):
-            opened = open_path(path, self.split)
-        else:
-            rows = path if is_stream(path) else from_memory(path, self.where, self.split)
-            rows = rows.to_pylist() if hasattr(rows, "to_pylist") else rows
-            opened = passes_over(rows, self.where)
-        first = list(itertools.islice(opened(), BATCH))
-        if not first:
-            raise DataError(f"{self.where} has no rows")
-        columns = list(dict.fromkeys(itertools.chain.from_iterable(row for row in first if isinstance(row, Mapping))))
-        new_names = check_renames(settings.columns, columns, self.where)
-        columns = [new_names.get(column, column) for column in columns]
-        keep = None if settings.filter is None else make_filter(settings.filter, columns, self.where)
-        return Stream(opened, tuple(columns), new_names, keep, select, settings.train_rows, self.where)
+def _source_settings(source: Source, config: DataConfig) -> DataConfig:
+    """The settings overridden by those of a source; ``train_rows`` becomes the limit of the source."""
+    update = source.model_dump(include=set(DataConfig.model_fields), exclude_none=True)
+    if "prompt_column" in update:
+        update.setdefault("prompt_template", None)
+    return config.model_copy(update=update | {"train_rows": source.rows or config.train_rows})
 
 
-def _sources(given: Any, named: Any, name: str) -> list[Source]:
-    if given is None:
-        given = named
-    if given is None or (isinstance(given, str) and not given):
-        return []
-    if isinstance(given, Source):
-        return [given]
-    if isinstance(given, list | tuple) and any(isinstance(item, Source) for item in given):
-        if other := [item for item in given if not isinstance(item, Source | str)]:
-            raise DataError(f"{name}: expected sources only, or rows only; among sources is {other[0]!r:.80}")
-        return [item if isinstance(item, Source) else Source(path=item) for item in given]
-    return [Source(path=given)]
+def _check_rows(data: Data, mixed: bool) -> None:
+    first: dict[bool, str] = {}
+    for source in data.sources:
+        check_columns(source.rows.columns, source.where)
+        maker = PromptMaker(source.config)
+        for rows, row_names in source.batches():
+            for row, where in zip(rows, row_names, strict=True):
+                first.setdefault(isinstance(maker.make(row, where), str), where)
+        if len(first) > 1 and not mixed:
+            raise DataError(
+                f"text and conversations are mixed: the prompt of {first[True]} is a string, that of {first[False]} a "
+                "list of messages. Set data.format to 'chat' to turn the strings into user messages"
+            )
 
 
-def _name(source: Source, number: int) -> str:
-    return source.name or (source.path if isinstance(source.path, str) else f"source {number}")
+def _read(path: Any, settings: DataConfig, where: str, split: str) -> tuple[RowTable, str]:
+    """The rows that the settings leave of a source, and their description."""
+    rows = RowTable.of(read_source(path, where, split), settings.columns, where)
+    counts = [_count(len(rows))]
+    if settings.filter is not None:
+        kept = rows.filter(make_filter(settings.filter, rows.columns, where), where)
+        if not len(kept):
+            why = explain_none_left(rows, settings.filter)
+            raise DataError(f"{where}: data.filter leaves none of {_count(len(rows))}{why}")
+        rows = kept
+        counts.append(f"data.filter leaves {len(rows):,}")
+    if settings.select is not None:
+        chosen = range(len(rows))[parse_slice(settings.select)]
+        if not chosen:
+            raise DataError(f"{where}: data.select = {settings.select!r} leaves no row: {'; '.join(counts)}")
+        rows = rows.select(chosen)
+        counts.append(f"data.select ({settings.select}) {len(rows):,}")
+    if settings.train_rows is not None and settings.train_rows < len(rows):
+        rows = rows.select(range(settings.train_rows))
+        counts.append(f"the first {len(rows):,} of these")
+    return rows, "; ".join(counts)
 
 
-def _settings(source: Source, config: DataConfig, limit: int | None, evaluation: bool) -> DataConfig:
-    """The settings with a source's own laid over them; the evaluation does not use the training rows' filter."""
-    own = source.model_dump(include=set(DataConfig.model_fields), exclude_none=True)
-    base: dict[str, Any] = {"train_rows": source.rows or limit}
-    if evaluation:
-        base |= {"filter": None, "select": None}
-    if "prompt_column" in own and "prompt_template" not in own:
-        base["prompt_template"] = None
-    return config.model_copy(update=base | own)
+def _open(
+    path: Any, settings: DataConfig, where: str, split: str, sample: int | None
+) -> tuple[RowTable, str, RowStream]:
+    """The first ``sample`` rows of a streamed source (None: all of its rows), their description, and the stream."""
+    if sample is None and settings.train_rows is None:
+        raise DataError(f"{where}: a {type(path).__name__} has no length: set data.eval_rows")
+    selected = parse_slice(settings.select or ":")
+    if min(selected.start or 0, selected.stop or 0) < 0:
+        raise DataError(f"{where}: data.select = {settings.select!r} counts from the end, which a stream does not know")
+    opener = open_source(path, where, split)
+    first = list(itertools.islice(opener(), BATCH))
+    if not first:
+        raise DataError(f"{where} has no rows")
+    columns = list(dict.fromkeys(column for row in first if isinstance(row, Mapping) for column in row))
+    new_names = check_renames(settings.columns, columns, where)
+    columns = [new_names.get(column, column) for column in columns]
+    keep = None if settings.filter is None else make_filter(settings.filter, columns, where)
+
+    def kept() -> Iterator[tuple[int, Row]]:
+        for number, row in enumerate(opener()):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{where}, row {number}: expected a mapping of columns, got {type(row).__name__}")
+            renamed = rename(row, new_names)
+            if keep is None or keep(renamed, f"{where}, row {number}"):
+                yield number, renamed
+
+    def stream() -> Iterator[tuple[int, Row]]:
+        used = itertools.islice(kept(), selected.start, selected.stop, selected.step)
+        return itertools.islice(used, settings.train_rows)
+
+    used = list(itertools.islice(stream(), sample))
+    if not used:
+        raise DataError(f"{where}: no row is left by data.filter and data.select")
+    numbers, rows = map(list, zip(*used, strict=True))
+    table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {})
+    if sample is None:
+        return table, f"the first {_count(len(rows))} of a stream", stream
+    words = [f"data.{setting}" for setting in ("filter", "select") if getattr(settings, setting) is not None]
+    return table, ", ".join(["streamed", *words]), stream
 
 
 def _count(number: int) -> str:

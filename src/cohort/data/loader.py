@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from cohort.config import DataConfig
+from cohort.data.mixture import Turns
+from cohort.data.prompts import PromptSet
 from cohort.types import Prompt
 
 
@@ -16,7 +20,7 @@ class ReadPosition:
     """Read position of streamed data."""
 
     rows: list[int]
-    """Rows read of each lane (see ``StreamingLoader``)."""
+    """Rows read of each lane (see ``PromptLoader``)."""
     dropped: int = 0
     """Rows dropped for their length."""
     truncated: int = 0
@@ -48,26 +52,34 @@ class DataCursor:
         return cls(state["taken"], state["reached"], state["rewards"], state["passes"])
 
 
-class PromptLoader(Protocol):
-    """Endless sequence of prompts. The prompt at a position depends only on the data, the seed and the cursor."""
+class PromptLoader(ABC):
+    """Endless sequence of prompts. The prompt at a position depends only on the data, the seed and the cursor.
 
-    @property
-    def epoch_length(self) -> int | None:
-        """Prompts per epoch; None if unknown."""
+    The prompts form one lane, or one lane per source of a weighted mixture. A lane repeats its rows epoch after epoch,
+    each row once per epoch. A step may span two epochs.
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest known prompt."""
+    Args:
+        prompts: the data set; of streamed data, the first prompts.
+        config: the order.
+        seed: determines the orders.
+    """
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the prompts."""
+    def __init__(self, prompts: PromptSet, config: DataConfig, *, seed: int) -> None:
+        self.prompts = prompts
+        self._config = config
+        self._seed = seed
+        self._turns = Turns(prompts.data.weights or [1])
 
+    @abstractmethod
     def fetch(self, cursor: DataCursor, count: int, skip: int = 0) -> list[Prompt]:
         """The ``count`` prompts after the first ``skip`` prompts from the cursor on. Changes no state. The uid of a
         prompt is its position, so it is unique within a run.
+
+        Raises:
+            DataError: a row of streamed data cannot be a prompt, or every row of an epoch is dropped.
         """
 
+    @abstractmethod
     def advance(
         self, cursor: DataCursor, count: int, rewards: Mapping[int, float]
     ) -> tuple[DataCursor, dict[str, int]]:
@@ -79,5 +91,18 @@ class PromptLoader(Protocol):
             rewards: mean reward of each group, by uid.
         """
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the prompts; of streamed data, of the first prompts."""
+        return self.prompts.fingerprint
+
     def describe(self) -> list[str]:
         """Sources, lengths and order in words, one line each."""
+        return [*self.prompts.describe(), f"order: {self._describe_order()}"]
+
+    @abstractmethod
+    def _describe_order(self) -> str: ...
+
+    def _generator(self, epoch: int, lane: int) -> np.random.Generator:
+        """The random numbers of one epoch of a lane."""
+        return np.random.Generator(np.random.Philox(key=[self._seed + (lane << 32), epoch]))

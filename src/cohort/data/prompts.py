@@ -1,68 +1,100 @@
-"""A data set as prompts: every row rendered and tokenized once, and checked before the first sample."""
+"""A data set as prompts: every row is rendered, tokenized and checked before the first sample."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.files import Row
-from cohort.data.lengths import LengthLimit, describe_lengths
-from cohort.data.load import Data, Part
-from cohort.data.render import PromptMaker, Renderer, check_columns
+from cohort.data.load import Data, load_data
+from cohort.data.render import Renderer
 from cohort.errors import DataError
 from cohort.types import Prompt
 
 
-def check_data(data: Data, *, mixed: bool = False) -> None:
-    """Whether every row can be a prompt, as far as that can be known without a tokenizer.
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """Maximum length of a prompt."""
 
-    Args:
-        data: the rows.
-        mixed: text and conversations may stand side by side.
+    tokens: int
+    why: str
+    """The setting or model property that the limit comes from."""
+    rule: str = "error"
+    """``data.overlong_prompts``."""
 
-    Raises:
-        DataError: a column is missing, a prompt is empty, or the format does not fit; the row is named.
-    """
-    first: dict[bool, str] = {}
-    for part in data.parts:
-        check_columns(part.rows.columns, part.where)
-        maker = PromptMaker(part.config)
-        for rows, wheres, _ in batches(part):
-            for row, where in zip(rows, wheres, strict=True):
-                is_text = isinstance(maker.make(row, where), str)
-                first.setdefault(is_text, where)
-        if len(first) > 1 and not mixed:
-            raise DataError(
-                f"text and conversations are mixed: the prompt of {first[True]} is a string, that of {first[False]} a "
-                "list of messages. Set data.format to 'chat' to make user's messages of the strings"
-            )
+    @classmethod
+    def of(
+        cls,
+        config: DataConfig,
+        context: int | None,
+        max_completion_length: int,
+        setting: str = "rollout.max_completion_length",
+    ) -> LengthLimit | None:
+        """The smaller of ``data.max_prompt_length`` and the context length less a completion; None if neither is known.
 
+        Args:
+            config: the settings.
+            context: context length of the model in tokens, if known.
+            max_completion_length: maximum length of a completion in tokens.
+            setting: the setting that ``max_completion_length`` comes from.
 
-def batches(part: Part) -> Iterator[tuple[list[Row], list[str], int]]:
-    """The rows of a source in lists, with what errors call each, and the place of the first."""
-    for start, rows in part.rows.batches():
-        numbers = (part.rows.number(start + index) for index in range(len(rows)))
-        yield rows, [f"{part.where}, row {number}" for number in numbers], start
+        Raises:
+            DataError: a completion alone fills the context.
+        """
+        limits = []
+        if config.max_prompt_length is not None:
+            limits.append(cls(config.max_prompt_length, "data.max_prompt_length", config.overlong_prompts))
+        if context is not None:
+            if context <= max_completion_length:
+                raise DataError(
+                    f"{setting} ({max_completion_length:,}) leaves no room for a prompt in the model's context of "
+                    f"{context:,} tokens: lower it"
+                )
+            why = f"the model's context of {context:,} less {setting}, {max_completion_length:,}"
+            limits.append(cls(context - max_completion_length, why, config.overlong_prompts))
+        return min(limits, key=lambda limit: limit.tokens, default=None)
+
+    def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
+        """Apply the rule "error".
+
+        Args:
+            lengths: tokens of prompts.
+            name: what errors call the data.
+            row_name: what errors call the row of a prompt, by its index.
+
+        Raises:
+            DataError: the rule is "error" and there are overlong prompts.
+        """
+        count, longest = int((lengths > self.tokens).sum()), int(lengths.argmax())
+        if not count or self.rule != "error":
+            return
+        remedy = "raise data.max_prompt_length" if "max_prompt" in self.why else "lower rollout.max_completion_length"
+        raise DataError(
+            f"{name}: {count:,} of {len(lengths):,} prompts have more than {self.tokens:,} tokens ({self.why}); the "
+            f"longest, {row_name(longest)}, has {lengths[longest]:,}. Either {remedy}, or set data.overlong_prompts to "
+            "'drop', which leaves such rows out, or to 'truncate_left', which keeps the last tokens of such prompts"
+        )
 
 
 class PromptSet:
     """All rows of a data set as prompts, tokenized once.
 
     Args:
-        rows: the data: rows, or what ``load_data`` gave.
-        tokenizer: the policy's.
-        config: which column or template makes the prompt, and its format. Of ``Data`` each source has its own.
-        name: what errors call rows.
-        limit: how long prompts may be; None: there is no limit.
-        mixed: text and conversations may stand side by side.
+        rows: what ``load_data`` returned or takes.
+        tokenizer: the tokenizer of the policy.
+        config: the settings. Each source of ``Data`` has its own.
+        name: what errors call the data.
+        limit: maximum length of a prompt.
+        mixed: allow text next to conversations.
 
     Raises:
-        DataError: a row cannot be a prompt (it is named), or prompts are too long.
+        DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
     """
 
     def __init__(
@@ -75,27 +107,27 @@ class PromptSet:
         limit: LengthLimit | None = None,
         mixed: bool = False,
     ) -> None:
-        self.data = data = rows if isinstance(rows, Data) else Data.of_rows(rows, config, name)
-        check_data(data, mixed=mixed)
-        self.name = data.name
-        self.columns = tuple(dict.fromkeys(itertools.chain.from_iterable(part.rows.columns for part in data.parts)))
-        self._renderers = [Renderer(part.config, tokenizer) for part in data.parts]
-        sizes = [len(part.rows) for part in data.parts]
-        self._part_of = np.repeat(np.arange(len(sizes)), sizes)
-        self._row_of = np.concatenate([np.arange(size) for size in sizes])
-        pieces: list[np.ndarray] = []
+        data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
+        assert data is not None
+        self.data, self.name, self.limit = data, data.name, limit
+        self.columns = tuple(dict.fromkeys(column for source in data.sources for column in source.rows.columns))
+        self.renderers = [Renderer(source.config, tokenizer) for source in data.sources]
+        batches: list[np.ndarray] = []
         lengths: list[int] = []
-        for part, renderer in zip(data.parts, self._renderers, strict=True):
-            for batch, wheres, _ in batches(part):
-                ids = renderer.token_ids(batch, wheres)
-                lengths += map(len, ids)
-                pieces.append(np.fromiter(itertools.chain.from_iterable(ids), np.int32))
-        self._flat = np.concatenate(pieces)
+        for source, renderer in zip(data.sources, self.renderers, strict=True):
+            for batch, row_names in source.batches():
+                token_ids = renderer.token_ids(batch, row_names)
+                lengths += map(len, token_ids)
+                batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
+        self._flat = np.concatenate(batches)
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
+        self._bounds = np.cumsum([0, *(len(source.rows) for source in data.sources)])
+        self.row_indices = np.arange(len(data))
+        """The index of each prompt's row among all rows of ``data``."""
         self.dropped = self.truncated = 0
         if limit is not None:
-            self._fit(limit)
+            self._apply(limit)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -107,84 +139,116 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Tokens of the longest prompt. Of streamed data, ``data.max_prompt_length`` if it is set, otherwise the
+        longest of the first prompts: a pass of this length is tried for its memory, so the context length would be too
+        much.
+        """
+        if self.data.streams and self.limit and self.data.sources[0].config.max_prompt_length is not None:
+            return self.limit.tokens
         return int(self.lengths.max())
 
     @property
-    def places(self) -> np.ndarray:
-        """Where each prompt's row stands among all rows of ``data``."""
-        before = np.cumsum([0, *(len(part.rows) for part in self.data.parts)])
-        places: np.ndarray = before[self._part_of] + self._row_of
-        return places
+    def epoch_length(self) -> int | None:
+        """Prompts until every row has been used at least once; None for streamed data."""
+        return self.data.epoch_length([len(prompts) for prompts in self.ranges()])
+
+    def lanes(self) -> list[range]:
+        """The indices of the prompts of each source that has a weight; otherwise all together."""
+        return self.ranges() if self.data.weights else [range(len(self))]
 
     def ranges(self) -> list[range]:
-        """Which of the prompts are of which source."""
-        bounds = np.searchsorted(self._part_of, np.arange(len(self.data.parts) + 1)).tolist()
+        """The indices of the prompts of each source."""
+        bounds = np.searchsorted(self.row_indices, self._bounds).tolist()
         return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
-    def where(self, index: int) -> str:
-        """What errors call a prompt's row."""
-        part = self.data.parts[self._part_of[index]]
-        return f"{part.where}, row {part.rows.number(self._row_of[index])}"
-
     def prompt(self, index: int, uid: int) -> Prompt:
-        """One of the prompts. Its ``row_index`` is its row's place in the source, before any filter."""
-        number = int(self._part_of[index])
-        part, row_index = self.data.parts[number], int(self._row_of[index])
-        return self._renderers[number].prompt(
-            part.rows[row_index],
-            self.where(index),
-            self._flat[self._starts[index] : self._ends[index]].tolist(),
-            uid=uid,
-            number=part.rows.number(row_index),
-            source=part.name,
-            columns=self.columns,
-        )
+        """One of the prompts. Its ``row_index`` counts all rows of the source, those that a filter leaves out too."""
+        number, row_index = self._locate(index)
+        source = self.data.sources[number]
+        token_ids = self._flat[self._starts[index] : self._ends[index]].tolist()
+        return self.render(number, source.rows[row_index], int(source.rows.numbers[row_index]), token_ids, uid)
+
+    def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
+        """The prompt of a row of source ``number``, with these token ids."""
+        source = self.data.sources[number]
+        text, content, prefill = self.renderers[number].decode(row, f"{source.where}, row {row_number}", token_ids)
+        columns = {column: row.get(column) for column in self.columns} | dict(row)
+        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all prompts' tokens and of the sources' weights: equal for two runs on the same prompts."""
+        """Hash of the token ids of all prompts and the weights of the sources."""
         sizes = map(len, self.ranges())
-        shares = [(part.name, str(part.weight), size) for part, size in zip(self.data.parts, sizes, strict=True)]
+        shares = [
+            (source.name, str(source.weight), size) for source, size in zip(self.data.sources, sizes, strict=True)
+        ]
         found = hashlib.sha256(repr(shares).encode())
         found.update(self.lengths.astype(np.int64).tobytes())
-        for index in range(len(self)):
-            found.update(self._flat[self._starts[index] : self._ends[index]].tobytes())
+        for start, end in zip(self._starts, self._ends, strict=True):
+            found.update(self._flat[start:end].tobytes())
         return found.hexdigest()
 
     def all(self) -> list[Prompt]:
-        """Every row once, in order; its uid is its place."""
+        """All prompts in order; the uid of a prompt is its index."""
         return [self.prompt(index, uid=index) for index in range(len(self))]
 
+    def describe(self) -> list[str]:
+        """Sources and lengths in words, one line each."""
+        number = f"streamed; of the first {len(self):,}:" if self.data.streams else f"{len(self):,};"
+        return [*self.data.describe(), f"prompts: {number} {self.describe_lengths()}"]
+
     def describe_lengths(self) -> str:
-        """The prompts' lengths in words, and how many were dropped or cut."""
-        words = describe_lengths(self.lengths)
+        """The prompts' lengths in words, and how many prompts were dropped or truncated."""
+        least, median, most, greatest = spread(self.lengths)
+        words = f"{least:,} to {greatest:,} tokens, median {median:,}, 99% at most {most:,}"
         if self.dropped:
             words += f"; {self.dropped:,} longer prompts dropped (data.overlong_prompts)"
         if self.truncated:
             words += f"; {self.truncated:,} longer prompts cut to their last tokens (data.overlong_prompts)"
         return words
 
-    def _fit(self, limit: LengthLimit) -> None:
-        """Refuse, drop or cut what is too long."""
-        lengths = self.lengths
-        over = lengths > limit.tokens
-        count, longest = int(over.sum()), int(lengths.argmax())
-        row = self.where(longest).removeprefix(f"{self.name}, ")
-        limit.check(count, len(self), row, int(lengths[longest]), self.name)
-        if limit.rule == "drop":
-            self._keep(~over)
-            self.dropped = count
-            if not len(self):
-                seen = f" of the first {count:,} rows, which are looked at before a run," if self.data.streams else ""
-                raise DataError(
-                    f"{self.name}: every prompt{seen} has more than {limit.tokens:,} tokens ({limit.why}), and "
-                    "data.overlong_prompts is 'drop': nothing is left"
-                )
-        else:
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The source of a prompt, and the index of its row there."""
+        row_index = self.row_indices[index]
+        number = int(np.searchsorted(self._bounds, row_index, side="right")) - 1
+        return number, int(row_index - self._bounds[number])
+
+    def _row_name(self, index: int) -> str:
+        number, row_index = self._locate(index)
+        source = self.data.sources[number]
+        return f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
+
+    def _apply(self, limit: LengthLimit) -> None:
+        limit.check(self.lengths, self.name, self._row_name)
+        over = self.lengths > limit.tokens
+        count = int(over.sum())
+        if limit.rule != "drop":
             self._starts = np.maximum(self._starts, self._ends - limit.tokens)
             self.truncated = count
+            return
+        self._starts, self._ends, self.row_indices = self._starts[~over], self._ends[~over], self.row_indices[~over]
+        self.dropped = count
+        read = " of the first {:,} rows (checked before the run)" if self.data.streams else ""
+        if not len(self):
+            raise DataError(
+                f"{self.name}: every prompt{read.format(count)} has more than {limit.tokens:,} tokens ({limit.why}), "
+                "and data.overlong_prompts is 'drop': nothing is left"
+            )
+        for source, prompts in zip(self.data.sources, self.ranges(), strict=True):
+            if self.data.weights and not prompts:
+                raise DataError(
+                    f"{source.where}: data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}, "
+                    "and the source has a weight"
+                )
 
-    def _keep(self, kept: np.ndarray) -> None:
-        self._part_of, self._row_of = self._part_of[kept], self._row_of[kept]
-        self._starts, self._ends = self._starts[kept], self._ends[kept]
+
+def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:
+    """Minimum, median, 99th percentile and maximum. A percentile is the smallest length that at least so large a share
+    of the lengths does not exceed.
+
+    >>> spread(np.array([3, 5, 1000]))
+    (3, 5, 1000, 1000)
+    """
+    ordered = np.sort(lengths)
+    least, median, most, greatest = (int(ordered[max(0, -(-len(ordered) * q // 100) - 1)]) for q in (0, 50, 99, 100))
+    return least, median, most, greatest

@@ -1,4 +1,4 @@
-"""The rows of one source that a run uses: renamed, filtered, selected, and each with its place in the source."""
+"""The rows of one source in memory: renamed, filtered, selected, and numbered as in the source."""
 
 from __future__ import annotations
 
@@ -7,138 +7,110 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from cohort.data.files import Row
 from cohort.errors import DataError
 from cohort.plugins import load_function
 
 BATCH = 1000
-"""Rows that are read at a time."""
-FEW = 5
-"""So many values of a column are shown in an error."""
+"""Rows read at a time."""
+MAX_LISTED_VALUES = 5
+"""Maximum number of values listed in an error."""
 
 Keep = Callable[[Row, str], bool]
-"""Whether a row is used. The string says which one it is, for errors."""
+"""Whether a row is used. The string names the row in errors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Sequence[Row]):
-    """Rows in memory.
+class RowTable(Sequence[Row]):
+    """Rows in memory with their new column names and their numbers in the source.
 
-    ``held`` is a list of mappings, a ``pyarrow.Table`` or a ``datasets.Dataset``; of the latter two only what is asked
-    for becomes Python objects.
+    Rows of a ``pyarrow.Table`` or a ``datasets.Dataset`` become Python objects only when they are asked for.
     """
 
-    held: Any
+    stored: Any
+    """A list of mappings, a ``pyarrow.Table`` or a ``datasets.Dataset``."""
     columns: tuple[str, ...]
-    """Of all rows together, renamed."""
+    """The new names of all columns that any row has."""
     numbers: Sequence[int] | np.ndarray
-    """Which rows of ``held`` they are."""
+    """The number of each row in its source."""
     new_names: Mapping[str, str]
-    """Renamed columns: {old: new}."""
-    places: Sequence[int] | None = None
-    """Where each row of ``held`` stands in the source, when that is not all of it."""
+    """{old: new}."""
 
     @classmethod
-    def of(cls, held: Any, renames: Mapping[str, str], where: str) -> Rows:
-        """All rows of ``held``.
+    def of(cls, stored: Any, renames: Mapping[str, str], where: str) -> RowTable:
+        """All rows of ``stored``.
 
         Args:
-            held: see the class.
+            stored: see the class.
             renames: {new: old}.
             where: what errors call the data.
 
         Raises:
-            DataError: an old name is not there, or a new one is already.
+            DataError: the renames do not fit the columns; see ``check_renames``.
         """
-        names = getattr(held, "column_names", None)
-        if names is not None and getattr(held, "format", {}).get("type") == "custom":
-            names = list(fetch(held, [0])[0])  # what a transform makes of them
-        columns = list(names if names is not None else dict.fromkeys(column for row in held for column in row))
+        if (
+            getattr(stored, "format", {}).get("type") == "custom"
+        ):  # a data set with a transform, which makes the columns
+            columns = list(_fetch(stored, 0, 1)[0])
+        else:
+            names = getattr(stored, "column_names", None)
+            columns = list(names if names is not None else dict.fromkeys(column for row in stored for column in row))
         new_names = check_renames(renames, columns, where)
-        return cls(held, tuple(new_names.get(name, name) for name in columns), range(len(held)), new_names)
+        return cls(stored, tuple(new_names.get(name, name) for name in columns), range(len(stored)), new_names)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: Any) -> Any:
-        """One row, by its place among these; or some."""
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self.renamed(row) for row in fetch(self.held, self.numbers[index])]
-        return self.renamed(fetch(self.held, [self.numbers[index]])[0])
-
-    def renamed(self, row: Row) -> Row:
-        """The row with its columns' new names."""
-        return rename(row, self.new_names)
-
-    def number(self, index: int) -> int:
-        """Where a row stands in its source."""
-        number = int(self.numbers[index])
-        return number if self.places is None else self.places[number]
+            start, stop, step = index.indices(len(self))
+            return [rename(row, self.new_names) for row in _fetch(self.stored, start, stop)[::step]]
+        index = range(len(self))[index]
+        return self[index : index + 1][0]
 
     def __iter__(self) -> Iterator[Row]:
         for _, rows in self.batches():
             yield from rows
 
     def batches(self) -> Iterator[tuple[int, list[Row]]]:
-        """All rows in lists, each with the place of its first one."""
+        """All rows in lists, each with the index of its first row."""
         for start in range(0, len(self), BATCH):
             yield start, self[start : start + BATCH]
 
-    def take(self, indices: Any) -> Rows:
-        """Some of these, by their places among them: a slice, or an array of indices or of booleans."""
-        numbers = self.numbers[indices] if isinstance(indices, slice) else np.asarray(self.numbers)[indices]
-        return replace(self, numbers=numbers)
+    def select(self, indices: Sequence[int] | np.ndarray) -> RowTable:
+        """The rows at ascending indices."""
+        stored: Any
+        if isinstance(self.stored, list):
+            stored = [self.stored[index] for index in indices]
+        elif isinstance(self.stored, pyarrow.Table):
+            # Not Table.take: it joins the chunks of a column, which fails beyond 2 GB of text.
+            stored = self.stored.filter(pyarrow.array(np.isin(np.arange(len(self)), indices)))
+        else:
+            stored = self.stored.select(indices)
+        return replace(self, stored=stored, numbers=np.asarray(self.numbers)[indices])
 
-    def where(self, keep: Keep, name: str) -> Rows:
-        """Those that are to be kept."""
-        kept = [
-            keep(row, f"{name}, row {self.number(start + index)}")
-            for start, rows in self.batches()
-            for index, row in enumerate(rows)
-        ]
-        return self.take(np.flatnonzero(kept))
+    def filter(self, keep: Keep, where: str) -> RowTable:
+        """The rows that ``keep`` accepts."""
+        kept = [keep(row, f"{where}, row {number}") for row, number in zip(self, self.numbers, strict=True)]
+        return self.select(np.flatnonzero(kept))
 
 
-def fetch(held: Any, numbers: Any) -> list[Row]:
-    """Rows by their numbers.
-
-    Raises:
-        DataError: a transform of the data set's own raised.
-    """
-    if isinstance(held, list):
-        return [held[number] for number in numbers]
-    chosen = slice(numbers.start, numbers.stop) if isinstance(numbers, range) and numbers.step == 1 else None
-    if hasattr(held, "to_pylist"):
-        rows: list[Row] = held[chosen].to_pylist() if chosen else _of_table(held, np.asarray(numbers, dtype=np.int64))
-        return rows
+def _fetch(stored: Any, start: int, stop: int) -> list[Row]:
+    if isinstance(stored, list):
+        return stored[start:stop]
+    if isinstance(stored, pyarrow.Table):
+        return list(stored.slice(start, stop - start).to_pylist())
     try:
-        columns = held[chosen if chosen else list(map(int, numbers))]
-    except Exception as error:
+        columns = stored[start:stop]
+    except Exception as error:  # of the user's own transform
         raise DataError(f"reading rows of the data set raised {type(error).__name__}: {error}") from error
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _of_table(table: Any, numbers: np.ndarray) -> list[Row]:
-    """Rows of a ``pyarrow.Table``, from one of its pieces after another: ``Table.take`` would first put the pieces of a
-    column together, which costs as much as the whole table and fails where they have more than 2 GB of text."""
-    if len(numbers) == 1:
-        found: list[Row] = table.slice(int(numbers[0]), 1).to_pylist()
-        return found
-    pieces = table.to_batches()
-    ends = np.cumsum([piece.num_rows for piece in pieces])
-    piece_of = np.searchsorted(ends, numbers, side="right")
-    rows: list[Row] = []
-    for run in np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(piece_of)) + 1):
-        if len(run):
-            number = piece_of[run[0]]
-            start = ends[number] - pieces[number].num_rows
-            rows += pieces[number].take((numbers[run] - start).tolist()).to_pylist()
-    return rows
-
-
 def rename(row: Row, new_names: Mapping[str, str]) -> Row:
-    """A row with other names for its columns; {old: new}."""
+    """The row under new column names, {old: new}."""
     return {new_names.get(name, name): value for name, value in row.items()} if new_names else row
 
 
@@ -146,8 +118,8 @@ def check_renames(renames: Mapping[str, str], columns: Sequence[str], where: str
     """Renames as {old: new}.
 
     Raises:
-        DataError: an old name is not there, is renamed twice, or a new one is already there; a name is no string, or
-            of two columns.
+        DataError: an old name does not exist or is renamed twice, a new name exists already, or a column name is not a
+            string or occurs twice.
     """
     if other := [name for name in columns if not isinstance(name, str)]:
         raise DataError(f"{where}: column names must be strings, got {other[0]!r:.60}")
@@ -160,41 +132,38 @@ def check_renames(renames: Mapping[str, str], columns: Sequence[str], where: str
         raise DataError(f"{where}: data.columns gives one column two new names: {dict(renames)}")
     if clash := [new for new in renames if new in columns and new not in new_names]:
         raise DataError(
-            f"{where}: data.columns calls a column {clash[0]!r}, and there is one of that name: rename it too"
+            f"{where}: data.columns renames a column to {clash[0]!r}, and a column of that name exists: rename it too"
         )
     return new_names
 
 
 def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: str) -> Keep:
-    """A filter of the settings as a function.
+    """``data.filter`` as a function.
 
     Raises:
-        DataError: there is no such function, or a condition is of a column that is not there.
+        DataError: the function or a column of a condition does not exist.
     """
     if isinstance(spec, str):
-        return _by_function(spec)
+        return _user_filter(spec)
     if missing := [column for column in spec if column not in columns]:
         raise DataError(f"{where}: data.filter names column {missing[0]!r}; there are: {', '.join(columns)}")
-    conditions = [(column, _condition(column, wanted)) for column, wanted in spec.items()]
-    return lambda row, where: all(holds(row.get(column), where) for column, holds in conditions)
+    return lambda row, where: all(_meets(row.get(column), wanted, column, where) for column, wanted in spec.items())
 
 
-def explain_none_left(rows: Rows, spec: str | Mapping[str, Any]) -> str:
-    """What the columns of a filter hold that left no row."""
+def explain_none_left(rows: RowTable, spec: str | Mapping[str, Any]) -> str:
+    """The values of the columns of a filter that leaves no row."""
     if isinstance(spec, str):
         return ""
-    seen: dict[str, dict[str, None]] = {column: {} for column in spec}
-    for row in rows[:BATCH]:
-        for column, values in seen.items():
-            values[repr(row.get(column))[:60]] = None
-    said = [
-        f"{column} is {', '.join(list(values)[:FEW])}{', ...' * (len(values) > FEW)}" for column, values in seen.items()
-    ]
-    return f" (in the first rows {'; '.join(said)})"
+    found = []
+    for column in spec:
+        values = list(dict.fromkeys(repr(row.get(column))[:60] for row in rows[:BATCH]))
+        more = ", ..." if len(values) > MAX_LISTED_VALUES else ""
+        found.append(f"{column} is {', '.join(values[:MAX_LISTED_VALUES])}{more}")
+    return f" (in the first rows {'; '.join(found)})"
 
 
 def plain(value: Any) -> Any:
-    """A value with lists for NumPy's arrays in it, and Python's numbers for NumPy's."""
+    """The value with Python's numbers and lists in place of NumPy's."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -203,7 +172,7 @@ def plain(value: Any) -> Any:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, or a string that spells one, as all values of a .csv file are; None for anything else."""
+    """A number, or a string that spells one as in a .csv file; None for anything else, NaN included."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
         return None
     try:
@@ -213,7 +182,7 @@ def as_number(value: Any) -> float | None:
     return None if np.isnan(number) else number
 
 
-def _by_function(spec: str) -> Keep:
+def _user_filter(spec: str) -> Keep:
     function = load_function(spec, what="filter", error=DataError)
 
     def keep(row: Row, where: str) -> bool:
@@ -228,24 +197,15 @@ def _by_function(spec: str) -> Keep:
     return keep
 
 
-def _condition(column: str, wanted: Any) -> Callable[[Any, str], bool]:
-    """Of one column's value. A row without one satisfies none."""
+def _meets(value: Any, wanted: Any, column: str, where: str) -> bool:
+    """Whether a value meets the condition of its column. A missing value meets none."""
     if not isinstance(wanted, Mapping):
+        value = plain(value)
         allowed = wanted if isinstance(wanted, list) else [wanted]
-
-        def among(value: Any, _: str) -> bool:
-            value = plain(value)
-            # 1 and True are equal in Python; as a label they are not meant to be.
-            return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
-
-        return among
-    low, high = wanted.get("min", -np.inf), wanted.get("max", np.inf)
-
-    def within(value: Any, where: str) -> bool:
-        if value is None or value == "":
-            return False
-        if (number := as_number(value)) is None:
-            raise DataError(f"{where}: data.filter asks for a number in column {column!r}, got {value!r:.60}")
-        return bool(low <= number <= high)
-
-    return within
+        # 1 == True in Python; as labels they differ.
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+    if value is None or value == "":
+        return False
+    if (number := as_number(value)) is None:
+        raise DataError(f"{where}: data.filter asks for a number in column {column!r}, got {value!r:.60}")
+    return bool(wanted.get("min", -np.inf) <= number <= wanted.get("max", np.inf))

@@ -11,36 +11,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cohort.config import GRPOConfig
+from cohort.config import load_config
 from cohort.demo.task import accuracy, problems
+from cohort.evaluation import Estimate, Evaluation
 from cohort.report.console import announce
-from cohort.train import Estimate, Evaluation, RunFolder
+from cohort.runs import RunFolder
 from cohort.trainer import GRPOTrainer
 
 MODEL = Path(__file__).parent / "model"
+SETTINGS = Path(__file__).parent / "demo.toml"
 TRAIN_PROBLEMS = 8_000
 EVAL_PROBLEMS = 500
 EXAMPLES = 3
-
-
-def demo_config(seed: int, output_dir: str) -> GRPOConfig:
-    """The settings: a learning rate for a model of half a million parameters, otherwise close to the defaults."""
-    return GRPOConfig(
-        format="chat",
-        prompt_column="question",
-        prompts_per_step=32,
-        num_generations=8,
-        max_completion_length=96,
-        beta=0.01,
-        learning_rate=2e-4,
-        lr_scheduler_type="linear",
-        warmup_steps=5,
-        precision="float32",
-        device="cpu",
-        max_steps=60,
-        seed=seed,
-        output_dir=output_dir,
-    )
 
 
 def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, Any]:
@@ -58,7 +40,7 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     folder = RunFolder(output_dir) if output_dir else RunFolder.next_free("demo")
     folder.check_free()
-    config = demo_config(seed, str(folder.path))
+    config = load_config(SETTINGS, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])
     trainer = GRPOTrainer(str(MODEL), accuracy, config, problems(TRAIN_PROBLEMS, held_out=False, seed=0))
     held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
     trainer.started = started
@@ -99,16 +81,16 @@ def show_results(
         question = f"{row['question']}\n= {row['answer']}"
         table.add_row(question, *(_marked(text, row["answer"]) for text in (old, new)))
     console.print(table)
-    console.print(f"accuracy on {EVAL_PROBLEMS} held-out problems (one sample each, 95% interval):")
-    console.print(f"  before  {_percent(before.reward)}")
-    console.print(f"  after   {_percent(after.reward)}")
     console.print(
+        f"accuracy on {EVAL_PROBLEMS} held-out problems (one sample each, 95% interval):\n"
+        f"  before  {_percent(before.reward)}\n"
+        f"  after   {_percent(after.reward)}\n"
         f"{summary['updates']} updates on {summary['completions']:,} completions in {summary['seconds']:.0f} s, "
-        f"the first after {summary['seconds_to_first_update']:.1f} s"
+        f"the first after {summary['seconds_to_first_update']:.1f} s\n"
+        f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)"
     )
-    console.print(f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)")
     console.print(
-        "\nNext, on your own model, data and reward:\n"
+        "\nNext, with your own model, data and reward:\n"
         "  cohort config > my.toml        every setting with its meaning\n"
         "  cohort train my.toml --model.path MODEL --data.train FILE.jsonl \\\n"
         "      --reward.functions FILE.py:FUNCTION",

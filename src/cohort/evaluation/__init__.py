@@ -1,6 +1,7 @@
-"""``cohort eval``: a model, data and rewards in; means with intervals out, and what of two models is better."""
+"""Evaluation: held-out prompts, estimates with intervals, the best model, ``cohort eval``."""
 
-from cohort.evaluation.request import Request
-from cohort.evaluation.run import evaluate
+from cohort.evaluation.best import Best
+from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings, tried_prompts
+from cohort.evaluation.statistics import Comparison, Estimate, compare
 
-__all__ = ["Request", "evaluate"]
+__all__ = ["Best", "Comparison", "Estimate", "Evaluation", "Evaluator", "check_settings", "compare", "tried_prompts"]

@@ -13,7 +13,7 @@ from cohort.config import GRPOConfig, apply_overrides, load_config
 from cohort.config.data import Source
 from cohort.errors import ConfigError, ModelError
 from cohort.flags import EvalFlags
-from cohort.train import RunFolder
+from cohort.runs import RunFolder
 
 SETTINGS = {
     "data": "data.eval",
@@ -101,12 +101,7 @@ class Request(EvalFlags):
             if file is None:
                 continue
             path = Path(file).expanduser()
-            if path.is_dir():
-                raise ConfigError(f"{flag} {path} is a folder: give a file")
-            if path.exists() and not self.overwrite:
-                raise ConfigError(f"{flag} {path} exists: give another file, or --overwrite")
-            if not path.parent.is_dir():
-                raise ConfigError(f"there is no folder {path.parent} for {flag} {path.name}: make it first")
+            self.check_output(flag, path)
             if any(_is_read(path, one) for one in read):
                 raise ConfigError(f"{flag} {path} is a file that is read, of rows, rewards or settings: give another")
         written = [Path(file).expanduser().resolve() for file in (self.output, self.json) if file]

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cohort.config import GRPOConfig
-from cohort.train import Comparison, Estimate, Evaluation, Evaluator, compare
-from cohort.train.evaluate import NO_SHARES, eval_sampling
-from cohort.train.folder import json_value, write_whole
-from cohort.train.statistics import Floats
+from cohort.evaluation.evaluate import NO_SHARES, Evaluation, Evaluator, eval_sampling
+from cohort.evaluation.statistics import Comparison, Estimate, Floats, compare
+from cohort.runs import json_value, write_atomically
 
 Evaluations = Mapping[str, Evaluation]
 Comparisons = Mapping[str, Mapping[str, Comparison]]
@@ -89,7 +88,7 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
         confidence: of its interval.
         points: the rewards lie between 0 and 1: differences are said in points of a hundred.
 
-    >>> from cohort.train import Estimate
+    >>> from cohort.evaluation import Estimate
     >>> print(verdict(Comparison(Estimate(0.031, 0.004, 0.058), 30, 80, 10, 0.02), 0.95, points=True))
     reward: better by 3.1 points, 95% interval 0.4 to 5.8 (30 prompts better, 80 equal, 10 worse; p = 0.02)
     >>> print(verdict(Comparison(Estimate(-0.5, -1.5, 0.5), 3, 0, 5, 0.3), 0.95, points=False))
@@ -164,7 +163,7 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
             lines.append(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
     # What UTF-8 cannot hold, half a surrogate pair from a row, is escaped just as JSON would have it.
     text = "".join(lines).encode("utf-8", "backslashreplace").decode()
-    write_whole(Path(file).expanduser(), text)
+    write_atomically(Path(file).expanduser(), text)
 
 
 def _sample(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,4 +197,4 @@ def write_summary(
         },
     }
     text = json.dumps(json_value(summary), indent=2, allow_nan=False, ensure_ascii=False)
-    write_whole(Path(file).expanduser(), text + "\n")
+    write_atomically(Path(file).expanduser(), text + "\n")

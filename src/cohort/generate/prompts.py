@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import DataConfig
-from cohort.data import PromptSet, Row, load_rows, readable
+from cohort.data import PromptSet, Row, file_format, load_rows
 from cohort.errors import ConfigError, DataError
 from cohort.generate.request import Request, is_text
 from cohort.types import Prompt
@@ -28,7 +28,7 @@ def read_rows(request: Request) -> list[Row]:
     path = Path(request.prompts).expanduser()
     if path.suffix == ".txt":
         return [{"prompt": line} for line in _lines(path)]
-    if not readable(path):
+    if file_format(path) is None:
         raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl, .json, .csv or .parquet file")
     column, rows = request.prompt_column, list[Row]()
     for index, row in enumerate(load_rows(request.prompts)):

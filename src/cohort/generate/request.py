@@ -56,12 +56,7 @@ class Request(GenerateFlags):
             return
         if self.prompts is not None and path.resolve() == Path(self.prompts).expanduser().resolve():
             raise ConfigError(f"--output {path} is the file of prompts: give another one")
-        if path.is_dir():
-            raise ConfigError(f"--output {path} is a folder: give a file")
-        if path.is_file() and not self.overwrite:
-            raise ConfigError(f"--output {path} exists: give another file, or --overwrite")
-        if not path.parent.is_dir():
-            raise ConfigError(f"there is no folder {path.parent} for --output {path.name}: create it first")
+        self.check_output("--output", path)
 
 
 def is_text(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.prompts import read_rows, render
 from cohort.generate.request import Request
 from cohort.generate.sampling import base_sampling, flags_in_errors, with_prefix, within_context
-from cohort.generate.show import InOrder, Meter, TextStream, Write, headline, write_line, write_stdout
+from cohort.generate.show import InOrder, Meter, TextStream, headline, record, write_stdout
 from cohort.policy import (
     Policy,
     end_token_ids,
@@ -107,7 +108,7 @@ class Job:
         self._log(self.describe(engine))
         meter = Meter(self.total, shown=not self.streams and not self.request.quiet)
         with _interruptible() as interrupted, _opened(self.request) as file, meter:
-            results = InOrder(self.total, self.request.count, self._writer(file, meter))
+            results = InOrder(self.total, self.request.count, partial(self._write, file, meter))
             started = time.monotonic()
             try:
                 self._sample(engine, results, meter, interrupted)
@@ -169,23 +170,18 @@ class Job:
                 for sample, completion in enumerate(group.completions):
                     results.add(index, sample, completion)  # includes those that were never started
 
-    def _writer(self, file: IO[str] | None, meter: Meter) -> Write:
-        """The function that shows or writes a completion when its turn has come."""
-
-        def show(index: int, sample: int, completion: Completion) -> None:
-            prompt = self.prompts[index] if len(self.prompts) > 1 else None
-            head = headline(prompt, sample if self.request.count > 1 else None, completion)
-            with meter.paused():
-                write_stdout(f"{head}\n{completion.text}\n\n")
-
-        def write(index: int, sample: int, completion: Completion) -> None:
-            assert file is not None
-            with meter.paused() if file is sys.stdout else contextlib.nullcontext():
-                write_line(file, self.rows[index], index, sample, completion)
-
+    def _write(self, file: IO[str] | None, meter: Meter, index: int, sample: int, completion: Completion) -> None:
+        """Show or write a completion, when its turn has come."""
         if self.streams:
-            return lambda *_: None
-        return show if file is None else write
+            return
+        with meter.paused() if file in (None, sys.stdout) else contextlib.nullcontext():
+            if file is None:
+                prompt = self.prompts[index] if len(self.prompts) > 1 else None
+                head = headline(prompt, sample if self.request.count > 1 else None, completion)
+                write_stdout(f"{head}\n{completion.text}\n\n")
+            else:
+                file.write(json.dumps(record(self.rows[index], index, sample, completion), ensure_ascii=False) + "\n")
+                file.flush()
 
     def describe(self, engine: LocalEngine) -> str:
         """The model, every setting that sampling depends on, and the end tokens."""
@@ -214,7 +210,7 @@ def _check_folder(model: str) -> None:
 
 
 def _not_started(prompt: Prompt, count: int) -> Group:
-    return Group(prompt, (Completion((), (), FinishReason.CANCELLED, "", 0),) * count)
+    return Group(prompt, (Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0),) * count)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import stat
@@ -13,16 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.data import Row
 from cohort.rollout.stops import REPLACEMENT
 from cohort.rollout.trajectory import decode
-from cohort.types import Completion, FinishReason, Prompt
+from cohort.types import Completion, FinishReason, Prompt, Segment
 
-Write = Callable[[int, int, Completion], None]
-"""Called with a prompt's index, the completion's number and the completion."""
 LOOKBACK = 16
 """Minimum number of tokens that ``TextStream`` decodes together."""
 CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -72,9 +71,15 @@ class TextStream:
 
 
 class InOrder:
-    """Passes completions on in the order of prompts and samples, in whatever order they end."""
+    """Writes completions in the order of prompts and samples, in whatever order they end.
 
-    def __init__(self, total: int, num_generations: int, write: Write) -> None:
+    Args:
+        total: number of completions.
+        num_generations: completions per prompt.
+        write: called with the prompt's index, the sample's index and the completion.
+    """
+
+    def __init__(self, total: int, num_generations: int, write: Callable[[int, int, Completion], None]) -> None:
         self.reasons: Counter[FinishReason] = Counter()
         self._total, self._num_generations, self._write = total, num_generations, write
         self._next = 0
@@ -88,7 +93,7 @@ class InOrder:
             return
         self._waiting[position] = completion
         self.reasons[completion.finish_reason] += 1
-        self._tokens += len(completion.token_ids)
+        self._tokens += completion.num_tokens
         while self._next in self._waiting:
             self._write_waiting(self._next)
 
@@ -179,26 +184,26 @@ def _is_pipe(file: IO[str]) -> bool:
         return False
 
 
-def write_line(file: IO[str], row: Row, index: int, sample: int, completion: Completion) -> None:
-    """Write a completion as a line of JSON, and flush the file."""
-    file.write(json.dumps(record(row, index, sample, completion), ensure_ascii=False) + "\n")
-    file.flush()
-
-
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
-    full_logps = completion.full_logps
+    (segment,), full_logps = completion.segments, completion.full_logps
     return {
         "prompt": _as_json(row["prompt"]),
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "logps": list(completion.sampler_logps),
-        **({} if full_logps is None else {"full_logps": list(full_logps)}),
+        "token_ids": segment.token_ids.tolist(),
+        "logps": _by_token(completion.sampler_logps, segment),
+        **({} if full_logps is None else {"full_logps": _by_token(full_logps, segment)}),
         "finish_reason": str(completion.finish_reason),
         **{column: _as_json(value) for column, value in row.items() if column != "prompt"},
     }
+
+
+def _by_token(logps_N: NDArray[np.float64], segment: Segment) -> list[float | None]:
+    """One entry per token of the segment; null for tokens of the prefix, which were not drawn."""
+    logps: list[float | None] = logps_N.tolist()
+    return [None] * (len(segment.token_ids) - len(logps)) + logps
 
 
 def _as_json(value: Any) -> Any:
@@ -227,7 +232,7 @@ def headline(prompt: Prompt | None, sample: int | None, completion: Completion) 
         parts.append(f"prompt {prompt.uid} {content if len(content) <= 60 else content[:57] + '...'!r}")
     if sample is not None:
         parts.append(f"completion {sample}")
-    return f"--- {', '.join(parts)} ({completion.finish_reason}, {len(completion.token_ids)} tokens)"
+    return f"--- {', '.join(parts)} ({completion.finish_reason}, {completion.num_tokens} tokens)"
 
 
 def write_stdout(text: str) -> None:

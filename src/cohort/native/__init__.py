@@ -1,9 +1,9 @@
-"""Kernels in C, for CPUs: what decode steps and updates do between their matrix products.
+"""C kernels for CPUs: what decode steps and updates compute between their matrix products.
 
-They are compiled at their first use. Where that cannot be, torch does the same.
+They are compiled at their first use. Where that is not possible, torch computes the same.
 """
 
 from cohort.native.build import Unavailable, load
-from cohort.native.calls import fields, threads_for
+from cohort.native.calls import DTYPES, Kernel, fields, is_half, threads_for
 
-__all__ = ["Unavailable", "fields", "load", "threads_for"]
+__all__ = ["DTYPES", "Kernel", "Unavailable", "fields", "is_half", "load", "threads_for"]

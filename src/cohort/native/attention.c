@@ -1,31 +1,31 @@
-/* Attention of an update: sequences laid end to end, each over itself and over all of a prefix that it may share with its
- * neighbours; forward, and backward from the log-sum-exps.
+/* Attention of an update, forward and backward. Sequences lie end to end; each attends to itself and to the whole of a
+ * prefix that it may share with its neighbours.
  *
- *     out_n = sum_j p_nj v_j        p_nj = exp(q_n . k_j scaling - lse_n)        lse_n = log sum_j exp(q_n . k_j scaling)
+ *     out_t = sum_j p_tj v_j        p_tj = exp(q_t . k_j scaling - lse_t)        lse_t = log sum_j exp(q_t . k_j scaling)
  *
- * An item of work is a stretch of sequences of one prefix, and one key-value head: the prefix's keys are laid out once
- * for them, and its gradients add up in one place. Queries come in tiles of TILE.
+ * An item of work is one key-value head of neighbouring sequences of one prefix: the prefix's keys are copied once for
+ * them, and its gradients add up in one slot. Queries are processed in tiles of TILE.
  *
- * Axis letters: N tokens, M tokens of prefixes, H query heads, K key-value heads, D a head's width, stored as `padded`.
+ * Axis letters: T tokens, X prefix tokens, A query heads, G key-value heads, D head dimension, stored as `padded`.
  */
 #include "tiles.h"
 
 typedef struct {
-    const void *q, *k, *v, *prefix_k, *prefix_v; /* [N, H, D], [N, K, D] twice, [M, K, D] twice */
-    void *out;                                   /* [N, H, D]; read by the backward pass */
-    float *lse;                                  /* [N, H] */
+    const void *q, *k, *v, *prefix_k, *prefix_v; /* [T, A, D], twice [T, G, D], twice [X, G, D] */
+    void *out;                                   /* [T, A, D]; read by the backward pass */
+    float *lse;                                  /* [T, A] */
     const void *grad_out;                        /* NULL: forward */
     void *grad_q, *grad_k, *grad_v;
-    float *grad_prefix_k, *grad_prefix_v; /* [slots, M, K, D] */
-    const int64_t *sequences;             /* [S, 4]: first token, tokens, first of its prefix, tokens of that */
-    const int64_t *items;                 /* [items, 3]: first sequence, the one after the last, slot */
+    float *grad_prefix_k, *grad_prefix_v; /* [slots, X, G, D] */
+    const int64_t *sequences;             /* [S, 4]: first token, tokens, first token and tokens of its prefix */
+    const int64_t *items;                 /* [items, 3]: first sequence, sequence after the last, slot */
     float *scratch;                       /* [threads, scratch_size] */
     int64_t item_count, kv_heads, group, width, padded, longest, prefix_tokens, window, half, prefix_half, scratch_size,
         threads;
     float scaling;
 } packed;
 
-/* A thread's memory. Keys and values lie token by token, [longest, padded], and in blocks as `score` wants them. */
+/* A thread's scratch memory. Keys and values are stored by token, [longest, padded], and in the blocks of `score`. */
 typedef struct {
     shape of;
     float *keys, *values, *key_blocks, *value_blocks, *grad_keys, *grad_values; /* the last three: backward only */
@@ -33,8 +33,8 @@ typedef struct {
     int64_t stride; /* of weights and slopes, [TILE, stride] */
 } table;
 
-/* What is in it is of no meaning yet. What lies beyond a head's width or a sequence's tokens stays so: it is multiplied,
- * and not read. */
+/* Nothing is initialised. Numbers beyond a head's width or a sequence's tokens stay arbitrary: they are multiplied but
+ * never read. */
 static table laid_out(const packed *p, int thread) {
     const int64_t stride = up(p->longest) * LANES, size = stride * p->padded, tile = TILE * p->padded;
     float *at = p->scratch + thread * p->scratch_size;
@@ -51,11 +51,11 @@ int64_t cohort_attention_scratch(int64_t longest, int64_t padded, int64_t backwa
     return (backward ? 6 : 3) * stride * padded + 3 * TILE * padded + 2 * TILE * stride;
 }
 
-/* `count` tokens of one head, from `first` on, become the table's tokens from `place` on. */
+/* Copy `count` tokens of one head, from `first` on, to the table's tokens from `position` on. */
 static void lay(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
-                int64_t head, int64_t place, const int half) {
+                int64_t head, int64_t position, const int half) {
     for (int64_t i = 0; i < count; i++) {
-        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = place + i;
+        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = position + i;
         const int64_t block = to / LANES * p->padded * LANES + to % LANES;
         for (int64_t d = 0; d < p->width; d++) {
             const float k = load1(keys, from + d, half), v = load1(values, from + d, half);
@@ -66,7 +66,7 @@ static void lay(const packed *p, table *t, const void *keys, const void *values,
     }
 }
 
-/* Which tokens of the table query number `j` of a sequence sees: from .first to before .end; none where it is padding. */
+/* The table's tokens that query `j` of a sequence sees: from .first to before .end; none if the query is padding. */
 typedef struct {
     int64_t first, end;
 } view;
@@ -77,29 +77,29 @@ static view seen(const packed *p, const int64_t *sequence, int64_t j) {
     return (view){p->window ? later(0, end - p->window) : 0, end};
 }
 
-/* Where query number `j` of a sequence lies on [N, H]. */
-static int64_t place_of(const packed *p, const int64_t *sequence, int64_t head, int64_t j) {
+/* The index of query `j` of a sequence in [T, A]. */
+static int64_t index_of(const packed *p, const int64_t *sequence, int64_t head, int64_t j) {
     return ((sequence[0] + j / p->group) * p->kv_heads + head) * p->group + j % p->group;
 }
 
 static ivec within(view v, int64_t t) {
-    ivec place;
-    for (int i = 0; i < LANES; i++) place[i] = (int32_t)(t + i);
-    return (place >= (int32_t)v.first) & (place < (int32_t)v.end);
+    ivec position;
+    for (int i = 0; i < LANES; i++) position[i] = (int32_t)(t + i);
+    return (position >= (int32_t)v.first) & (position < (int32_t)v.end);
 }
 
-/* TILE rows of [N, H, D], zeros where there are no more queries. */
-static void take_tile(const packed *p, const void *from, const int64_t *sequence, int64_t head, int64_t j, float *to) {
+/* Load TILE rows of [T, A, D], zeros beyond the last query. */
+static void load_tile(const packed *p, const void *from, const int64_t *sequence, int64_t head, int64_t j, float *to) {
     for (int64_t i = 0; i < TILE; i++) {
         const int there = j + i < sequence[1] * p->group;
-        const int64_t at = there ? place_of(p, sequence, head, j + i) * p->width : 0;
+        const int64_t at = there ? index_of(p, sequence, head, j + i) * p->width : 0;
         for (int64_t d = 0; d < p->width; d++) to[i * p->padded + d] = there ? load1(from, at + d, (int)p->half) : 0;
     }
 }
 
 static void put_tile(const packed *p, const float *from, const int64_t *sequence, int64_t head, int64_t j, void *to) {
     for (int64_t i = 0; i < TILE && j + i < sequence[1] * p->group; i++) {
-        const int64_t at = place_of(p, sequence, head, j + i) * p->width;
+        const int64_t at = index_of(p, sequence, head, j + i) * p->width;
         for (int64_t d = 0; d < p->width; d++) store1(to, at + d, from[i * p->padded + d], (int)p->half);
     }
 }
@@ -107,7 +107,7 @@ static void put_tile(const packed *p, const float *from, const int64_t *sequence
 static void forward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
     const int64_t last = sooner(j + TILE, sequence[1] * p->group) - 1;
     const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end;
-    take_tile(p, p->q, sequence, head, j, t->q);
+    load_tile(p, p->q, sequence, head, j, t->q);
     memset(t->out, 0, (size_t)(TILE * p->padded) * sizeof *t->out);
     score_tile(TILE, 1, t->q, t->key_blocks, &t->of, first / LANES, up(end), t->weights, t->stride, 0);
     float sums[TILE];
@@ -127,7 +127,7 @@ static void forward_tile(const packed *p, table *t, const int64_t *sequence, int
             total += e;
         }
         sums[i] = sum(total);
-        p->lse[place_of(p, sequence, head, j + i)] = top + logf(sums[i]);
+        p->lse[index_of(p, sequence, head, j + i)] = top + logf(sums[i]);
     }
     mix(last - j + 1, t->weights, t->stride, t->values, &t->of, first, end, t->out, 0);
     for (int64_t i = 0; i <= last - j; i++)
@@ -139,15 +139,15 @@ static void forward_tile(const packed *p, table *t, const int64_t *sequence, int
 INLINE void fold_wide(const int wide, const float *weights, int64_t stride, const float *rows, int64_t padded,
                       int64_t from, int64_t end, float *target) {
     for (int64_t d = 0; d + wide * LANES <= padded; d += wide * LANES) {
-        vec held[TILE * 2];
+        vec loaded[TILE * 2];
         UNROLL for (int i = 0; i < TILE; i++)
-            UNROLL for (int w = 0; w < wide; w++) held[i * wide + w] = load(rows, i * padded + d + w * LANES, 0);
+            UNROLL for (int w = 0; w < wide; w++) loaded[i * wide + w] = load(rows, i * padded + d + w * LANES, 0);
         for (int64_t t = from; t < end; t++) {
             vec total[2];
             UNROLL for (int w = 0; w < wide; w++) total[w] = load(target, t * padded + d + w * LANES, 0);
             UNROLL for (int i = 0; i < TILE; i++)
                 UNROLL for (int w = 0; w < wide; w++)
-                    total[w] = multiply_add(all(weights[i * stride + t]), held[i * wide + w], total[w]);
+                    total[w] = multiply_add(all(weights[i * stride + t]), loaded[i * wide + w], total[w]);
             UNROLL for (int w = 0; w < wide; w++) store(target, t * padded + d + w * LANES, total[w], 0);
         }
     }
@@ -162,14 +162,14 @@ static void fold(const float *weights, int64_t stride, const float *rows, int64_
 static void backward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
     const int64_t last = sooner(j + TILE, sequence[1] * p->group) - 1;
     const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end;
-    take_tile(p, p->q, sequence, head, j, t->q);
-    take_tile(p, p->out, sequence, head, j, t->out);
-    take_tile(p, p->grad_out, sequence, head, j, t->grad);
+    load_tile(p, p->q, sequence, head, j, t->q);
+    load_tile(p, p->out, sequence, head, j, t->out);
+    load_tile(p, p->grad_out, sequence, head, j, t->grad);
     score_tile(TILE, 1, t->q, t->key_blocks, &t->of, first / LANES, up(end), t->weights, t->stride, 0);
     score_tile(TILE, 1, t->grad, t->value_blocks, &t->of, first / LANES, up(end), t->slopes, t->stride, 0);
     for (int64_t i = 0; i < TILE; i++) {
         const view v = seen(p, sequence, j + i);
-        const float lse = j + i <= last ? p->lse[place_of(p, sequence, head, j + i)] : 0;
+        const float lse = j + i <= last ? p->lse[index_of(p, sequence, head, j + i)] : 0;
         float *weights = t->weights + i * t->stride, *slopes = t->slopes + i * t->stride, delta = 0;
         for (int64_t d = 0; d < p->width; d++) delta += t->grad[i * p->padded + d] * t->out[i * p->padded + d];
         for (int64_t k = first / LANES * LANES; k < end; k += LANES) {
@@ -186,7 +186,7 @@ static void backward_tile(const packed *p, table *t, const int64_t *sequence, in
     fold(t->slopes, t->stride, t->q, p->padded, first, end, t->grad_keys);
 }
 
-/* A sequence's own gradients go where they belong; the table is free for the next. */
+/* Store a sequence's gradients; the table is free for the next sequence. */
 static void put_own(const packed *p, table *t, const int64_t *sequence, int64_t head) {
     for (int64_t i = 0; i < sequence[1]; i++) {
         const int64_t to = ((sequence[0] + i) * p->kv_heads + head) * p->width, from = (sequence[3] + i) * p->padded;
@@ -208,7 +208,7 @@ static void put_prefix(const packed *p, const table *t, const int64_t *sequence,
 
 static void attend_packed(void *what, int64_t number, int thread) {
     const packed *p = what;
-    /* Heads first: all take the same time. */
+    /* Items of one head are neighbours: heads need equal time. */
     const int64_t *item = p->items + number % p->item_count * 3, head = number / p->item_count;
     const int64_t *first = p->sequences + item[0] * 4;
     table t = laid_out(p, thread);

@@ -1,8 +1,8 @@
-"""The native kernels' library: compiled at its first use by the machine's own C compiler, kept, and loaded.
+"""Build and load the library of native kernels: compiled by the machine's C compiler at the first use, then kept.
 
-It lies in ``$COHORT_CACHE``, else ``$XDG_CACHE_HOME/cohort``, else ``~/.cache/cohort``, under a name made of all that
-it depends on (source, compiler, flags, CPU) and of what it holds: a file that was cut short is no match and is made
-anew, and processes that build at once each put a whole file there.
+It is kept in ``$COHORT_CACHE``, else ``$XDG_CACHE_HOME/cohort``, else ``~/.cache/cohort``. The file name has a hash of
+everything the library depends on (source, compiler, flags, CPU) and a hash of its content: a truncated file does not
+match and is built again, and processes that build at the same time each write a complete file.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-"""No ``-ffast-math``: what is not a number must stay none, and every number comes from the same operations wherever it
-is computed."""
+"""Without ``-ffast-math``: NaN must stay NaN, and a number must not depend on where it is computed."""
 NATIVE = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",), "arm64": ("-mcpu=native",)}
 COMPILERS = ("cc", "gcc", "clang")
 THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-"""What the kernels ask of torch's OpenMP runtime."""
+"""Functions of torch's OpenMP runtime that the kernels call."""
 TIMEOUT = 300
 """Seconds that a compiler may take."""
 
 
-class Unavailable(Exception):  # noqa: N818 - not an error: the same is done in torch
-    """There are no native kernels here; the message says why."""
+class Unavailable(Exception):  # noqa: N818 - not an error: torch computes the same
+    """There are no native kernels; the message says why."""
 
 
 def load() -> ctypes.CDLL:
-    """The library, built if need be, on torch's threads. Asked once per process.
+    """The library, which runs on torch's threads. Built at most once per process.
 
     Raises:
-        Unavailable: no compiler, it fails, or what it makes cannot be loaded.
+        Unavailable: there is no compiler, it fails, or its output cannot be loaded.
     """
     found = _load_once()
     if isinstance(found, str):
@@ -58,15 +57,16 @@ def _load_once() -> ctypes.CDLL | str:
 
 
 def load_from(folder: Path) -> ctypes.CDLL:
-    """The library from a folder, where it is put if it is not there; from a passing place if it cannot be written to.
+    """The library from a folder. It is built and stored there if it is missing; if the folder cannot be written to, it
+    is built in a temporary one.
 
     Raises:
-        Unavailable: as of ``load``.
-        OSError, subprocess.SubprocessError: the same, in the system's words.
+        Unavailable: see ``load``.
+        OSError, subprocess.SubprocessError: the compiler or a file failed.
     """
     if sys.platform not in {"linux", "darwin"}:
         raise Unavailable(f"the system is {sys.platform}")
-    threads = ctypes.CDLL(None)  # torch has loaded its OpenMP runtime for all to see
+    threads = ctypes.CDLL(None)  # torch has loaded its OpenMP runtime into the process
     if not all(hasattr(threads, name) for name in THREADS):
         raise Unavailable("torch's threads cannot be shared")
     command = compiler()
@@ -74,41 +74,36 @@ def load_from(folder: Path) -> ctypes.CDLL:
     for kept in sorted(folder.glob(f"{key}-*.so")):
         if kept.stem == f"{key}-{_digest(kept.read_bytes())}":
             return _opened(kept, threads)
-    workplace, stays = _workplace(folder)
-    with workplace as name:
-        made = _compiled(command, Path(name))
-        if stays:
-            made = made.replace(folder / f"{key}-{_digest(made.read_bytes())}.so")
-        return _opened(made, threads)  # once it is loaded its file may go
-
-
-def _workplace(folder: Path) -> tuple[tempfile.TemporaryDirectory[str], bool]:
-    """Where to compile: within the folder, so that a whole file can be moved into its place, and True; elsewhere, and
-    False, where that cannot be written to."""
+    kept_folder: Path | None = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder), True
+        temporary = tempfile.TemporaryDirectory(dir=folder)
     except OSError:
-        return tempfile.TemporaryDirectory(), False
+        temporary, kept_folder = tempfile.TemporaryDirectory(), None
+    with temporary as name:
+        made = _compiled(command, Path(name))
+        if kept_folder is not None:
+            made = made.replace(kept_folder / f"{key}-{_digest(made.read_bytes())}.so")
+        return _opened(made, threads)  # the file of a loaded library may be deleted
 
 
 def cache_folder() -> Path:
     """Where libraries are kept between runs."""
-    if own := os.environ.get("COHORT_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("COHORT_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cohort"
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler: ``$CC``, else the first of ``COMPILERS`` that there is.
+    """The command of the C compiler: ``$CC``, else the first of ``COMPILERS`` that is installed.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: there is no compiler.
     """
-    if own := shlex.split(os.environ.get("CC", "")):
-        if not shutil.which(own[0]):
-            raise Unavailable(f"no C compiler ($CC is {own[0]})")
-        return own
+    if command := shlex.split(os.environ.get("CC", "")):
+        if not shutil.which(command[0]):
+            raise Unavailable(f"no C compiler ($CC is {command[0]})")
+        return command
     for name in COMPILERS:
         if shutil.which(name):
             return [name]
@@ -120,20 +115,15 @@ def _flags() -> list[str]:
 
 
 def _key(command: list[str]) -> str:
-    """Names all that the library depends on."""
+    """A hash of everything the library depends on."""
     version = subprocess.run([*command, "--version"], capture_output=True, timeout=TIMEOUT, check=False).stdout
-    parts = (
-        *(part.read_bytes() for part in sorted(SOURCE.parent.glob("*.[ch]"))),
-        shlex.join(command).encode(),
-        version,
-        " ".join(_flags()).encode(),
-        _cpu(),
-    )
+    sources = (part.read_bytes() for part in sorted(SOURCE.parent.glob("*.[ch]")))
+    parts = (*sources, shlex.join(command).encode(), version, " ".join(_flags()).encode(), _cpu())
     return _digest(b"\0".join(_digest(part).encode() for part in parts))
 
 
 def _cpu() -> bytes:
-    """What tells processors apart: ``-march=native`` uses what this one can do."""
+    """What distinguishes processors: ``-march=native`` uses all instructions of this one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     told = {line for line in lines if line.split(":")[0].strip() in {"flags", "Features", "model name", "CPU part"}}
@@ -144,15 +134,14 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:24]
 
 
-def _compiled(command: list[str], workplace: Path) -> Path:
-    made = workplace / "kernels.so"
+def _compiled(command: list[str], folder: Path) -> Path:
+    made = folder / "kernels.so"
     arguments = [*command, *_flags(), str(SOURCE), "-o", str(made), "-lm"]
     done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
     if done.returncode or not made.exists():
-        words = (
-            [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no word"]
-        )
-        raise Unavailable(f"{command[0]} failed: {words[0].strip()}")
+        lines = done.stderr.splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        raise Unavailable(f"{command[0]} failed: {first.strip()}")
     return made
 
 

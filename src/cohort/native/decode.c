@@ -1,30 +1,28 @@
-/* What a decode step of the lean sampler does between its matrix products, on a CPU.
+/* What a decode step of the lean sampler computes between its matrix products, on a CPU.
  *
- * Every row's sums run over its own keys in their order, in vectors of LANES numbers, whatever other rows there are and
- * whichever thread computes them: a row's numbers are the same bits in every batch. Accumulated in float32 throughout.
+ * The sums of a row run over its keys in order, in vectors of LANES numbers, whatever the other rows and the threads: a
+ * row's results are bit-equal in every batch. Sums are float32.
  *
- * Axis letters as in rollout/lean.py: S rows, Q query heads, K key-value heads, D a head's width. D is stored as `padded`, the
- * next multiple of LANES. A slot is room for the tokens of a row or a prompt. Its values lie token by token,
- * [tokens, padded]; its keys in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that one vector holds a
- * number of so many keys and scores need no sums across lanes.
+ * The head dimension D is stored as `padded`, the next multiple of LANES. A slot stores the tokens of a row or a prompt:
+ * values by token, [tokens, padded]; keys in blocks, see tiles.h.
  */
 #include "tiles.h"
 
 /* ---- attention */
 
-/* What all layers of a step share. */
+/* The arguments of a step that all layers share. */
 typedef struct {
-    int64_t kv_heads, group, width, padded; /* K, query heads of each, D and what it is stored as */
-    int64_t own_tokens, prompt_tokens;            /* that a slot has room for */
-    const int32_t *order;                         /* rows, those of one prompt side by side */
-    const int32_t *items;                         /* [items, 2]: a stretch of `order` of one prompt: start, count */
+    int64_t kv_heads, group, width, padded; /* group: query heads of each key-value head; width: D */
+    int64_t own_tokens, prompt_tokens;            /* capacity of a slot */
+    const int32_t *order;                         /* rows; those of one prompt are neighbours */
+    const int32_t *items;                         /* [items, 2]: start and count in `order` of rows of one prompt */
     int64_t item_count;
-    const int32_t *row_slots, *row_prompts, *row_lengths; /* of each row: its slot, its prompt's, its tokens with this */
+    const int32_t *row_slots, *row_prompts, *row_lengths; /* tokens count the new one */
     const int32_t *prompt_lengths;                /* of each prompt slot */
     float *scratch;                               /* [threads, scratch_size] */
     int64_t scratch_size;
     int64_t half, threads;
-    float scaling, cap; /* cap 0: none */
+    float scaling, cap; /* cap 0: no cap */
 } step;
 
 /* One layer. Rows of q, k, v and out are `*_stride` numbers apart. */
@@ -32,10 +30,10 @@ typedef struct {
     const void *q, *k, *v;
     void *out;
     int64_t q_stride, k_stride, v_stride, out_stride;
-    const float *q_norm, *k_norm; /* factors of query-key norms; NULL: none */
+    const float *q_norm, *k_norm; /* factors of query-key norms; NULL: no norms */
     const float *cos, *sin;       /* [positions, D]; NULL: no rotation */
     void *own_k, *own_v, *prompt_k, *prompt_v;
-    int64_t window; /* keys seen, the row's newest included; 0: all */
+    int64_t window; /* a row sees this many tokens, the new one included; 0: all */
     float q_eps, k_eps;
 } layer;
 
@@ -57,16 +55,16 @@ INLINE void prepare(const void *from, int64_t at, const step *s, const layer *l,
     }
 }
 
-/* Scales and caps the scores of the tokens from `from` to `end`, -inf for the rest of their blocks and for those before
- * from `least` on; the highest of `top` and of them. */
+/* Scale and cap the scores of the tokens from `from` to `end`, and set the others of the blocks from `least` on to -inf.
+ * Returns the maximum of `top` and the scores. */
 INLINE vec settle(const step *s, float *scores, int64_t least, int64_t from, int64_t end, vec top) {
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (int64_t t = least / LANES * LANES; t < end; t += LANES) {
         vec x = load(scores, t, 0) * s->scaling;
         if (s->cap > 0) x = tangent(x / s->cap) * s->cap;
-        const ivec place = lane + (int32_t)t;
-        x = pick((place >= (int32_t)from) & (place < (int32_t)end), x, all(-INFINITY));
+        const ivec position = lane + (int32_t)t;
+        x = pick((position >= (int32_t)from) & (position < (int32_t)end), x, all(-INFINITY));
         store(scores, t, x, 0);
         top = pick(x > top, x, top);
     }
@@ -83,23 +81,23 @@ INLINE vec exponentials(float *scores, int64_t least, int64_t end, float top, ve
 }
 
 
-/* Where a head's keys or values begin, in a row's slot and in its prompt's. */
-INLINE char *own_slot(const step *s, void *held, int32_t row, int64_t head, const int half) {
-    return (char *)held + (s->row_slots[row] * s->kv_heads + head) * s->own_tokens * s->padded * (half ? 2 : 4);
+/* The address of a head's keys or values in a row's slot and in its prompt's slot. */
+INLINE char *own_slot(const step *s, void *memory, int32_t row, int64_t head, const int half) {
+    return (char *)memory + (s->row_slots[row] * s->kv_heads + head) * s->own_tokens * s->padded * (half ? 2 : 4);
 }
 
-INLINE const char *prompt_slot(const step *s, const void *held, int32_t row, int64_t head, const int half) {
-    return (const char *)held +
+INLINE const char *prompt_slot(const step *s, const void *memory, int32_t row, int64_t head, const int half) {
+    return (const char *)memory +
            (s->row_prompts[row] * s->kv_heads + head) * s->prompt_tokens * s->padded * (half ? 2 : 4);
 }
 
-/* Rows lie apart in memory, where the processor does not foresee the next; within a long one it does. */
+/* Prefetch the start of a row: the processor predicts accesses within a row, but not the next row. */
 INLINE void fetch(const char *from, int64_t bytes) {
     for (int64_t i = 0; i < sooner(bytes, 8192); i += 64) __builtin_prefetch(from + i);
 }
 
-/* A row's newest key and value go into its slot, as token number `token`. */
-INLINE void take_in(const step *s, const layer *l, int32_t row, int64_t head, int64_t position, int64_t token,
+/* Store a row's new key and value in its slot, at `token`. */
+INLINE void append(const step *s, const layer *l, int32_t row, int64_t head, int64_t position, int64_t token,
                     const int half) {
     float key[s->padded];
     char *keys = own_slot(s, l->own_k, row, head, half), *values = own_slot(s, l->own_v, row, head, half);
@@ -111,8 +109,8 @@ INLINE void take_in(const step *s, const layer *l, int32_t row, int64_t head, in
     fetch(values, token * s->padded * size);
 }
 
-/* Some rows of one prompt, and one key-value head: takes in their newest keys and values, and attends. Scores of the
- * prompt's tokens come first in a query's stretch of `scores`, those of its row's own tokens after them. */
+/* Store the new keys and values of some rows of one prompt, for one key-value head, and attend. In `scores` of a query,
+ * the prompt's tokens come before the row's own. */
 INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int64_t count, int64_t head, float *scratch,
                         const int half) {
     const shape of = {s->width, s->padded};
@@ -120,7 +118,7 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
     const int64_t own_start = up(s->prompt_tokens) * LANES, stride = own_start + up(s->own_tokens) * LANES;
     const int64_t length = s->prompt_lengths[s->row_prompts[rows[0]]], reach = l->window ? l->window : INT32_MAX;
     float *q = scratch, *out = q + queries * padded, *scores = out + queries * padded, sums[queries];
-    int64_t least = length; /* the first token of the prompt that some row sees */
+    int64_t least = length; /* the first token of the prompt that any row sees */
     memset(out, 0, (size_t)(queries * padded) * sizeof *out);
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], position = length + own - 1;
@@ -135,7 +133,7 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], first = i * group;
         const int64_t seen = later(0, length + own - reach), own_seen = later(0, own - reach);
-        take_in(s, l, rows[i], head, length + own - 1, own - 1, half);
+        append(s, l, rows[i], head, length + own - 1, own - 1, half);
         score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), &of, own_seen / LANES, up(own),
               scores + first * stride + own_start, stride, half);
         for (int64_t query = first; query < first + group; query++) {
@@ -180,10 +178,10 @@ void cohort_attend(const step *s, const layer *l) {
 
 /* ---- between the products */
 
-/* x [rows, width] += update, which is normalised before where `after` is given; out = norm(x) * factor. */
+/* x [rows, width] += update, normalised first if `after` is given; out = norm(x) * factor. */
 typedef struct {
     float *x;
-    const void *update; /* NULL: none */
+    const void *update; /* NULL: no update */
     const float *after, *factor;
     void *out;
     int64_t rows, width, half, threads;
@@ -214,7 +212,7 @@ static void add_norm_one(void *what, int64_t row, int thread) {
 
 void cohort_add_norm(residual *r) { run(add_norm_one, r, r->rows, (int)r->threads); }
 
-/* out [rows, width] = activation(gate) * up; rows of gate and up are `stride` apart. */
+/* out [rows, width] = activation(gate) * up. Rows of gate and up are `*_stride` numbers apart. */
 typedef struct {
     const void *gate, *up;
     void *out;

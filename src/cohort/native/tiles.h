@@ -1,21 +1,21 @@
-/* Products of a few queries with many keys, and of their weights with many values, as attention needs them.
+/* Products of attention: of a few queries with many keys, and of their weights with many values.
  *
- * Keys lie in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that one vector holds a number of so many keys
- * and scores need no sums across lanes; values lie token by token, [tokens, padded]. Queries and outputs are rows of
- * `padded` numbers.
+ * Keys are stored in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that a vector has the same dimension of
+ * LANES keys and scores need no sums across lanes. Values are stored by token, [tokens, padded]. Queries and outputs are
+ * rows of `padded` numbers.
  */
 #pragma once
 #include "vectors.h"
 
-#define TILE 8 /* queries that share one reading of the keys, at most */
+#define TILE 8 /* maximum number of queries for which keys are read once */
 
 typedef struct {
-    int64_t width, padded; /* of a head, and what it is stored as: the next multiple of LANES */
+    int64_t width, padded; /* head dimension, and the next multiple of LANES, as which it is stored */
 } shape;
 
 INLINE int64_t up(int64_t number) { return (number + LANES - 1) / LANES; }
 
-/* q k^T of `n` queries, `deep` blocks of keys at a time, from `block` to `end`; the first block that is left over. */
+/* q k^T of `n` queries, `deep` blocks of keys at a time, from `block` to `end`. Returns the first remaining block. */
 INLINE int64_t score_tile(const int n, const int deep, const float *q, const void *keys, const shape *s, int64_t block,
                           int64_t end, float *scores, int64_t stride, const int half) {
     const int64_t size = s->padded * LANES;
@@ -33,7 +33,7 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
     return block;
 }
 
-/* As many sums at a time as keep the multipliers busy. */
+/* Computes enough sums at a time to keep the multipliers busy. */
 INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
                   int64_t stride, const int half) {
     int64_t rest;
@@ -69,7 +69,7 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
     }
 }
 
-/* As many vectors at a time as keep the multipliers busy. */
+/* Computes enough vectors at a time to keep the multipliers busy. */
 INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
                 int64_t end, float *out, const int half) {
     const int64_t vectors = s->padded / LANES;

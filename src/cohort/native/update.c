@@ -1,9 +1,9 @@
-/* What an update does between its matrix products, forward and backward, on a CPU.
+/* What an update computes between its matrix products, forward and backward, on a CPU.
  *
- * Each function goes over its numbers once, where a chain of tensor operations would write every step to memory. Numbers
- * are float32, or bfloat16 where a `_half` flag says so.
+ * Each function reads its numbers once, where a chain of tensor operations would write every step to memory. Numbers are
+ * float32, or bfloat16 if a `_half` flag is set.
  *
- * Axis letters: N tokens, V the vocabulary, D a head's width.
+ * Axis letters: T tokens, C tokens of a chunk, V vocabulary, D head dimension.
  */
 #include "vectors.h"
 
@@ -15,9 +15,9 @@
 /* ---- norms: sum = x + update; scale = 1 / sqrt(mean(sum^2) + eps); out = sum * scale * factor */
 
 typedef struct {
-    const void *x, *update; /* update NULL: none */
+    const void *x, *update; /* update NULL: no update */
     const float *factor;
-    float *sum, *scale; /* sum NULL: not kept */
+    float *sum, *scale; /* sum NULL: not stored */
     void *out;
     int64_t rows, width, x_half, update_half, out_half, threads;
     float eps;
@@ -26,7 +26,7 @@ typedef struct {
 static void norm_row(void *what, int64_t row, int thread) {
     const norm *n = what;
     const int64_t width = n->width, at = row * width;
-    float held[n->sum ? 1 : width], *sum = n->sum ? n->sum + at : held;
+    float buffer[n->sum ? 1 : width], *sum = n->sum ? n->sum + at : buffer;
     (void)thread;
     {
         EACH(i, width) {
@@ -50,9 +50,9 @@ void cohort_norm(norm *n) { run(norm_row, n, n->rows, (int)n->threads); }
  *     grad_x = scale (g - u mean(g u)) + grad_sum        grad_factor = sum over rows of grad_out u */
 typedef struct {
     const void *x, *grad_out;
-    const float *factor, *scale, *grad_sum; /* grad_sum NULL: none */
-    void *grad_x, *grad_update;             /* grad_update NULL: none; the same numbers, in bfloat16 */
-    float *grad_factor;                     /* [threads, width], of each thread's rows; NULL: not wanted */
+    const float *factor, *scale, *grad_sum; /* grad_sum NULL: 0 */
+    void *grad_x, *grad_update;             /* grad_update NULL: not stored; grad_x in bfloat16 */
+    float *grad_factor;                     /* [threads, width], summed over each thread's rows; NULL: none */
     int64_t rows, width, x_half, grad_half, threads;
 } norm_grad;
 
@@ -99,7 +99,7 @@ void cohort_norm_grad(norm_grad *n) { run(norm_grad_row, n, n->rows, (int)n->thr
 
 typedef struct {
     const void *x;
-    const float *cos, *sin; /* [N, D] */
+    const float *cos, *sin; /* [T, D] */
     void *out;
     int64_t rows, heads, width, x_half, out_half, transposed, threads;
 } rotation;
@@ -109,7 +109,7 @@ static void rotate_row(void *what, int64_t row, int thread) {
     const int64_t width = r->width, middle = width / 2;
     const int x_half = (int)r->x_half, out_half = (int)r->out_half;
     const float *cos = r->cos + row * width, *sin = r->sin + row * width;
-    /* What each half is multiplied by in the other's sum. */
+    /* The sines of the first and of the second half. */
     const float *in_first = r->transposed ? sin + middle : sin, *in_second = r->transposed ? sin : sin + middle;
     const float sign = r->transposed ? -1.0f : 1.0f;
     (void)thread;
@@ -139,9 +139,9 @@ typedef struct {
     int64_t count, half, gelu, threads;
 } activation;
 
-#define STRETCH 4096 /* numbers, of one thread's turn */
+#define STRETCH 4096 /* numbers that a thread works on at a time */
 
-/* LANES numbers from `i` on, or `count` of them. */
+/* `count` numbers from `i` on, at most LANES. */
 INLINE vec some(const void *from, int64_t i, int64_t count, const int half) {
     if (count == LANES) return load(from, i, half);
     vec x = {0};
@@ -164,7 +164,7 @@ INLINE void activation_at(const activation *a, int64_t i, int64_t count, const i
     }
     const vec grad = some(a->grad_out, i, count, half);
     const vec steep = gelu ? GELU_SLOPE * (1.0f + 3.0f * GELU_CUBIC * x * x) : all(1.0f);
-    /* Where s is 1 or 0, x may be anything, infinite too. */
+    /* Where s is 1 or 0, x may be infinite. */
     const vec rest = s * (1.0f - s), bend = pick(rest == 0.0f, (vec){0}, x * steep * rest);
     put_some(a->grad_up, i, count, grad * x * s, half);
     put_some(a->grad_gate, i, count, grad * up * (s + bend), half);
@@ -191,16 +191,16 @@ void cohort_gate(activation *a) { run(activate_stretch, a, (a->count + STRETCH -
  *     logp = log p_target    entropy = -sum_v p_v log p_v    collision = sum_v p_v^2 */
 
 typedef struct {
-    void *logits; /* [N, V]; overwritten with their gradient */
+    void *logits; /* [C, V]; overwritten with their gradient */
     const int64_t *targets;
     float *logps, *entropies, *collisions; /* NULL for the gradient */
-    float *tops, *sums;                    /* of each row: max z, and sum_v exp(z_v - max z) */
+    float *tops, *sums;                    /* max z and sum_v exp(z_v - max z) of each row */
     const float *grads;                    /* of the log-probs */
     int64_t rows, vocabulary, half, threads;
     float factor;
 } head;
 
-#define BLOCK 4096 /* numbers whose sums are added up before they are added to the whole: so many roundings, no more */
+#define BLOCK 4096 /* numbers summed in float32 before the sum is added in float64: bounds the number of roundings */
 
 INLINE void statistics_of(const head *h, int64_t row, const int half) {
     const int64_t size = h->vocabulary, at = row * size;
@@ -232,7 +232,7 @@ INLINE void statistics_of(const head *h, int64_t row, const int half) {
             const vec below = z - top, e = exponential(below);
             total_v += e;
             squared_v = multiply_add(e, e, squared_v);
-            weighted_v += pick(e == 0.0f, (vec){0}, e * below); /* what cannot occur adds nothing */
+            weighted_v += pick(e == 0.0f, (vec){0}, e * below); /* impossible tokens add 0 */
         }
         total += sum(total_v), weighted += sum(weighted_v), squared += sum(squared_v);
     }

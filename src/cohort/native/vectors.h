@@ -1,14 +1,14 @@
-/* What the kernels share: vectors, threads, numbers in memory, and functions of vectors.
+/* Shared by the kernels: vectors, threads, loads and stores, and functions of vectors.
  *
- * Accumulated in float32 throughout.
+ * All sums are float32 unless noted.
  */
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-/* Which products are added without a rounding in between is said here, by multiply_add: left to the compiler
- * (-ffp-contract) it depends on the loop around them, and then on how many queries are worked on together. */
+/* Fused multiply-adds are explicit, by multiply_add: chosen by the compiler (-ffp-contract) they would depend on the
+ * surrounding loop, and results on how many queries are computed together. */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
@@ -33,8 +33,8 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
-/* The threads are torch's own: its OpenMP runtime is entered through functions that Python looks up in the process, so
- * no second runtime, with a second pool of spinning threads, is ever loaded. */
+/* The kernels run on torch's threads: Python looks up the functions of its OpenMP runtime in the process, so that no
+ * second runtime with a second pool of spinning threads is loaded. */
 typedef void parallel_fn(void (*)(void *), void *, unsigned, unsigned);
 typedef int thread_fn(void);
 static parallel_fn *run_parallel;
@@ -53,8 +53,8 @@ typedef struct {
     int threads;
 } share;
 
-/* A thread's share is a stretch of neighbours: what they read together stays in its cache. Fewer threads than were asked
- * for may come. */
+/* A thread's share is a range of neighbouring items, which read the same memory. The runtime may provide fewer threads
+ * than requested. */
 static void run_share(void *pointer) {
     const share *s = pointer;
     const int thread = s->threads > 1 ? thread_number() : 0, count = s->threads > 1 ? thread_count() : 1;
@@ -68,7 +68,7 @@ static void run(void (*work)(void *, int64_t, int), void *what, int64_t items, i
     else run_share(&s);
 }
 
-/* ---- numbers in memory: float32, or bfloat16 where `half` (a constant wherever these are inlined) */
+/* ---- loads and stores: float32, or bfloat16 if `half` (a constant wherever these are inlined) */
 
 INLINE vec load(const void *from, int64_t index, const int half) {
     if (half) {
@@ -131,7 +131,7 @@ INLINE float highest(vec x) {
     return top;
 }
 
-/* exp, to 2 units in the last place; 0 and infinity beyond float32's normal numbers; NaN stays NaN. (Cephes' expf.) */
+/* exp (Cephes' expf), accurate to 2 units in the last place. 0 and infinity beyond float32's range; NaN for NaN. */
 INLINE vec exponential(vec x) {
     const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
     const ivec none = x < -87.3f, too_much = x > 88.3f;
@@ -146,7 +146,7 @@ INLINE vec exponential(vec x) {
     return pick(too_much, all(INFINITY), (vec)(~none & (ivec)(p * power)));
 }
 
-/* tanh as a ratio of polynomials, to a few units in the last place (Eigen's coefficients). */
+/* tanh as a ratio of polynomials (Eigen's coefficients), accurate to a few units in the last place. */
 INLINE vec tangent(vec x) {
     const float limit = 7.90531110763549805f;
     x = pick(x > limit, all(limit), pick(x < -limit, all(-limit), x));

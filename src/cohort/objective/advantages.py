@@ -9,7 +9,7 @@
     "leave_one_out"     R_i - mean of the others of the group                               RLOO
     "length_weighted"   R_i - sum(|o_j| R_j) / sum(|o_j|) of the group                      OPO
     "batch_mean"        R_i - mean of the batch
-    "file.py:function"  R_i - function(R, group)_i, your own; R may hold NaN; a NaN of its own means A = 0
+    "file.py:function"  R_i - function(R, group)_i, a user's; R may contain NaN; a NaN in the result means A = 0
     "second_best"       n (R_max - R_second) for the best of the group's n, 0 for the others   pass@k
 
     scale               divisor
@@ -34,7 +34,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, singledispatch
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from cohort.errors import ConfigError, RewardError
 from cohort.objective.segments import grouped_order, index_in_run, segment_count, segment_sum
 from cohort.objective.user_function import call_user_function
 from cohort.plugins import load_function
+from cohort.presets.base import Part
 from cohort.presets.parts import GROUP_BASELINES, BatchStd, GroupMean, GroupStd, Scale
 
 
@@ -107,8 +109,8 @@ def outcome_advantages(
     Args:
         rewards_S: rewards, shape ``[S]``; NaN marks a completion without a score.
         group_S: group id of each completion, shape ``[S]``; groups of any size, in any order.
-        baseline: what is taken off.
-        scale: what the rest is divided by.
+        baseline: is subtracted from each reward.
+        scale: the divisor of the rest.
         lengths_S: loss tokens per completion, for "length_weighted" and for statistics over tokens.
 
     Returns:
@@ -125,42 +127,65 @@ def outcome_advantages(
     >>> outcome_advantages(torch.tensor([0.1] * 8), torch.zeros(8, dtype=torch.long)).tolist() == [0.0] * 8
     True
     """
-    ddof = scale.ddof if isinstance(scale, GroupStd) else 0
-    statistics = group_statistics(rewards_S, group_S, ddof=ddof)
-    rewards_S, index_S = rewards_S.double(), statistics.index_S
+    statistics = group_statistics(rewards_S, group_S, ddof=scale.ddof if isinstance(scale, GroupStd) else 0)
+    rewards_S = rewards_S.double()
     scored_S = ~torch.isnan(rewards_S)
     centred_S = centred_rewards(baseline, rewards_S, statistics, lengths_S)
     silent_S = ~scored_S | centred_S.isnan()  # no score, or nothing to be compared with
     if baseline in GROUP_BASELINES or isinstance(scale, GroupStd):
-        silent_S = silent_S | statistics.degenerate_P[index_S]
-    match scale:
-        case GroupStd(epsilon=epsilon):
-            centred_S = centred_S / (statistics.std_P[index_S] + epsilon)
-        case GroupMean(epsilon=epsilon):
-            if bool((rewards_S < 0).any()):
-                raise RewardError(
-                    f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), "
-                    f"got {float(rewards_S[scored_S].min()):g}: set objective.scale to 'none' or 'group_std'"
-                )
-            too_few_S = statistics.count_P[index_S] < 2
-            silent_S = silent_S | too_few_S | (statistics.mean_P[index_S] == 0)  # 0: all of the group are 0
-            centred_S = centred_S / (statistics.mean_P[index_S] + epsilon)
-        case BatchStd(of=of, unit=unit, ddof=ddof, epsilon=epsilon):
-            if unit == "token" and baseline == "batch_mean":
-                centred_S = rewards_S - rewards_S[_by_token(scored_S, lengths_S)].mean()
-            # A group of one has nothing to be centred by, where that takes others: no part in the centred spread.
-            values_S, counted_S = (rewards_S, scored_S) if of == "raw" else (centred_S, scored_S & centred_S.isfinite())
-            spread = batch_std(values_S[_by_token(counted_S, lengths_S) if unit == "token" else counted_S], ddof)
-            centred_S = torch.zeros_like(centred_S) if spread is None else centred_S / (spread + epsilon)
-    equal_S = silent_S | (baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None)
-    return torch.where(equal_S, 0.0, centred_S)
+        silent_S = silent_S | statistics.degenerate_P[statistics.index_S]
+    silent_S = silent_S | (baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None)
+    return torch.where(silent_S, 0.0, scaled(scale, Centred(rewards_S, centred_S, statistics, lengths_S, baseline)))
+
+
+class Centred(NamedTuple):
+    """The arguments of a scale."""
+
+    rewards_S: Tensor
+    centred_S: Tensor
+    """Rewards less their baseline."""
+    statistics: GroupStatistics
+    lengths_S: Tensor | None
+    baseline: float | str
+
+
+@singledispatch
+def scaled(scale: Part | None, at: Centred) -> Tensor:
+    """The mathematics of a scale, registered for its class; for None, the centred rewards."""
+    assert scale is None, f"no function is registered for {type(scale).__name__}"
+    return at.centred_S
+
+
+@scaled.register
+def _(scale: GroupStd, at: Centred) -> Tensor:
+    return at.centred_S / (at.statistics.std_P[at.statistics.index_S] + scale.epsilon)
+
+
+@scaled.register
+def _(scale: GroupMean, at: Centred) -> Tensor:
+    if bool((at.rewards_S < 0).any()):
+        raise RewardError(
+            f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), got "
+            f"{float(at.rewards_S[~at.rewards_S.isnan()].min()):g}: set objective.scale to 'none' or 'group_std'"
+        )
+    mean_S, count_S = at.statistics.mean_P[at.statistics.index_S], at.statistics.count_P[at.statistics.index_S]
+    return torch.where((count_S < 2) | (mean_S == 0), 0.0, at.centred_S / (mean_S + scale.epsilon))
+
+
+@scaled.register
+def _(scale: BatchStd, at: Centred) -> Tensor:
+    by_token, scored_S, centred_S = scale.unit == "token", ~at.rewards_S.isnan(), at.centred_S
+    if by_token and at.baseline == "batch_mean":
+        centred_S = at.rewards_S - at.rewards_S[_by_token(scored_S, at.lengths_S)].mean()
+    # A completion that has nothing to be compared with has no part in the spread of the centred rewards.
+    centred = scale.of == "centred"
+    values_S, counted_S = (centred_S, scored_S & centred_S.isfinite()) if centred else (at.rewards_S, scored_S)
+    spread = batch_std(values_S[_by_token(counted_S, at.lengths_S) if by_token else counted_S], scale.ddof)
+    return torch.zeros_like(centred_S) if spread is None else centred_S / (spread + scale.epsilon)
 
 
 def centred_rewards(
-    baseline: float | str,
-    rewards_S: Tensor,
-    statistics: GroupStatistics,
-    lengths_S: Tensor | None = None,
+    baseline: float | str, rewards_S: Tensor, statistics: GroupStatistics, lengths_S: Tensor | None = None
 ) -> Tensor:
     """Rewards less their baseline, shape ``[S]``; NaN where there is no reward, or no other to compare it with."""
     if isinstance(baseline, int | float):
@@ -175,20 +200,22 @@ def centred_rewards(
         case "leave_one_out":  # R - (n mean - R) / (n - 1) = n / (n - 1) (R - mean)
             return (rewards_S - mean_S) * count_S / (count_S - 1)
         case "length_weighted":
-            if lengths_S is None:
-                raise ValueError("baseline 'length_weighted' needs lengths_S")
-            lengths_S = lengths_S.double().masked_fill(torch.isnan(rewards_S), 0)
-            num_groups = len(statistics.mean_P)
-            weighted_P = segment_sum(lengths_S * rewards_S.nan_to_num(nan=0.0), index_S, num_groups)
-            total_P = segment_sum(lengths_S, index_S, num_groups)
-            # A group whose completions are all empty has no weights: its plain mean.
-            mean_P = torch.where(total_P > 0, weighted_P / total_P.clamp(min=1), statistics.mean_P)
-            return rewards_S - mean_P[index_S]
+            return rewards_S - _length_weighted_mean(rewards_S, statistics, lengths_S)[index_S]
         case "batch_mean":
             return rewards_S - rewards_S.nanmean()
         case "second_best":
             return _lead_over_the_second(rewards_S, index_S) * count_S
     return rewards_S - _user_baseline(baseline, rewards_S, index_S)
+
+
+def _length_weighted_mean(rewards_S: Tensor, statistics: GroupStatistics, lengths_S: Tensor | None) -> Tensor:
+    if lengths_S is None:
+        raise ValueError("baseline 'length_weighted' needs lengths_S")
+    lengths_S, mean_P = lengths_S.double().masked_fill(torch.isnan(rewards_S), 0), statistics.mean_P
+    weighted_P = segment_sum(lengths_S * rewards_S.nan_to_num(nan=0.0), statistics.index_S, len(mean_P))
+    total_P = segment_sum(lengths_S, statistics.index_S, len(mean_P))
+    # A group whose completions are all empty has no weights: its plain mean.
+    return torch.where(total_P > 0, weighted_P / total_P.clamp(min=1), mean_P)
 
 
 @cache
@@ -211,7 +238,7 @@ def _user_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
 
 
 def _by_token(counted_S: Tensor, lengths_S: Tensor | None) -> Tensor:
-    """The places of the completions that count, each as often as it has tokens."""
+    """The indices of the completions that count, each as often as it has tokens."""
     if lengths_S is None:
         raise ValueError("statistics over tokens (scale.unit 'token') need lengths_S")
     return torch.arange(len(counted_S), device=counted_S.device).repeat_interleave(lengths_S * counted_S)
@@ -234,7 +261,7 @@ def combined_advantages(
     scale: Scale | None = GroupStd(),  # noqa: B008 (frozen)
     lengths_S: Tensor | None = None,
 ) -> Tensor:
-    """Several rewards, each made an advantage in its group first, then summed with weights: MO-GRPO. Shape ``[S]``.
+    """MO-GRPO: turn each of several rewards into an advantage in its group, then sum with weights. Shape ``[S]``.
 
         A_i = sum_k w_k A_ik              over_batch: then (A - mean of the batch) / (std of the batch + epsilon): GDPO
 
@@ -242,11 +269,11 @@ def combined_advantages(
         rewards_SK: each function's rewards, NaN where it gave none, shape ``[S, K]``.
         weights_K: one per function.
         group_S: group ids.
-        over_batch: normalise the sums over the batch, every completion counting once. With a single reward this is GRPO
-            times a factor of the batch.
+        over_batch: normalise the sums over the batch, each completion counting once. With a single reward this is
+            GRPO times a factor of the batch.
         baseline, scale, lengths_S: of each reward; see ``outcome_advantages``.
 
-    A reward's NaN leaves its term out of that completion's sum. A completion with none at all has advantage 0 and no
+    A NaN reward leaves its term out of the completion's sum. A completion without any reward has advantage 0 and no
     part in the batch's statistics.
 
     Sources: MO-GRPO (arXiv 2509.22047), GDPO (2601.05242).
@@ -273,7 +300,7 @@ def combined_advantages(
 
 def live_groups(rewards_SK: Tensor, group_S: Tensor) -> Tensor:
     """Which groups' rewards are not all equal, boolean, shape ``[P]``, P the distinct ids in ascending order. With
-    several columns, K, a group lives when any of them differs within it."""
+    several columns K, a group is live if any of them differs within it."""
     live = [~group_statistics(rewards_S, group_S, ddof=0).degenerate_P for rewards_S in rewards_SK.T]
     return torch.stack(live).any(dim=0)
 

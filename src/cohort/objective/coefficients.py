@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +120,7 @@ def coefficients(
     loss_N = base_N > 0
     if bool(loss_N.all()):
         return _coefficients(objective, tokens.to(dtype))
-    kept = _coefficients(objective, tokens.select(loss_N).to(dtype))
+    kept = _coefficients(objective, tokens.each(lambda value: value[loss_N]).to(dtype))
     of_masked = {"cause_N": int(Cause.MASKED)}
     names = [field.name for field in dataclasses.fields(kept)]
     return Coefficients(*(_scattered(getattr(kept, name), loss_N, of_masked.get(name, 0)) for name in names))
@@ -161,16 +160,14 @@ class _Tokens:
                 "sampler_logps_N; an engine without them needs ratio_anchor 'old', kl.anchor 'old' and mismatch 'none'"
             )
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> _Tokens:
+        """The tokens with every tensor changed."""
+        given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return _Tokens(**{name: None if value is None else change(value) for name, value in given})  # type: ignore[arg-type]
+
     def to(self, dtype: torch.dtype) -> _Tokens:
-        return self._each(lambda name, value: value if name == "sequence_N" else value.to(dtype))
-
-    def select(self, chosen_N: Tensor) -> _Tokens:
-        return self._each(lambda _, value: value[chosen_N])
-
-    def _each(self, change: Callable[[str, Tensor], Tensor]) -> _Tokens:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        changed: dict[str, Any] = {n: None if value is None else change(n, value) for n, value in given.items()}
-        return _Tokens(**changed)
+        """The tokens with log-probs, advantages and weights in a dtype."""
+        return dataclasses.replace(self.each(lambda value: value.to(dtype)), sequence_N=self.sequence_N)
 
     def log_ratio_to(self, anchor: str) -> Tensor:
         """Token log-ratios of the current policy to an anchor; 0 where the anchor's log-prob is NaN (unknown)."""

@@ -1,16 +1,15 @@
-"""From a rollout's scores to one advantage per token, in the order that the parts of an objective name.
+"""From a rollout's scores to one advantage per token, in five steps.
 
-1 shape the rewards      soft overlong, unlikeliness; the KL, where it is in the reward
+1 shape the rewards      soft overlong, unlikeliness; a KL in the reward
 2 compare                baseline and scale, per completion (``advantages``), among the chosen of a group
-3 give credit            to all tokens alike, by process steps, by returns to go, or as given
+3 assign credit          to all tokens alike, by process steps, by returns to go, or as given
 4 weigh by sign, treat truncated completions
-5 take off the KL        where it is in the advantage: after scaling, so that no spread divides beta
+5 subtract the KL        of a KL in the advantage: after scaling, so that no spread divides beta
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from cohort.presets.parts import BatchStd, GroupStd, Scale, TopK  # noqa: F401 (
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What advantages are made of. Axes: S completions, N tokens of the loss, K reward functions."""
+    """The inputs of the advantages. Axes: S completions, N tokens of the loss, K reward functions."""
 
     rewards_S: Tensor
     """Weighted sum of the functions' rewards; NaN: not scored."""
@@ -51,19 +50,11 @@ class Outcomes:
         return torch.bincount(self.sequence_N, minlength=len(self.rewards_S))
 
 
-class _Comparison(TypedDict):
-    """What a completion is compared with, as keyword arguments."""
-
-    baseline: float | str
-    scale: Scale | None
-    lengths_S: Tensor
-
-
 def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
-    """One advantage per token, float64, shape ``[N]``. The order of things is in the module's header.
+    """One advantage per token, float64, shape ``[N]``. The steps and their order are in the module's header.
 
-    A completion without a score (NaN) has advantage 0, and no part in any statistic. Statistics are those of the whole
-    group, or batch, truncated completions included.
+    A completion without a score (NaN) has advantage 0 and no part in any statistic. Statistics are those of the whole
+    group or batch, with truncated completions.
 
     Raises:
         ValueError: an input that the objective needs is None.
@@ -85,28 +76,28 @@ def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
         less_N = advantages_N - objective.truncated_penalty if objective.truncated == "penalize" else 0.0
         advantages_N = torch.where(outcomes.truncated_S[sequence_N], less_N, advantages_N)
     if objective.beta and kl.place == "advantage":
-        advantages_N = advantages_N - objective.beta * _kl_to_take_off(objective, outcomes)
+        advantages_N = advantages_N - objective.beta * _kl_to_subtract(objective, outcomes)
     return torch.where(outcomes.rewards_S.isnan()[sequence_N], 0.0, advantages_N)
 
 
-def completion_advantages(objective: Objective, outcomes: Outcomes, compare: _Comparison | None = None) -> Tensor:
-    """One advantage per completion, float64, shape ``[S]``: steps 1 and 2 of the module's header. ``compare`` takes the
-    place of the objective's own baseline and scale."""
-    group_S = outcomes.group_S
-    if compare is None:
-        compare = _Comparison(baseline=objective.baseline, scale=objective.scale, lengths_S=outcomes.lengths_S)
+def completion_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
+    """One advantage per completion, float64, shape ``[S]``: steps 1 and 2 of the module's header."""
+    group_S, lengths_S = outcomes.group_S, outcomes.lengths_S
+    baseline, scale = objective.baseline, objective.scale
     if objective.reward_aggregation != "sum_then_normalize":
         rewards_SK = _needed(outcomes.by_function_SK, "by_function_SK", objective.reward_aggregation)
         weights_K = torch.ones(rewards_SK.shape[1]) if outcomes.weights_K is None else outcomes.weights_K
         rewards_SK = rewards_SK.masked_fill(~_chosen(objective, outcomes, outcomes.rewards_S)[:, None], torch.nan)
-        over_batch = objective.reward_aggregation == "normalize_sum_normalize"
-        return combined_advantages(rewards_SK, weights_K.to(rewards_SK), group_S, over_batch=over_batch, **compare)
+        over_batch, weights_K = objective.reward_aggregation == "normalize_sum_normalize", weights_K.to(rewards_SK)
+        return combined_advantages(
+            rewards_SK, weights_K, group_S, over_batch=over_batch, baseline=baseline, scale=scale, lengths_S=lengths_S
+        )
     rewards_S = shaped_rewards(objective, outcomes)
-    if objective.beta and objective.kl.place == "reward" and objective.credit == "outcome":
+    if objective.kl_in_reward and objective.credit == "outcome":
         kl_N = _needed(outcomes.kl_N, "kl_N", "kl.place 'reward'").double()
         rewards_S = rewards_S - objective.beta * segment_sum(kl_N, outcomes.sequence_N, len(rewards_S))
     rewards_S = rewards_S.masked_fill(~_chosen(objective, outcomes, rewards_S), torch.nan)
-    return outcome_advantages(rewards_S, group_S, **compare)
+    return outcome_advantages(rewards_S, group_S, baseline=baseline, scale=scale, lengths_S=lengths_S)
 
 
 def shaped_rewards(objective: Objective, outcomes: Outcomes) -> Tensor:
@@ -151,7 +142,7 @@ def returns_to_go(objective: Objective, outcomes: Outcomes) -> Tensor:
     """``A_t = sum_{k >= t} discount^(k - t) r_k``, with the completion's advantage as the reward of its last token and,
     where the KL is in the reward, ``-beta log(old/ref)`` at every token. Shape ``[N]``.
 
-    With scale ``BatchStd(unit="token")`` it is the returns that are centred and scaled: see ``whitened_returns``.
+    With scale ``BatchStd(unit="token")`` the returns are centred and scaled: see ``whitened_returns``.
     """
     scale = objective.scale
     if isinstance(scale, BatchStd) and scale.unit == "token":
@@ -164,8 +155,8 @@ def whitened_returns(objective: Objective, scale: BatchStd, outcomes: Outcomes) 
     """REINFORCE++: returns to go of the rewards as they are, less their mean over all tokens (baseline "batch_mean"),
     divided by their standard deviation over all tokens. Shape ``[N]``.
 
-    Where the rewards, less a baseline of the group, are all equal, they teach nothing: what is left is the KL in the
-    reward, centred but not divided, as its spread would make noise of any size as large as a signal.
+    Where the rewards, less a baseline of the group, are all equal, only the KL in the reward is left. It is centred but
+    not divided: divided by its own spread, noise of any size would become as large as a signal.
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
@@ -174,27 +165,27 @@ def whitened_returns(objective: Objective, scale: BatchStd, outcomes: Outcomes) 
     if not bool(compared_N.any()):
         return torch.zeros(compared_N.shape, dtype=torch.float64, device=compared_N.device)
     whole = objective.baseline == "batch_mean"
-    as_it_is = _Comparison(baseline="none", scale=None, lengths_S=outcomes.lengths_S)
-    undivided = as_it_is if whole else _Comparison(**{**as_it_is, "baseline": objective.baseline})
-    rewards_S = completion_advantages(objective, outcomes, undivided)
+    unchanged = objective.model_copy(update={"baseline": "none", "scale": None})
+    undivided = unchanged if whole else objective.model_copy(update={"scale": None})
+    rewards_S = completion_advantages(undivided, outcomes)
     equal = batch_std(rewards_S[compared_S], 0) is None
     returns_N = _returns(objective, outcomes, torch.zeros_like(rewards_S) if equal else rewards_S)
     spread_of_N = returns_N
     if scale.of == "raw" and not whole:
-        spread_of_N = _returns(objective, outcomes, completion_advantages(objective, outcomes, as_it_is))
+        spread_of_N = _returns(objective, outcomes, completion_advantages(unchanged, outcomes))
     spread = None if equal else batch_std(spread_of_N[compared_N], scale.ddof)
     centred_N = returns_N - (returns_N[compared_N].mean() if whole else 0.0)
     return torch.where(compared_N, centred_N if spread is None else centred_N / (spread + scale.epsilon), 0.0)
 
 
 def _returns(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Tensor:
-    """Discounted returns of a reward at each completion's last token and, if it is there, the KL at every token."""
+    """Discounted returns of a reward at each completion's last token and of a KL in the reward at every token."""
     sequence_N = outcomes.sequence_N
     rewards_N = torch.zeros(sequence_N.shape, dtype=torch.float64, device=sequence_N.device)
-    places_N = torch.arange(len(sequence_N), device=sequence_N.device)
-    last_S = torch.full_like(rewards_S, -1, dtype=torch.long).scatter_reduce(0, sequence_N, places_N, "amax")
+    position_N = torch.arange(len(sequence_N), device=sequence_N.device)
+    last_S = torch.full_like(rewards_S, -1, dtype=torch.long).scatter_reduce(0, sequence_N, position_N, "amax")
     rewards_N[last_S[last_S >= 0]] = rewards_S[last_S >= 0]
-    if objective.beta and objective.kl.place == "reward":
+    if objective.kl_in_reward:
         rewards_N = rewards_N - objective.beta * _needed(outcomes.kl_N, "kl_N", "kl.place 'reward'").double()
     return suffix_sums(rewards_N, sequence_N, objective.discount)
 
@@ -214,7 +205,7 @@ def _chosen(objective: Objective, outcomes: Outcomes, rewards_S: Tensor) -> Tens
     return top_k_of_group(objective.group_filter, rewards_S, outcomes.lengths_S, outcomes.group_S)
 
 
-def _kl_to_take_off(objective: Objective, outcomes: Outcomes) -> Tensor:
+def _kl_to_subtract(objective: Objective, outcomes: Outcomes) -> Tensor:
     kl_N = _needed(outcomes.kl_N, "kl_N", "kl.place 'advantage'").double()
     if objective.kl.scope == "token":
         return kl_N

@@ -1,12 +1,13 @@
-"""What the log says about an update, from the same tensors as the coefficients but apart from them.
+"""Statistics of an update for the log, from the same tensors as the coefficients.
 
-Everything is a sum over tokens with its count or weight beside it, so that minibatches add up exactly: a mean of means
-is never taken. ``docs/metrics.md`` says what each becomes in the log.
+Every statistic is a sum over tokens, logged with its count or weight, so that minibatches add up exactly and no mean of
+means is taken. ``docs/metrics.md`` names the metric that each sum becomes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from cohort.objective.trust import trust_region
 from cohort.presets.objective import Objective
 
 VERY_UNLIKELY = 1e-4
-"""A token that the trainer thinks this much less likely than the sampler did: engines do not differ so by rounding."""
+"""rho of a token that the trainer finds much less likely than the sampler did: rounding does not explain such a gap."""
 TOP_SHARE = 0.001
-"""The share of tokens whose part of the KL term's gradient is logged."""
+"""The share of tokens, those of largest KL coefficient, whose part of the KL term's gradient is logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +43,21 @@ class UpdateTokens:
     old_logps_N: Tensor | None = None
     ref_logps_N: Tensor | None = None
     full_logps_N: Tensor | None = None
-    """The sampler's log-probs over the same tokens as ours, where ``sampler_logps_N`` are over fewer."""
+    """The sampler's log-probs over the same part of the vocabulary as ours, if ``sampler_logps_N`` are over less."""
 
     def select(self, chosen_N: Tensor) -> UpdateTokens:
-        """Some of them."""
-        parts = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Coefficients):
-                value = Coefficients(*(getattr(value, f.name)[chosen_N] for f in fields(value)))
-            elif value is not None:
-                value = value[chosen_N]
-            parts[field.name] = value
-        return UpdateTokens(**parts)
+        """The chosen tokens."""
+
+        def chosen(values: UpdateTokens | Coefficients) -> dict[str, Any]:
+            given = {field.name: getattr(values, field.name) for field in fields(values)}
+            return {name: value[chosen_N] for name, value in given.items() if isinstance(value, Tensor)}
+
+        return replace(self, **chosen(self), coefficients=replace(self.coefficients, **chosen(self.coefficients)))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """One update's tokens, or those of several put together with ``+``."""
+    """Statistics of the tokens of one update; those of several updates add up with ``+``."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -78,7 +76,7 @@ class TokenStatistics:
 
     @classmethod
     def of_idle(cls, tokens: int) -> TokenStatistics:
-        """Of tokens that no pass was spent on, as their advantage is 0 and no other term wanted them."""
+        """Statistics of tokens without a pass: their advantage is 0 and no other term needs them."""
         causes = {f"cause_{cause.name.lower()}": 0.0 for cause in Cause}
         counts = {"all_tokens": float(tokens), "tokens": 0.0, "cause_no_advantage": float(tokens)}
         return cls(causes | counts, {}, {})
@@ -86,7 +84,7 @@ class TokenStatistics:
 
 @torch.no_grad()
 def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatistics:
-    """Sums over the loss tokens of a minibatch, their largest gaps, and what quantiles are taken of."""
+    """Sums over the loss tokens of a minibatch, their largest gaps, and the values for quantiles."""
     count = tokens.logps_N.numel()
     cause_counts = torch.bincount(tokens.coefficients.cause_N.long(), minlength=len(Cause))
     loss_N = tokens.base_weights_N > 0
@@ -101,37 +99,31 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
         "all_tokens": torch.tensor(count),
         "tokens": torch.tensor(tokens.logps_N.numel()),
         **{f"cause_{cause.name.lower()}": cause_counts[cause] for cause in Cause},
-        **_value_sums(objective, tokens),
+        "policy_value": _sum(tokens.weights_N * tokens.coefficients.value_N),
+        "policy_value_at_ratio_1": value_at_ratio_one(objective, tokens),
         **_gradient_sums(tokens),
         **_ratio_sums(objective, tokens),
         **_mismatch_sums(tokens, log_rho_N),
         **_rule_sums(objective, tokens),
         **_entropy_sums(tokens),
     }
-    maxima = {"sampler_gap": gap_N.max() if gap_N.numel() else torch.tensor(0.0)}
+    gaps = {"sampler_gap": gap_N}
     if tokens.ref_logps_N is not None:
         sums |= _kl_sums(tokens, tokens.ref_logps_N)
-        kl_gap_N = (tokens.ref_logps_N - tokens.logps_N).abs()
-        maxima["kl_gap"] = kl_gap_N.max() if kl_gap_N.numel() else torch.tensor(0.0)
+        gaps["kl_gap"] = (tokens.ref_logps_N - tokens.logps_N).abs()
+    maxima = {name: gap_N.max() if gap_N.numel() else torch.tensor(0.0) for name, gap_N in gaps.items()}
     values = {"log_ratio": tokens.coefficients.log_ratio_N, "log_rho": log_rho_N, "entropy": tokens.entropy_N}
     return TokenStatistics(_floats(sums), _floats(maxima), {key: value.float().cpu() for key, value in values.items()})
 
 
 def value_at_ratio_one(objective: Objective, tokens: UpdateTokens) -> Tensor:
-    """The policy term's value where every ratio is 1: what the log shows on a first update whatever is learned."""
+    """The policy term's value if every ratio were 1: the value of a first update, whatever is learned."""
     zero_N = torch.zeros_like(tokens.logps_N)
     a_N, sequence_N = tokens.advantages_N.to(zero_N), tokens.sequence_N
     trusted = trust_region(
         objective.trust_region, zero_N, a_N, tokens.logps_N, token_log_ratio_N=zero_N, sequence_N=sequence_N
     )
     return _sum(tokens.weights_N * surrogate_value(objective, trusted, tokens.logps_N, a_N, sequence_N))
-
-
-def _value_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:
-    return {
-        "policy_value": _sum(tokens.weights_N * tokens.coefficients.value_N),
-        "policy_value_at_ratio_1": value_at_ratio_one(objective, tokens),
-    }
 
 
 def _gradient_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
@@ -186,9 +178,9 @@ def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]
     rho_N = exp_clamped(log_rho_N)
     count = segment_count(tokens.sequence_N)
     unlikely_S = segment_sum((rho_N < VERY_UNLIKELY).to(rho_N), tokens.sequence_N, count) > 0
-    # Which half of its completion a token is in: a drift from one to the other means an off-by-one or a temperature.
-    place_N = prefix_sums(torch.ones_like(log_rho_N), tokens.sequence_N)
-    late_N = place_N > torch.bincount(tokens.sequence_N, minlength=count)[tokens.sequence_N] / 2
+    # The half of its completion that a token is in: a drift between the halves means an off-by-one or a temperature.
+    position_N = prefix_sums(torch.ones_like(log_rho_N), tokens.sequence_N)
+    late_N = position_N > torch.bincount(tokens.sequence_N, minlength=count)[tokens.sequence_N] / 2
     return {
         "rho_k1_late": _sum(-log_rho_N * late_N),
         "late_tokens": _sum(late_N),
@@ -202,12 +194,10 @@ def _mismatch_sums(tokens: UpdateTokens, log_rho_N: Tensor) -> dict[str, Tensor]
 
 
 def rule_names(objective: Objective) -> list[str]:
-    """A name for each mismatch rule: its own, numbered where two share one."""
-    names: list[str] = []
-    for rule in objective.mismatch:
-        earlier = sum(name.partition("_no_")[0] == rule.rule for name in names)
-        names.append(f"{rule.rule}_no_{earlier + 1}" if earlier else rule.rule)
-    return names
+    """A name for each mismatch rule, numbered if several have the same rule."""
+    rules = [rule.rule for rule in objective.mismatch]
+    counts = [rules[: index + 1].count(rule) for index, rule in enumerate(rules)]
+    return [f"{rule}_no_{count}" if count > 1 else rule for rule, count in zip(rules, counts, strict=True)]
 
 
 def _rule_sums(objective: Objective, tokens: UpdateTokens) -> dict[str, Tensor]:

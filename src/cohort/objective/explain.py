@@ -21,43 +21,36 @@ PROBABILITY = 0.08
 
 
 def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:
-    """``(ratio, c for A = +1, c for A = -1)``: the policy coefficient of the only token of a completion, times Z, at
-    ratios to the anchor; the bounds of the rule are among them."""
-    bounds = [getattr(objective.trust_region, name, None) for name in ("low", "high", "dual")]
-    inside = [bound for bound in bounds if isinstance(bound, float) and 0 < bound < 1 / PROBABILITY]
-    if objective.trust_region and objective.trust_region.of_probabilities:  # not bounds of a ratio
-        inside = []
-    # A bound itself still counts as inside: a hair toward 1, so that exp(log(bound)) is not a hair past it.
-    ratios = sorted({*(r for r in RATIOS if r not in inside), *(bound + (1 - bound) * 1e-9 for bound in inside)})
+    """``(ratio, c for A = +1, c for A = -1)``: the unnormalised policy coefficient of a one-token completion at several
+    ratios to the anchor, with the bounds of the rule among them."""
+    rule = objective.trust_region
+    numbers = [] if _of_probabilities(objective) else [getattr(rule, name, None) for name in ("low", "high", "dual")]
+    bounds = [bound for bound in numbers if bound is not None and 0 < bound < 1 / PROBABILITY]
+    # A bound itself counts as inside: a little toward 1, so that rounding in exp(log(bound)) does not pass it.
+    ratios = sorted({*(r for r in RATIOS if r not in bounds), *(bound + (1 - bound) * 1e-9 for bound in bounds)})
     objective = objective.replace(kl=KL(), mismatch=())
-    count = len(ratios)
-    anchor_N = torch.full((count,), math.log(PROBABILITY), dtype=torch.float64)
+    ones_N = torch.ones(len(ratios), dtype=torch.float64)
+    anchor_N = ones_N * math.log(PROBABILITY)
     logps_N = anchor_N + torch.tensor(ratios, dtype=torch.float64).log()
-    columns = [
-        coefficients(
-            objective,
-            logps_N,
-            torch.full((count,), sign, dtype=torch.float64),
-            torch.ones(count, dtype=torch.float64),
-            sequence_N=torch.arange(count),
-            old_logps_N=anchor_N,
-            sampler_logps_N=anchor_N,
-        ).policy_N.tolist()
-        for sign in (1.0, -1.0)
-    ]
+    given = {"sequence_N": torch.arange(len(ratios)), "old_logps_N": anchor_N, "sampler_logps_N": anchor_N}
+    columns = (coefficients(objective, logps_N, a_N, ones_N, **given).policy_N.tolist() for a_N in (ones_N, -ones_N))
     return list(zip(ratios, *columns, strict=True))
 
 
+def _of_probabilities(objective: Objective) -> bool:
+    return objective.trust_region is not None and objective.trust_region.of_probabilities
+
+
 def try_user_functions(objective: Objective, num_generations: int = 8) -> None:
-    """Load a trust region or baseline of one's own afresh, and call it once, so that a broken one is found before
-    anything expensive starts.
+    """Load a user's trust region and baseline again and call each once, to find a broken one before anything expensive
+    starts.
 
     Args:
-        objective: what may name them.
+        objective: may name such functions.
         num_generations: the size of the groups that a baseline is tried on.
 
     Raises:
-        ConfigError: it is missing, raises, or does not return what it should.
+        ConfigError: a function is missing, raises, or returns something else than it should.
     """
     rule, baseline = objective.trust_region, objective.baseline
     if isinstance(rule, Custom):
@@ -69,7 +62,7 @@ def try_user_functions(objective: Objective, num_generations: int = 8) -> None:
         if not torch.equal(whole_N[:3], half_N):
             raise ConfigError(
                 f"trust region {rule.function} gives a token another multiplier when other tokens are beside it: it "
-                "must decide token by token, or the gradient would depend on optim.microbatch_tokens"
+                "must be a function of each token alone, or the gradient would depend on optim.microbatch_tokens"
             )
     if isinstance(baseline, str) and ":" in baseline:
         custom_baseline.cache_clear()
@@ -79,20 +72,19 @@ def try_user_functions(objective: Objective, num_generations: int = 8) -> None:
 
 
 def explain(objective: Objective) -> str:
-    """The resolved formula, term by term, and the table."""
-    note = ""
-    if objective.trust_region and objective.trust_region.of_probabilities:
-        note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
-    lines = zip(("ratio", "A = +1", "A = -1"), zip(*coefficient_table(objective), strict=True), strict=True)
-    at_1 = next((up, down) for ratio, up, down in coefficient_table(objective) if ratio == 1)
+    """The objective in words, and the table of its coefficient."""
+    table = coefficient_table(objective)
+    note = f", for a token of probability {PROBABILITY:g} under the {objective.ratio_anchor}"
+    title = f"  unnormalised coefficient of a one-token completion{note * _of_probabilities(objective)}:"
+    lines = zip(("ratio", "A = +1", "A = -1"), zip(*table, strict=True), strict=True)
     rows = [f"    {name:<7}" + "".join(f"{_short(number):>8}" for number in numbers) for name, numbers in lines]
-    if at_1 != (1.0, -1.0):
+    if (1.0, 1.0, -1.0) not in table:
         rows.append("    at ratio 1 it is not 1: on-policy gradients are scaled by it")
-    return "\n".join([describe(objective), f"  coefficient, times Z, of the only token of a completion{note}:", *rows])
+    return "\n".join([describe(objective), title, *rows])
 
 
 def _short(number: float) -> str:
-    """At most 7 characters, so that the table is not wider than it must be; without the sign of a zero."""
+    """A number in at most 7 characters; a zero without its sign."""
     size = abs(number)
     if size == 0 or size >= 1:
         return f"{number + 0.0:.5g}"

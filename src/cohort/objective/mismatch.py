@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ class MismatchResult:
     """Where each of the M rules acted, boolean, shape ``[N, M]``: dropped a token, or clamped its weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogProbs:
+class LogProbs(NamedTuple):
     """The arguments of a rule. Shape ``[N]`` each."""
 
     log_rho_N: Tensor
@@ -56,45 +56,35 @@ class LogProbs:
     sequence_N: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Acted:
-    """The result of one rule. Shape ``[N]`` each."""
-
-    acted_N: Tensor
-    drops: bool = True
-    """Whether the tokens it acted on are dropped."""
-    weight_N: Tensor | None = None
-    off_policy: bool = False
-
-
 @singledispatch
-def act(rule: Part, at: LogProbs) -> Acted:
-    """The mathematics of a mismatch rule, registered for its class."""
+def weigh(rule: Part, at: LogProbs) -> tuple[Tensor, Tensor]:
+    """The mathematics of a rule, registered for its class: each token's weight (0: dropped), and where it acted."""
     raise NotImplementedError(f"no function is registered for {type(rule).__name__}")
 
 
-@act.register
-def _(rule: MismatchWeight, at: LogProbs) -> Acted:
+@weigh.register
+def _(rule: MismatchWeight, at: LogProbs) -> tuple[Tensor, Tensor]:
     rho_N = exp_clamped(leveled_log_ratio(at.log_rho_N, RATIO_LEVELS[rule.level], at.sequence_N))
     outside_N = (rho_N < rule.low) | (rho_N > rule.high)
     if rule.mode == "truncate":
-        return Acted(outside_N, drops=False, weight_N=rho_N.clamp(rule.low, rule.high))
-    return Acted(outside_N, weight_N=rho_N if rule.mode == "mask" else None)
+        return rho_N.clamp(rule.low, rule.high), outside_N
+    return (rho_N if rule.mode == "mask" else torch.ones_like(rho_N)).masked_fill(outside_N, 0), outside_N
 
 
-@act.register
-def _(rule: Veto, at: LogProbs) -> Acted:
+@weigh.register
+def _(rule: Veto, at: LogProbs) -> tuple[Tensor, Tensor]:
     rho_N = exp_clamped(at.log_rho_N)
     extreme_N = ((rho_N < rule.low) | (rho_N > rule.high)).to(at.log_rho_N)
-    count = segment_count(at.sequence_N)
-    return Acted((segment_sum(extreme_N, at.sequence_N, count) > 0)[at.sequence_N])
+    vetoed_S = segment_sum(extreme_N, at.sequence_N, segment_count(at.sequence_N)) > 0
+    return (~vetoed_S).to(rho_N)[at.sequence_N], vetoed_S[at.sequence_N]
 
 
-@act.register
-def _(rule: OffPolicyMask, at: LogProbs) -> Acted:
+@weigh.register
+def _(rule: OffPolicyMask, at: LogProbs) -> tuple[Tensor, Tensor]:
     gap_N = (at.sampler_logps_N - at.logps_N).nan_to_num(nan=0.0)
     far_S = segment_mean(gap_N, at.sequence_N, segment_count(at.sequence_N)) > rule.threshold
-    return Acted(far_S[at.sequence_N] & (at.advantages_N < 0), off_policy=True)
+    dropped_N = far_S[at.sequence_N] & (at.advantages_N < 0)
+    return (~dropped_N).to(gap_N), dropped_N
 
 
 def mismatch_weights(
@@ -119,15 +109,12 @@ def mismatch_weights(
     at = LogProbs(log_rho_N, sampler_logps_N, logps_N, advantages_N, sequence_N)
     weight_N = torch.ones_like(logps_N)
     dropped_N = off_policy_N = torch.zeros_like(logps_N, dtype=torch.bool)
-    results = [act(rule, at) for rule in rules]
-    for result in results:
-        if result.weight_N is not None:
-            weight_N = weight_N * result.weight_N
-        if result.off_policy:
-            off_policy_N = off_policy_N | result.acted_N
-        elif result.drops:
-            dropped_N = dropped_N | result.acted_N
-    weight_N = weight_N.masked_fill(dropped_N | off_policy_N, 0)
-    acted = [result.acted_N for result in results]
-    acted_NM = torch.stack(acted, dim=1) if acted else dropped_N.new_zeros(len(dropped_N), 0)
+    acted_NM = dropped_N.new_zeros(len(dropped_N), len(rules))
+    for index, rule in enumerate(rules):
+        of_rule_N, acted_NM[:, index] = weigh(rule, at)
+        weight_N = weight_N * of_rule_N
+        if isinstance(rule, OffPolicyMask):
+            off_policy_N = off_policy_N | (of_rule_N == 0)
+        else:
+            dropped_N = dropped_N | (of_rule_N == 0)
     return MismatchResult(weight_N, dropped_N, off_policy_N, acted_NM)

@@ -16,6 +16,8 @@ for the log only, the surrogate's value. ``side_N`` says where a rule silenced a
     kl_mask     min(r, cap); 0 where KL(p_a || p) > threshold and moving on  phi A
     gmpo        G = exp(mean of clipped log r); 0 where the token is clipped G A
     fipo        ppo_clip times a detached weight of the later log-ratios     the same times ppo_clip's value
+    taper       clip(r, low, high) by the sign of A, a constant weight       phi A l
+    gppo        r; the clipped bound times beta_low, beta_high where clipped phi A
 """
 
 from __future__ import annotations
@@ -32,7 +34,21 @@ from cohort.objective.ratio import MAX_LOG_RATIO, exp_clamped, leveled_log_ratio
 from cohort.objective.segments import by_sign, suffix_sums
 from cohort.objective.user_function import call_user_function
 from cohort.plugins import load_function
-from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, Rule, TVMask
+from cohort.presets.trust_regions import (
+    FIPO,
+    GMPO,
+    SAPO,
+    Cap,
+    Custom,
+    Gamma,
+    GradientPreservingClip,
+    KLMask,
+    Mask,
+    PPOClip,
+    Rule,
+    Taper,
+    TVMask,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +188,21 @@ def _(rule: FIPO, at: Ratios) -> Trusted:
     unsafe_N = (at.advantages_N < 0) & (at.ratio_N > rule.safety)
     weight_N = torch.where(unsafe_N, weight_N.clamp(max=1), weight_N)
     return Trusted(clipped.phi_N * weight_N, clipped.value_N * weight_N, clipped.side_N)
+
+
+@apply.register
+def _(rule: GradientPreservingClip, at: Ratios) -> Trusted:
+    below_N, above_N = ppo_clip_sides(at.ratio_N, at.advantages_N, rule.low, rule.high)
+    phi_N = at.ratio_N.masked_fill(below_N, rule.beta_low * rule.low).masked_fill(above_N, rule.beta_high * rule.high)
+    return Trusted(phi_N, phi_N * at.advantages_N, _sides(at.ratio_N, below_N, above_N))
+
+
+@apply.register
+def _(rule: Taper, at: Ratios) -> Trusted:
+    up_N = at.advantages_N >= 0
+    low_N = by_sign(up_N, rule.positive_low, rule.negative_low, at.ratio_N)
+    high_N = by_sign(up_N, rule.positive_high, rule.negative_high, at.ratio_N)
+    return _constant_weight(at.ratio_N.clamp(low_N, high_N), at, at.ratio_N < low_N, at.ratio_N > high_N)
 
 
 @apply.register

@@ -19,6 +19,7 @@ from cohort.policy.passes import Prefixes
 from cohort.policy.policy import Policy
 from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
 from cohort.policy.rows import PackedRows
+from cohort.policy.setup import load_policy
 
 __all__ = [
     "CompletionStates",
@@ -42,6 +43,7 @@ __all__ = [
     "has_adapters",
     "load_adapter_weights",
     "load_model",
+    "load_policy",
     "load_tokenizer",
     "merged",
     "penalized_where",

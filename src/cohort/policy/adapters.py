@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: made, continued, switched off for the reference, and merged."""
+"""Low-rank adapters through peft: new ones, saved ones, merging, and a reference that needs no second model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cohort.errors import ModelError
 from cohort.policy.load import ADAPTER_FILE, Precision, peft_library
 
 TRAINED, REFERENCE = "default", "reference"
-"""Names of the adapter that is trained, and of the one that stands for the reference."""
+"""Names of the trained adapter and of the reference's."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -23,24 +23,24 @@ def has_adapters(model: Any) -> bool:
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, precision: Precision, *, seed: int = 0) -> Any:
-    """The model with trainable adapters and everything else frozen; frozen matrices are kept in the compute dtype.
+    """The model with trainable adapters. Everything else is frozen; frozen matrices are stored in the compute dtype.
 
     Args:
         model: a causal language model, which is wrapped and changed.
-        config: which adapters.
-        precision: the adapters are in its master dtype.
-        seed: of a new adapter's first weights.
+        config: the adapters.
+        precision: adapters are in the master dtype.
+        seed: of the initial weights of a new adapter.
 
     Raises:
-        ModelError: peft is not installed, there is no such adapter, or it does not fit the model.
+        ModelError: peft is not installed, the adapter does not exist, or it does not fit the model.
     """
     peft = peft_library()
     model.requires_grad_(False)
     try:
         wrapped = _wrapped(peft, model, config, seed)
+    except ModelError:
+        raise
     except (ValueError, KeyError, RuntimeError, OSError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(f"model.lora does not fit {type(model).__name__}: {str(error).splitlines()[0]}") from error
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -51,7 +51,10 @@ def add_adapters(model: nn.Module, config: LoraConfig, precision: Precision, *, 
 
 def _wrapped(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
     if config.adapter:
-        return peft.PeftModel.from_pretrained(model, _adapter_folder(config.adapter), is_trainable=True)
+        folder = Path(config.adapter).expanduser()
+        if not (folder / ADAPTER_FILE).exists():
+            raise ModelError(f"model.lora.adapter: no {ADAPTER_FILE} in {config.adapter}")
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     targets = config.target_modules
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -68,16 +71,9 @@ def _wrapped(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
         return peft.get_peft_model(model, settings)
 
 
-def _adapter_folder(path: str) -> str:
-    folder = Path(path).expanduser()
-    if not (folder / ADAPTER_FILE).exists():
-        raise ModelError(f"model.lora.adapter: no {ADAPTER_FILE} in {path}")
-    return str(folder)
-
-
 def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
-    """Frozen matrices of linear layers in the dtype they are multiplied in, which they would else be cast to in every
-    pass. Nothing that is computed changes. A matrix that is also the embedding stays."""
+    """Store frozen matrices of linear layers in the compute dtype, to which every pass would cast them. Results do not
+    change. A matrix that is also the embedding keeps its dtype."""
     if precision.compute == precision.master:
         return
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -87,14 +83,15 @@ def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
 
 
 def is_untouched(model: Any) -> bool:
-    """Whether the adapters add nothing yet: the model is what it is without them."""
-    added = [parameter for name, parameter in model.named_parameters() if f"lora_B.{TRAINED}" in name]
-    copies = [name for name, parameter in model.named_parameters() if f"modules_to_save.{TRAINED}" in name]
+    """Whether the adapters still add nothing."""
+    parameters = dict(model.named_parameters())
+    added = [parameter for name, parameter in parameters.items() if f"lora_B.{TRAINED}" in name]
+    copies = any(f"modules_to_save.{TRAINED}" in name for name in parameters)
     return bool(added) and not copies and not any(bool(parameter.any()) for parameter in added)
 
 
 def add_reference_adapter(model: Any) -> None:
-    """Keep the trained adapter as it is now under another name: memory of an adapter, not of a model."""
+    """Keep a copy of the trained adapter under another name. It needs the memory of an adapter, not of a model."""
     peft = peft_library()
     state = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
     model.add_adapter(REFERENCE, model.peft_config[TRAINED])
@@ -103,13 +100,13 @@ def add_reference_adapter(model: Any) -> None:
 
 
 def merged(model: Any) -> Any:
-    """A copy of the model with the adapters added into its weights; the model itself stays as it is.
+    """A copy of the model with the adapters added to its weights.
 
     Raises:
-        ModelError: the weights are quantized: adding to them would round the adapter away.
+        ModelError: the weights are quantized: rounding would lose the adapter.
     """
     if getattr(model.get_base_model(), "is_quantized", False):
-        raise ModelError("the weights are quantized: merge the saved adapter into the model as it was before that")
+        raise ModelError("the weights are quantized: merge the saved adapter into the model before its quantization")
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if type(module) is nn.Linear and module.weight.dtype in {torch.bfloat16, torch.float16}:
@@ -118,13 +115,13 @@ def merged(model: Any) -> Any:
 
 
 def adapter_weights(model: Any) -> dict[str, Any]:
-    """The trained adapter's weights under the names that they are saved by."""
+    """The trained adapter's weights under the names of their file."""
     weights: dict[str, Any] = peft_library().get_peft_model_state_dict(model, adapter_name=TRAINED)
     return weights
 
 
 def load_adapter_weights(model: Any, folder: Path) -> None:
-    """Put a saved adapter's weights into the trained one of a model that has the same."""
+    """Load a saved adapter into the trained adapter of a model, which has the same structure."""
     peft = peft_library()
     weights = peft.load_peft_weights(str(folder), device=str(next(model.parameters()).device))
     peft.set_peft_model_state_dict(model, weights, adapter_name=TRAINED)

@@ -1,9 +1,8 @@
-"""What a Llama-like transformers model is made of, read off its modules: the weights and the switches of each layer.
+"""The structure of a Llama-like transformers model, read from its modules: weights and options of each layer.
 
-Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 1 to 3 are one architecture with switches: query-key norms, biases,
-norms after each block, norm weights stored as w - 1, soft caps, sliding windows, layers without rotation, a tied head,
-LoRA adapters. ``Anatomy.of`` finds them or says what it does not know; nothing is copied, so the weights are the
-trainer's.
+Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 1 to 3 are one architecture with options: query-key norms, biases, norms
+after each block, norm weights stored as w - 1, soft caps, sliding windows, layers without rotation, a tied head, LoRA
+adapters. ``Anatomy.of`` reads them or raises what it does not know. Weights are not copied.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"}) | SHIFTED_NORMS
 """Values of ``config.model_type``."""
 STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotations that depend on the position alone, not on how long the sequence is."""
+"""Types of rotary embeddings that depend on the position only, not on the length of the sequence."""
 
 
 class UnsupportedModel(Exception):  # noqa: N818 - not an error: another implementation is used
@@ -45,7 +44,7 @@ class Linear:
 
     @classmethod
     def of(cls, module: Any, name: str) -> Linear:
-        """A plain linear module, or one that ``peft`` has wrapped with LoRA."""
+        """Read a linear module, or one that peft has wrapped with LoRA."""
         if type(module) is nn.Linear:
             return cls(module.weight, module.bias)
         base: Any = getattr(module, "base_layer", None)
@@ -68,7 +67,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root mean square norm: ``x / sqrt(mean(x^2) + eps) * weight``, or ``* (1 + weight)`` where shifted."""
+    """Root mean square norm: ``x / sqrt(mean(x^2) + eps) * weight``, or ``* (1 + weight)`` if shifted."""
 
     weight: nn.Parameter
     eps: float
@@ -76,7 +75,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, *, shifted: bool) -> Norm:
-        """A norm of transformers, which spells eps in two ways."""
+        """Read a norm of transformers, which has two names for eps."""
         if hasattr(module, "modules_to_save"):
             raise UnsupportedModel("a norm is trained by an adapter")
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
@@ -84,35 +83,40 @@ class Norm:
             raise UnsupportedModel(f"a norm is a {type(module).__name__}")
         return cls(module.weight, float(eps), shifted)
 
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """What normed values are multiplied by."""
+        weight = self.weight.to(dtype)
+        return 1 + weight if self.shifted else weight
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer."""
 
     module: Any
-    """As transformers has it."""
+    """The module of transformers."""
     before_attention: Norm
     qkv: tuple[Linear, Linear, Linear]
     qk_norms: tuple[Norm, Norm] | None
     output: Linear
     after_attention: Norm | None
-    """On the attention's output, before it is added (Gemma 2 and 3)."""
+    """Applied to the attention's output before it is added (Gemma 2 and 3)."""
     before_mlp: Norm
     gate_up: tuple[Linear, Linear]
     down: Linear
     after_mlp: Norm | None
     window: int | None
-    """Keys further back than this are not seen, the query's own position counted in. None: all are."""
+    """A token sees this many tokens, itself included. None: all tokens."""
     rope: str | None
-    """Which rotation: one of ``Anatomy.rotations``. None: this layer does not rotate."""
+    """The kind of rotation, one of ``Anatomy.rotations``. None: this layer does not rotate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """A model's weights by their place. The parameters are the model's own."""
+    """A model's layers and head. The parameters are the model's own."""
 
     embedding: nn.Embedding
-    """Called as it is: Gemma's scales its output."""
+    """Used as a module: Gemma's scales its output."""
     layers: tuple[Layer, ...]
     norm: Norm
     head: Linear
@@ -126,7 +130,7 @@ class Anatomy:
     logit_cap: float | None
     """The same for the logits."""
     gelu: bool
-    """The MLP's activation: GELU's tanh form, else SiLU."""
+    """Whether the MLP's activation is the tanh form of GELU. Otherwise it is SiLU."""
     rotary: Any
 
     @classmethod
@@ -134,7 +138,7 @@ class Anatomy:
         """Read a model.
 
         Raises:
-            UnsupportedModel: it has something that is not known here.
+            UnsupportedModel: it is of another family, or has a part that is not known here.
         """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = model.config
@@ -166,7 +170,7 @@ class Anatomy:
         )
 
     def parameters(self) -> list[Tensor]:
-        """Every weight that a forward pass reads."""
+        """All weights that a forward pass reads."""
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
         for layer in self.layers:
             norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
@@ -177,29 +181,29 @@ class Anatomy:
         return found
 
     def identity(self) -> list[object]:
-        """Which parameters, and which adapters at which scales, a forward pass reads."""
+        """What changes if a forward pass reads other parameters, or adapters with other scales."""
         scales = [adapter.scale for linear in self.linears() for adapter in linear.adapters]
         return [*map(id, self.parameters()), *scales]
 
     def linears(self) -> list[Linear]:
-        """All of them, the head last."""
+        """All linear maps, the head last."""
         per_layer = [[*layer.qkv, layer.output, *layer.gate_up, layer.down] for layer in self.layers]
         return [linear for linears in per_layer for linear in linears] + [self.head]
 
     def rope_tables(self, length: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines of positions 0 to ``length - 1``, each ``[length, head_dim]``, by kind of rotation."""
+        """Cosines and sines of positions 0 to ``length - 1``, ``[length, D]`` each, by kind of rotation."""
         like = torch.empty(0, dtype=dtype, device=self.norm.weight.device)
         positions = torch.arange(length, device=like.device)
         return {kind: self.angles(kind, positions, like) for kind in self.rotations}
 
     @property
     def rotations(self) -> set[str]:
-        """The kinds of rotation that there are."""
+        """The kinds of rotation of the layers."""
         return {layer.rope for layer in self.layers if layer.rope is not None}
 
-    def angles(self, kind: str, positions_N: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions, each ``[N, head_dim]``, in the dtype of ``like``."""
-        cos, sin = self.rotary(like, positions_N[None], kind) if kind else self.rotary(like, positions_N[None])
+    def angles(self, kind: str, positions_T: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, ``[T, D]`` each, in the dtype of ``like``."""
+        cos, sin = self.rotary(like, positions_T[None], kind) if kind else self.rotary(like, positions_T[None])
         return cos[0], sin[0]
 
 
@@ -207,7 +211,7 @@ def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     for module in (layer, attention, mlp):
         if not type(module).__module__.startswith("transformers."):
-            raise UnsupportedModel(f"{type(module).__name__} is a class of its own")
+            raise UnsupportedModel(f"{type(module).__name__} is not a class of transformers")
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
 
     def norm(name: str) -> Norm:
@@ -216,7 +220,7 @@ def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     qk_norms = None
     if hasattr(attention, "q_norm"):
         qk_norms = (Norm.of(attention.q_norm, shifted=shifted), Norm.of(attention.k_norm, shifted=shifted))
-    of_layer = config.model_type != "mistral"  # Mistral's window is one for all layers, and its modules do not carry it
+    of_layer = config.model_type != "mistral"  # Mistral has one window for all layers, and its modules do not store it
     rope = getattr(attention, "layer_type", "") if config.model_type == "gemma3_text" else ""
     return Layer(
         module=layer,

@@ -71,7 +71,7 @@ def logit_gap(passes: Passes, model: ComputeModel) -> float:
     prompts = [tokens(length) for length in TRIAL_PROMPTS]
     completions = [tokens(length) for _, length in TRIAL_COMPLETIONS]
     rows = PackedRows.of([prompt for prompt, _ in TRIAL_COMPLETIONS], completions)
-    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states_NH)
+    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states)
     expected = [
         own_logits(model, [*prompts[prompt], *completion], len(completion) + 1)[:-1]
         for (prompt, _), completion in zip(TRIAL_COMPLETIONS, completions, strict=True)

@@ -1,4 +1,5 @@
-"""Any transformers model whose attention can be exchanged, run for the trainer: its own modules, our attention."""
+"""Any transformers model whose attention function can be replaced, run for the trainer: its own modules with packed
+attention."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from torch import Tensor, nn
 
 from cohort.policy.anatomy import UnsupportedModel
 from cohort.policy.compute import ComputeModel
-from cohort.policy.passes import Hidden, PackedPass, base_of, same_when_recomputed
+from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
 
 INTERFACE = "cohort_packed"
-"""Our attention's name among transformers'."""
+"""The name of packed attention among the attention functions of transformers."""
 LENGTH_ROPES = frozenset({"dynamic", "longrope"})
-"""Rotations that look at the longest sequence of a pass: beyond a length that no trial reaches, a prompt read by itself
-has other keys than with a completion after it."""
+"""Rotary embeddings that depend on the longest sequence of a pass. Beyond a length that no trial reaches, a prompt read
+by itself has other keys than with a completion after it."""
+
+WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Settings of a config that hide tokens from some layers."""
 
 
 class CustomAttention:
@@ -26,38 +30,48 @@ class CustomAttention:
         model: the model.
 
     Raises:
-        UnsupportedModel: the model is known to be another kind.
+        UnsupportedModel: its attention function cannot be replaced.
     """
 
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
-        self._model = base_of(model.model)
-        if not getattr(self._model, "_supports_attention_backend", False):
+        self._base = base_of(model.model)
+        if not getattr(self._base, "_supports_attention_backend", False):
             raise UnsupportedModel("its attention cannot be replaced")
-        if changing := LENGTH_ROPES & _rotations(self._model):
+        if changing := LENGTH_ROPES & _rotary_types(self._base):
             raise UnsupportedModel(
                 f"its rotary embedding is {min(changing)!r}, which changes with the sequence's length"
             )
-        _register()
+        from transformers import AttentionInterface
 
-    def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
+        AttentionInterface.register(INTERFACE, _attention)
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        decoder = self._model.get_decoder()
-        asked = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
-        with self._entered(), same_when_recomputed(decoder, self._entered):
+        decoder = self._base.get_decoder()
+        arguments: dict[str, Any] = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
+        with self._context(), recomputed_in(self._context, decoder):
             output = decoder(
-                input_ids=ids_N[None],
-                position_ids=positions_N[None],
+                input_ids=ids_T[None],
+                position_ids=positions_T[None],
                 use_cache=False,
                 **{INTERFACE: packed},
-                **asked,
+                **arguments,
             )
         return Hidden(output.last_hidden_state[0], tuple(getattr(output, "router_logits", None) or ()))
 
     @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self.model.compute(), _custom_attention(self._model.get_decoder()):
-            yield
+    def _context(self) -> Iterator[None]:
+        """The model's compute dtype and packed attention. Transformers makes no masks for an attention function without
+        a mask function."""
+        config = self._base.get_decoder().config
+        before = config._attn_implementation
+        with self.model.compute():
+            config._attn_implementation = INTERFACE
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
 
 
 def _attention(
@@ -72,7 +86,7 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' interface of attention functions."""
+    """Packed attention with the signature of transformers' attention functions."""
     packed: PackedPass | None = others.get(INTERFACE)
     if packed is None:
         raise UnsupportedModel("it does not hand arguments on to its attention")
@@ -83,38 +97,14 @@ def _attention(
     if any(others.get(name) is not None for name in ("s_aux", "position_bias", "head_mask")):
         raise UnsupportedModel("attention has sinks or biases")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = others["sliding_window"] if "sliding_window" in others else _window_of(module)
-    out_HND = packed.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap)
-    return out_HND.transpose(0, 1)[None].contiguous(), None
-
-
-def _window_of(module: Any) -> int | None:
-    """The window of a layer that is not told it: none, or it is not known which layers have one."""
-    config = module.config
-    if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
+    window = others.get("sliding_window")
+    if "sliding_window" not in others and any(getattr(module.config, name, None) for name in WINDOWS):
         raise UnsupportedModel("which of its layers see only part of the tokens is not known")
-    return None
+    out_ATD = packed.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap)
+    return out_ATD.transpose(0, 1)[None].contiguous(), None
 
 
-def _rotations(model: nn.Module) -> set[str]:
-    """The types of a model's rotary embeddings, as transformers names them; some have one for each type of layer."""
+def _rotary_types(model: nn.Module) -> set[str]:
+    """The types of a model's rotary embeddings, as transformers names them. Some modules have one per layer type."""
     types = [getattr(module, "rope_type", ()) for module in model.modules()]
     return {name for each in types for name in ([each] if isinstance(each, str) else dict(each).values())}
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(INTERFACE, _attention)
-
-
-@contextlib.contextmanager
-def _custom_attention(decoder: Any) -> Iterator[None]:
-    """Our attention instead of the model's own, within the block. Without a mask function of its name, transformers
-    makes no masks."""
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation = INTERFACE
-    try:
-        yield
-    finally:
-        decoder.config._attn_implementation = before

@@ -105,7 +105,7 @@ class _SupportMask:
 
     def __init__(self, support: Support, device: torch.device) -> None:
         self._token_ids_U, self._counts_N, self._excluded_N = (
-            torch.from_numpy(part).to(device) for part in (support.token_ids_K, support.counts_N, support.excluded_N)
+            torch.from_numpy(part).to(device) for part in (support.token_ids_U, support.counts_N, support.excluded_N)
         )
         self._ends_N = self._counts_N.cumsum(0)
 

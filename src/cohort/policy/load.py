@@ -1,4 +1,4 @@
-"""Loading: a Hugging Face causal language model and its tokenizer, and what they compute in."""
+"""Load a Hugging Face causal language model and its tokenizer, and choose its device and dtypes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from cohort.errors import ModelError
 
 ADAPTER_FILE = "adapter_config.json"
 """The file that marks a folder as an adapter's."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+"""A folder with a tokenizer has one of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What is stored and what is computed in."""
+    """The dtypes of storage and of computation."""
 
     master: torch.dtype
     """Dtype of the trained weights and of the optimizer's state."""
     compute: torch.dtype
-    """Dtype of the model's matrix products; log-probs and everything after them are float32 (float64 for float64)."""
+    """Dtype of matrix products. Log-probs and everything after them are float32 (float64 for float64)."""
 
     def __str__(self) -> str:
         name = str(self.compute).removeprefix("torch.")
@@ -46,10 +49,10 @@ def peft_library() -> Any:
 
 
 def resolve_device(name: str) -> torch.device:
-    """A device by name: "auto" is CUDA where there is one, else the CPU; anything else is torch's own name.
+    """The device of a name. "auto" is CUDA if it is available, else the CPU; other names are torch's.
 
     Raises:
-        ModelError: no such device here.
+        ModelError: there is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,27 +60,26 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"model.device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        raise ModelError(f"model.device {name!r} cannot be used here: {_first_line(error)}") from None
     if device.type == "mps":
         raise ModelError("model.device 'mps' is not supported: it has no float64, which sampling needs; set 'cpu'")
     return device
 
 
 def resolve_precision(name: str, device: torch.device, hidden_size: int = 0) -> Precision:
-    """A precision by name: "auto" is bfloat16 where the hardware is faster with it, float32 elsewhere.
+    """The precision of a name. "auto" is bfloat16 if the hardware is faster with it, else float32.
 
-    The rule reads the hardware and the model, never a clock, so that a run is the same twice. CPUs with AVX512-BF16 but
-    without AMX gain in sampling and in the update from a hidden size of 256 on; below, sampling loses
-    (``benchmarks/precision.py``).
+    The rule depends on the hardware and the model and measures no time, so that a run is repeatable. CPUs with
+    AVX512-BF16 but without AMX are faster in sampling and in the update from a hidden size of 256 on, and slower in
+    sampling below it (``benchmarks/precision.py``).
     """
     if name == "auto":
+        faster = False
         if device.type == "cuda":
             faster = torch.cuda.is_bf16_supported(including_emulation=False)
         elif device.type == "cpu":
-            wide = torch.cpu._is_avx512_bf16_supported() and hidden_size >= 256
-            faster = torch.cpu._is_amx_tile_supported() or wide
-        else:
-            faster = False
+            large = hidden_size >= 256
+            faster = torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and large)
         name = "bfloat16" if faster else "float32"
     compute: torch.dtype = getattr(torch, name)
     return Precision(torch.float64 if compute == torch.float64 else torch.float32, compute)
@@ -87,23 +89,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a folder or hub id.
 
     Raises:
-        ModelError: no folder, or no tokenizer in it.
+        ModelError: there is no such folder, or no tokenizer in it.
     """
     from transformers import AutoTokenizer
 
     path = _check_folder(path)
-    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in _TOKENIZER_FILES):
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(
-            f"model folder {path} holds no tokenizer: expected {' or '.join(_TOKENIZER_FILES[:2])}; "
+            f"model folder {path} holds no tokenizer: expected {' or '.join(TOKENIZER_FILES[:2])}; "
             f"save it there with tokenizer.save_pretrained({path!r})"
         )
-    try:
+    with _errors(f"cannot load a tokenizer from {path!r}", path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"cannot load a tokenizer from {path!r}{_not_here(path)}: {_first_line(error)}") from error
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 def load_model(
@@ -114,43 +111,38 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: str = "none",
 ) -> nn.Module:
-    """The causal language model of a folder or hub id, in the master dtype. Of a folder that holds an adapter, the
-    model that it belongs to with the adapter merged into it.
+    """The causal language model of a folder or hub id, in the master dtype. A folder with an adapter gives its base
+    model with the adapter merged into it.
 
     Args:
-        path: where it is.
-        precision, device: what it is kept in, and where.
-        trust_remote_code: run code that comes with it.
-        quantization: "8bit" or "4bit" (NF4): the linear layers' weights are kept in so many bits.
+        path: folder or hub id.
+        precision, device: dtypes and device.
+        trust_remote_code: run code that comes with the model.
+        quantization: "8bit" or "4bit" (NF4) store the weights of linear layers in so many bits.
 
     Raises:
-        ModelError: no folder, or not a causal language model.
+        ModelError: there is no such folder, or it has no causal language model.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     path = _check_folder(path)
-    # Reading a folder takes moments; a download shows its progress.
+    # Reading a folder is fast; a download shows its progress.
     bars = without_progress_bars() if Path(path).is_dir() else contextlib.nullcontext()
-    try:
-        with bars:
-            model = AutoModelForCausalLM.from_pretrained(
-                _base_of(path),
-                dtype=precision.master,
-                trust_remote_code=trust_remote_code,
-                **_quantized(quantization, precision, device),
-            )
-            if (Path(path) / ADAPTER_FILE).exists():
-                model = peft_library().PeftModel.from_pretrained(model, path).merge_and_unload()
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot load a causal language model from {path!r}{_not_here(path)}: {_first_line(error)}"
-        ) from error
+    with _errors(f"cannot load a causal language model from {path!r}", path), bars:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            _base_of(path),
+            dtype=precision.master,
+            trust_remote_code=trust_remote_code,
+            **_quantization(quantization, precision, device),
+        )
+        if (Path(path) / ADAPTER_FILE).exists():
+            model = peft_library().PeftModel.from_pretrained(model, path).merge_and_unload()
     loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
 
 
-def _quantized(bits: str, precision: Precision, device: torch.device) -> dict[str, Any]:
+def _quantization(bits: str, precision: Precision, device: torch.device) -> dict[str, Any]:
+    """Arguments of ``from_pretrained``."""
     if bits == "none":
         return {}
     if device.type != "cuda":
@@ -158,14 +150,12 @@ def _quantized(bits: str, precision: Precision, device: torch.device) -> dict[st
             f"model.quantization {bits!r} needs CUDA, and model.device is {device}: bitsandbytes has no backward pass "
             "for quantized weights elsewhere. Set model.quantization to 'none'"
         )
-    from importlib.util import find_spec
-
-    from transformers import BitsAndBytesConfig
-
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             "model.quantization needs bitsandbytes, which is not installed: pip install 'cohort-rl[quantized]'"
         )
+    from transformers import BitsAndBytesConfig
+
     settings: dict[str, Any] = {"load_in_8bit": True}
     if bits == "4bit":
         settings = {
@@ -178,10 +168,10 @@ def _quantized(bits: str, precision: Precision, device: torch.device) -> dict[st
 
 
 def _base_of(path: str) -> str:
-    """Where the model lies that an adapter's folder belongs to; the path itself, where it is no adapter's.
+    """The path of the base model of an adapter's folder. Other paths are returned unchanged.
 
     Raises:
-        ModelError: the adapter does not say.
+        ModelError: the adapter does not name its base model.
     """
     file = Path(path) / ADAPTER_FILE
     if not file.exists():
@@ -194,7 +184,7 @@ def _base_of(path: str) -> str:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the terminal, where a run shows its own."""
+    """Hide transformers' progress bars inside the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -207,7 +197,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end a completion: the generation config's, the model config's and the tokenizer's, together."""
+    """All tokens that end a completion: those of the generation config, the model config and the tokenizer."""
     found: set[int] = set()
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
@@ -216,7 +206,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
-    """The config of a model's text part: of a loaded model, or of a folder or hub id, of which nothing else is read.
+    """The config of a model's text part, from a loaded model, or from a folder or hub id without loading the model.
 
     Raises:
         ModelError: there is no config to read.
@@ -226,14 +216,12 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
     if not isinstance(model, str):
         return model.config.get_text_config()
     path = _base_of(_check_folder(model))
-    try:
+    with _errors(f"cannot read a model's config in {model!r}", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read a model's config in {model!r}{_not_here(path)}: {_first_line(error)}") from error
 
 
 def context_length(config: Any) -> int | None:
-    """The most tokens a model takes, prompt and completion together; None when its config does not say."""
+    """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(length := getattr(config, name, None), int) and length > 0:
             return length
@@ -241,7 +229,7 @@ def context_length(config: Any) -> int | None:
 
 
 def _check_folder(path: str) -> str:
-    """The path with its ``~`` spelled out; a hub id as it is."""
+    """The path with its ``~`` expanded; a hub id unchanged."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -250,10 +238,19 @@ def _check_folder(path: str) -> str:
     return str(Path(path).expanduser()) if looks_local else path
 
 
-def _not_here(path: str) -> str:
-    return "" if Path(path).is_dir() else " (no folder of that name here, so taken for a hub id)"
+@contextlib.contextmanager
+def _errors(what: str, path: str) -> Iterator[None]:
+    """Raise the errors of transformers as ``ModelError``."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
+        raise ModelError(f"{what}{hub}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    return (str(error).splitlines() or [type(error).__name__])[0]

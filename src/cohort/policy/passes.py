@@ -1,17 +1,16 @@
-"""Forward passes of the trainer: prompts once, then the completions after them, packed without padding.
+"""Forward passes of the trainer: prompts once, then the rows after them, packed without padding.
 
-A completion's row holds the prompt's last token and all but the last of its own: T tokens in, T distributions out. What
-it needs of the rest of the prompt are the keys and values of each layer, which ``read`` computes once, whatever the
-number of completions and of microbatches:
+The inputs of a row are the prompt's last token and all tokens of the row but the last. What the row needs of the rest
+of the prompt are the keys and values of each layer, which ``read`` computes once for all rows and microbatches:
 
-    prefixes = passes.read(prompts)                        forward over each prompt but its last token
+    prefixes = passes.read(prompts)                        forward over each prompt without its last token
     for each microbatch:
-        hidden = passes.hidden(prefixes, ...)              forward over the rows, attending to the prefixes
+        hidden = passes.hidden(prefixes, rows)             forward over the rows, attending to the prefixes
         (a loss of hidden).backward()                      gradients of keys and values add up in leaves
     prefixes.backward()                                    backward over the prompts, once
 
-What runs the layers is ``lean.py`` for Llama-like models; for others transformers' own modules with another attention
-function. Models that can take neither run prompt and completion together, padded. Which it is, is found out by trying.
+Llama-like models run with ``lean.py``; most others with their own modules and ``custom_attention.py``. Models that
+support neither compute prompt and row together, padded. ``choose.py`` finds out which by trying.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from cohort.policy.kernels import UpdateKernels, kernels_for
 from cohort.policy.layout import Layout
 from cohort.policy.rows import PackedRows
 
-SHARED = "prompts computed once per group, completions packed"
+KeysValues = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of prompts without their last tokens, end to end, by layer, ``[A, X, D]`` each."""
 
 
 class Prefixes:
-    """Prompts that have been read, and what completions need of them.
+    """Prompts that have been read, and what rows need of them.
 
     Args:
         prompt_ids: the prompts.
-        keys_values: of each layer, of all prompts but their last tokens end to end, ``[K, M, D]`` each.
-        attached: gradients of completions flow into the prompts' graph at once; else they add up until ``backward``.
+        keys_values: theirs.
+        attached: whether gradients of rows flow into the prompts' graph at once. Otherwise they add up in leaves until
+            ``backward``.
     """
 
-    def __init__(
-        self, prompt_ids: Sequence[Sequence[int]], keys_values: dict[int, tuple[Tensor, Tensor]], *, attached: bool
-    ) -> None:
+    def __init__(self, prompt_ids: Sequence[Sequence[int]], keys_values: KeysValues, *, attached: bool) -> None:
         self.prompt_ids = prompt_ids
         self._computed = keys_values
         self.keys_values = keys_values
@@ -54,7 +53,7 @@ class Prefixes:
             self.keys_values = {layer: (_leaf(k), _leaf(v)) for layer, (k, v) in keys_values.items()}
 
     def backward(self) -> None:
-        """Send the gradients that have come together through the prompts. Nothing, if there are none."""
+        """Send the gradients that have added up through the prompts. Does nothing if there are none."""
         pairs = [
             (computed, leaf.grad.to(computed.dtype))
             for layer, parts in self._computed.items()
@@ -67,52 +66,59 @@ class Prefixes:
 
 
 def _leaf(computed: Tensor) -> Tensor:
-    """Where gradients add up, in float32 or wider."""
+    """A leaf in which gradients add up, float32 or wider."""
     if not computed.requires_grad:
         return computed
     return computed.detach().to(torch.promote_types(computed.dtype, torch.float32)).requires_grad_()
 
 
 class Hidden(NamedTuple):
-    """Of N completion tokens."""
+    """What a pass returns, per token."""
 
-    states_NH: Tensor
-    """Last hidden states, or logits; see ``Passes.head``."""
+    states: Tensor
+    """Last hidden states, or logits; see ``Passes.head``. ``[N, H]``."""
     router_logits: tuple[Tensor, ...] = ()
-    """Of each layer with experts, ``[N, E]``, where they are asked for."""
+    """Of each layer with experts, ``[N, E]``, if the load-balancing loss needs them."""
+
+    def select(self, index: slice | Tensor) -> Hidden:
+        """The values of some tokens."""
+        states, *router_logits = (
+            values[index] if isinstance(index, slice) else values.index_select(0, index.to(values.device))
+            for values in (self.states, *self.router_logits)
+        )
+        return Hidden(states, tuple(router_logits))
 
 
 class Passes(Protocol):
-    """One way of running a model over prompts and completions."""
+    """One way of running a model over prompts and rows."""
 
     description: str
     shared: bool
-    """Whether prompts are read once, and not with every completion."""
+    """Whether prompts are computed once, and not with every row."""
     head: Head
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
-        """Read prompts; see ``Prefixes``."""
+        """Compute what rows need of prompts; see ``Prefixes``."""
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
-        """What the model computes where each drawn token of the rows was drawn. Rows refer to the prompts that were
-        read."""
+        """The last hidden states that predict the drawn tokens of rows."""
 
 
 class Body(Protocol):
-    """What runs a model's layers over packed tokens."""
+    """Runs a model's layers over packed tokens."""
 
-    def __call__(self, ids_N: Tensor, positions_N: Tensor, packed: PackedPass) -> Hidden:
-        """The last hidden states; of no use where only keys and values are asked for. After the tokens that ``packed``
-        knows there may be some of no meaning."""
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+        """The last hidden states. They have no meaning in a pass that only reads keys and values. Tokens after those
+        that ``packed`` knows are padding."""
 
 
 class SharedPasses:
-    """See the module.
+    """Prompts once, rows packed; see the module.
 
     Args:
         model: the model.
         head: from hidden states to logits.
-        body: what runs its layers.
+        body: runs the layers.
     """
 
     shared = True
@@ -121,17 +127,17 @@ class SharedPasses:
         self.model = model
         self.head = head
         self.body = body
-        self.kernels, without = kernels_for(model)
-        self.description = SHARED
+        self.kernels, reason = kernels_for(model)
+        self.description = "prompts computed once per group, completions packed"
         if model.device.type == "cpu":
-            self.description += ", native kernels" if self.kernels else f", no native kernels: {without}"
+            self.description += ", native kernels" if self.kernels else f", no native kernels: {reason}"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """See ``Passes``."""
-        keys_values: dict[int, tuple[Tensor, Tensor]] = {}
+        keys_values: KeysValues = {}
         ids = [torch.as_tensor(prompt[:-1]) for prompt in prompt_ids if len(prompt) > 1]
         if ids:
-            layout = Layout([len(prompt) for prompt in ids], self.model.device)
+            layout = Layout(list(map(len, ids)), self.model.device)
             self._run(torch.cat(ids), PackedPass(layout, self.kernels, read=keys_values))
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
 
@@ -143,35 +149,29 @@ class SharedPasses:
         )
         packed = PackedPass(layout, self.kernels, prefixes=prefixes.keys_values)
         found = self._run(rows.inputs_T(prompts), packed)
-        if (drawn_N := rows.drawn_N) is None:
-            return found
-        states, *router_logits = (
-            each.index_select(0, drawn_N.to(each.device)) for each in (found.states_NH, *found.router_logits)
-        )
-        return Hidden(states, tuple(router_logits))
+        return found.select(slice(layout.tokens) if rows.drawn_N is None else rows.drawn_N)
 
     def _run(self, ids_T: Tensor, packed: PackedPass) -> Hidden:
-        count, positions_T = len(ids_T), packed.layout.positions_N
-        found = self.body(in_like_shapes(ids_T.to(self.model.device)), in_like_shapes(positions_T), packed)
-        return Hidden(found.states_NH[:count], tuple(logits[:count] for logits in found.router_logits))
+        ids_T = ids_T.to(self.model.device)
+        return self.body(in_like_shapes(ids_T), in_like_shapes(packed.layout.positions_T), packed)
 
 
 class PackedPass:
-    """What the attention of one forward pass needs to know.
+    """The attention of one forward pass.
 
     Args:
-        layout: which token belongs to what.
-        kernels: what attends, where there are such.
-        read: takes up the keys and values of each layer, where they are wanted.
-        prefixes: those that the tokens attend to besides their own.
+        layout: which token belongs to which row and prompt.
+        kernels: native kernels, if they are available.
+        read: receives the keys and values of each layer, if this pass reads prompts.
+        prefixes: keys and values that the rows attend to besides their own.
     """
 
     def __init__(
         self,
         layout: Layout,
         kernels: UpdateKernels | None,
-        read: dict[int, tuple[Tensor, Tensor]] | None = None,
-        prefixes: dict[int, tuple[Tensor, Tensor]] | None = None,
+        read: KeysValues | None = None,
+        prefixes: KeysValues | None = None,
     ) -> None:
         self.layout = layout
         self._kernels = kernels
@@ -180,21 +180,20 @@ class PackedPass:
 
     @property
     def reads(self) -> bool:
-        """Whether keys and values are all that is wanted."""
+        """Whether only keys and values are needed."""
         return self._read is not None
 
-    def take(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keep a layer's keys and values."""
-        assert self._read is not None
-        tokens = self.layout.tokens
-        self._read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
+    def record(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store a layer's keys and values if this pass reads prompts."""
+        if self._read is not None:
+            tokens = self.layout.tokens
+            self._read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, cap: float | None
     ) -> Tensor:
-        """One layer's attention; ``[heads, N, D]`` each."""
-        if self.reads:
-            self.take(layer, k, v)
+        """One layer's attention; ``[A, T, D]`` each."""
+        self.record(layer, k, v)
         prefix = self._prefixes.get(layer)
         return packed_attention(
             q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, kernels=self._kernels
@@ -202,18 +201,18 @@ class PackedPass:
 
 
 @contextlib.contextmanager
-def same_when_recomputed(model: Any, entered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Checkpointed layers that run within this block run again, in the backward pass, in the block that ``entered``
-    makes. (Inside ``Tensor.backward`` even a block around it would not do: torch function modes are off there.)"""
+def recomputed_in(context: Callable[[], AbstractContextManager[None]], model: Any) -> Iterator[None]:
+    """Let checkpointed layers that run in this block be recomputed, in the backward pass, inside ``context()``. (A
+    block around ``Tensor.backward`` would not do: torch function modes are off there.)"""
     before = [(m, m._gradient_checkpointing_func) for m in model.modules() if getattr(m, "gradient_checkpointing", 0)]
 
     def checkpoint(function: Any, layer: Any, *arguments: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with entered():
+            with context():
                 return layer(*arguments)
 
         if getattr(function, "keywords", {}).get("use_reentrant"):
-            # The older kind runs layers without a graph: nothing would flow into the prompts' keys and values.
+            # Reentrant checkpoints run layers without a graph: no gradient would reach the prompts' keys and values.
             function = functools.partial(function, use_reentrant=False)
         return function(run, *arguments)
 
@@ -227,11 +226,11 @@ def same_when_recomputed(model: Any, entered: Callable[[], AbstractContextManage
 
 
 class PlainPasses:
-    """Prompt and completion together, padded on the right, by the model's own forward pass.
+    """Prompt and row together, padded on the right, by the model's own forward pass.
 
     Args:
         model: the model.
-        head: from hidden states to logits; one without a linear layer takes the model's own logits.
+        head: from hidden states to logits. Without a linear layer, the logits are the model's own.
     """
 
     shared = False
@@ -253,27 +252,24 @@ class PlainPasses:
         texts = map(torch.cat, zip(prompts, rows.ids_T.split(rows.lengths_B.tolist()), strict=True))
         # Padded on the right without an attention mask: under causal attention no real token sees what follows it.
         input_ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(self.model.device)
-        before_B = torch.tensor([len(prompt) for prompt in prompts])
-        before_B -= before_B.min()
-        # Position t predicts token t+1, so the first position needed is the last token of the shortest prompt.
-        keep = input_ids.shape[1] - min(map(len, prompts)) + 1
+        prompt_lengths_B = torch.tensor(list(map(len, prompts)))
+        shortest = int(prompt_lengths_B.min())
+        # Position t predicts token t + 1, so the first position needed is the last token of the shortest prompt.
+        keep = input_ids.shape[1] - shortest + 1
         row_T, position_T = rows.rows_and_positions
-        index_T = row_T * keep + before_B[row_T] + position_T
-        index_N = index_T if rows.drawn_N is None else index_T[rows.drawn_N]
+        index_T = row_T * keep + prompt_lengths_B[row_T] - shortest + position_T
         compute = self.model.compute
-        with compute(), same_when_recomputed(self.model.model, compute):
+        with compute(), recomputed_in(compute, self.model.model):
             if self.head.linear is None:
                 hidden = self.model.logits(input_ids, keep=keep, use_cache=False).logits
             else:
                 decoder = base_of(self.model.model).get_decoder()
                 hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[:, -keep:]
-        return Hidden(hidden.flatten(0, 1).index_select(0, index_N.to(self.model.device)))
+        return Hidden(hidden.flatten(0, 1)).select(index_T if rows.drawn_N is None else index_T[rows.drawn_N])
 
 
 def base_of(model: Any) -> Any:
-    """The model inside an adapter's wrapper, where all that the wrapper does is done inside it."""
-    if not hasattr(model, "get_base_model"):
-        return model
-    if getattr(model.active_peft_config, "is_prompt_learning", False):
+    """The model inside a peft wrapper, unless the wrapper itself takes part in the forward pass (prompt learning)."""
+    if not hasattr(model, "get_base_model") or getattr(model.active_peft_config, "is_prompt_learning", False):
         return model
     return model.get_base_model()

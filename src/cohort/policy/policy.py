@@ -57,7 +57,7 @@ class Policy(ComputeModel):
         """
         hidden = self.passes.hidden(prefixes, rows)
         return CompletionStates(
-            hidden.states_NH,
+            hidden.states,
             self.passes.head,
             Distribution(rows, prefixes.prompt_ids, temperature, repetition_penalty, self.device),
             hidden.router_logits,

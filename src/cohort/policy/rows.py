@@ -84,7 +84,7 @@ class PackedRows:
         ids_T = np.concatenate([np.asarray(ids, np.int64) for ids in token_ids])
         drawn_T = None if drawn is None else np.concatenate([np.asarray(row, np.bool_) for row in drawn])
         counts = lengths if drawn is None else [int(np.sum(row)) for row in drawn]
-        return cls.pack(list(prompts), ids_T, lengths, drawn_T, join_supports(supports, counts))
+        return cls.pack(list(prompts), ids_T, lengths, drawn_T, Support.join(supports, counts))
 
     @property
     def starts_B(self) -> Tensor:
@@ -118,20 +118,3 @@ def _rows_and_positions(lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     row_T = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
     starts_B = lengths_B.cumsum(0) - lengths_B
     return row_T, torch.arange(len(row_T)) - starts_B[row_T]
-
-
-def join_supports(supports: Sequence[Support | None], counts: Sequence[int]) -> Support | None:
-    """The supports of several rows as one; ``counts`` are their numbers of drawn tokens. None if no row has one."""
-    if not any(support is not None for support in supports):
-        return None
-    nothing = np.zeros(0, np.int32)
-    parts = [
-        Support(nothing, np.zeros(count, np.int32), np.ones(count, np.bool_)) if support is None else support
-        for support, count in zip(supports, counts, strict=True)
-    ]
-    assert all(len(part.counts_N) == count for part, count in zip(parts, counts, strict=True))
-    return Support(
-        np.concatenate([part.token_ids_K for part in parts]),
-        np.concatenate([part.counts_N for part in parts]),
-        np.concatenate([part.excluded_N for part in parts]),
-    )

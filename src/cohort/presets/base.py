@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Annotated, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -70,12 +71,11 @@ class Checked(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _absent(cls, settings: object) -> object:
-        """Read "none" as the absence of a setting that is unset by default."""
+        """Read "none" as None where a setting may be absent."""
         if not isinstance(settings, Mapping):
             return settings
-        fields = cls.model_fields
-        absent = {name for name, value in settings.items() if value == "none" and name in fields}
-        return {**settings, **{name: None for name in absent if fields[name].default is None}}
+        optional = {name for name, field in cls.model_fields.items() if NoneType in typing.get_args(field.annotation)}
+        return {name: None if value == "none" and name in optional else value for name, value in settings.items()}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -219,3 +219,12 @@ def setting_names() -> tuple[str, ...]:
 def optional_parts() -> frozenset[str]:
     """The parts whose absence, "none", is one of their values."""
     return frozenset(name for name, field in Objective.model_fields.items() if kinds(field.annotation)) | {"baseline"}
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that a setting may hold, "none" and the rules of a part included; empty for a number."""
+    if name in WORDS:
+        return tuple(WORDS[name])
+    field = Objective.model_fields.get(name)
+    rules = tuple(kinds(field.annotation)) if field else ()
+    return ("none", *rules) if len(rules) > 1 else ()

@@ -214,6 +214,42 @@ class FIPO(PPOClip):
         check_bounds("fipo weight", self.weight_low, self.weight_high, why=", the weight of an on-policy token")
 
 
+class GradientPreservingClip(Rule):
+    """GPPO: a clipped token keeps the gradient of the bound, times ``beta_low`` or ``beta_high``; 0 is PPO's clip."""
+
+    rule: Literal["gppo"] = "gppo"
+    formula: ClassVar[str] = (
+        "r A; with r a constant {beta_low:g} * {low:g} where A < 0 and r < {low:g}, "
+        "{beta_high:g} * {high:g} where A > 0 and r > {high:g}"
+    )
+    source: ClassVar[str] = "GPPO (arXiv 2508.07629), CE-GPPO (2509.20712)"
+    low: Bound = 0.8
+    high: Bound = 1.2
+    beta_low: Weight = 1.0
+    beta_high: Weight = 1.0
+
+    def check(self) -> None:
+        """Require low <= 1 <= high."""
+        check_bounds("gppo", self.low, self.high)
+
+
+class Taper(Rule):
+    """TOPR: the ratio, clamped by the advantage's sign, is a weight. By default A >= 0 has weight 1 at any ratio,
+    and A < 0 the ratio, at most 1."""
+
+    rule: Literal["taper"] = "taper"
+    formula: ClassVar[str] = (
+        "clip(r, a, b) A log(policy), the clipped ratio a constant weight; [a, b] = "
+        "[{positive_low:g}, {positive_high:g}] where A >= 0, [{negative_low:g}, {negative_high:g}] where A < 0"
+    )
+    source: ClassVar[str] = "TOPR (arXiv 2503.14286)"
+    constant_weight: ClassVar[bool] = True
+    positive_low: Annotated[float, Field(ge=0, le=1)] = 1.0
+    positive_high: Annotated[float, Field(ge=1)] = 1.0
+    negative_low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    negative_high: Annotated[float, Field(ge=1)] = 1.0
+
+
 class Custom(Rule):
     """A user's rule: ``function(ratio_N, advantages_N) -> phi_N``, named "module:function" or "file.py:function"."""
 
@@ -227,5 +263,6 @@ class Custom(Rule):
 
 
 TrustRegion = Annotated[
-    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | Custom, Field(discriminator="rule")
+    PPOClip | Mask | Cap | SAPO | Gamma | TVMask | KLMask | GMPO | FIPO | GradientPreservingClip | Taper | Custom,
+    Field(discriminator="rule"),
 ]

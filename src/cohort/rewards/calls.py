@@ -157,7 +157,7 @@ def cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any
     except Exception:  # columns may hold objects that cannot be pickled
         return None
     reason = completion.finish_reason
-    return function.name, prompt.token_ids, columns, completion.token_ids, completion.text, reason
+    return function.name, prompt.token_ids, columns, tuple(completion.token_ids.tolist()), completion.text, reason
 
 
 def loop_responds(within: float) -> bool:

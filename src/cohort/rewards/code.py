@@ -235,48 +235,48 @@ async def judge(
         DataError, SandboxError: see ``code``.
     """
     if task.python is None:
-        return await _judge_output(executor, program, task.pairs, limits, test_timeout, stop_early)
+        return _verdict(await _run_pairs(executor, program, task, limits, test_timeout, stop_early))
     tests = {**task.python, "seconds": test_timeout}
-    verdict = await _judge_python(executor, program, {**tests, "stop": stop_early}, limits)
+    verdict = _verdict(await _run_tests(executor, program, {**tests, "stop": stop_early}, limits))
     if verdict.passed == task.count:
         row = hashlib.sha256(json.dumps(tests).encode()).digest()
         if row not in _empty_passes:
-            empty = await _judge_python(executor, "", {**tests, "stop": True}, limits)
-            _empty_passes[row] = empty.passed == task.count
+            errors = await _run_tests(executor, "", {**tests, "stop": True}, limits)
+            _empty_passes[row] = errors == [None] * task.count
         if _empty_passes[row]:
             raise DataError("the row's tests test nothing: an empty program passes them")
     return verdict
 
 
-async def _judge_output(
-    executor: Executor,
-    program: str,
-    pairs: tuple[tuple[str, str], ...],
-    limits: Limits,
-    test_timeout: float,
-    stop_early: bool,
-) -> Verdict:
-    passed, failure, left = 0, "", limits.seconds
-    for number, (given, expected) in enumerate(pairs, 1):
+def _verdict(errors: list[str | None]) -> Verdict:
+    failures = (f"test {number}: {error}" for number, error in enumerate(errors, 1) if error is not None)
+    return Verdict(errors.count(None), next(failures, ""))
+
+
+async def _run_pairs(
+    executor: Executor, program: str, task: Task, limits: Limits, test_timeout: float, stop_early: bool
+) -> list[str | None]:
+    """The error of each test by input and output that ran; None: it passed."""
+    errors: list[str | None] = []
+    left = limits.seconds
+    for given, expected in task.pairs:
         if left <= 0:
-            failure = failure or f"test {number}: no time left"
-            break
+            return [*errors, "no time left"]
         result = await executor.run(Program(program, given), replace(limits, seconds=min(test_timeout, left)))
         left -= result.seconds
         if result.outcome is not Outcome.FINISHED:
-            failure = failure or f"test {number}: {_describe(result)}"
+            errors.append(_describe(result))
         elif same_output(result.stdout, expected):
-            passed += 1
-            continue
+            errors.append(None)
         else:
-            difference = f"expected {expected.strip()!r:.100}, got {result.stdout.strip()!r:.100}"
-            failure = failure or f"test {number}: {difference}"
-        if stop_early:
+            errors.append(f"expected {expected.strip()!r:.100}, got {result.stdout.strip()!r:.100}")
+        if stop_early and errors[-1] is not None:
             break
-    return Verdict(passed, failure)
+    return errors
 
 
-async def _judge_python(executor: Executor, program: str, task: Mapping[str, Any], limits: Limits) -> Verdict:
+async def _run_tests(executor: Executor, program: str, task: Mapping[str, Any], limits: Limits) -> list[str | None]:
+    """The error of each Python test that ran; None: it passed."""
     result, served = await executor.run_pair(
         Program(json.dumps(task), harness=_JUDGING / "judge.py"),
         Program(program, harness=_JUDGING / "serve.py"),
@@ -289,13 +289,11 @@ async def _judge_python(executor: Executor, program: str, task: Mapping[str, Any
             raise DataError(f"the row's tests cannot be run: {message['unusable']}")
     if not messages:
         raise SandboxError(f"the tests ended before they began: {result.outcome} {result.stderr[-300:]}")
-    count, tests = messages[0]["tests"], messages[1:]
-    failure = next((f"test {number}: {test['error']}" for number, test in enumerate(tests, 1) if test["error"]), "")
-    if not failure and len(tests) < count:
-        failure = f"test {len(tests) + 1}: {result.outcome}"
-    if "ConnectionError" in failure:
-        failure += f"; the program: {_describe(served)}"
-    return Verdict(sum(test["error"] is None for test in tests), failure)
+    errors = [message["error"] for message in messages[1:]]
+    if len(errors) < messages[0]["tests"]:
+        errors.append(result.outcome.value)
+    lost = f"; the program: {_describe(served)}"
+    return [f"{error}{lost}" if error and "ConnectionError" in error else error for error in errors]
 
 
 def _describe(result: Result) -> str:

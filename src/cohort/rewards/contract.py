@@ -85,7 +85,7 @@ def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> di
     # Messages are copied for every call: a function may change its arguments.
     prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _ in pairs]
     texts = [completion.text for _, completion in pairs]
-    ids = [list(completion.token_ids) for _, completion in pairs]
+    ids = [completion.token_ids.tolist() for _, completion in pairs]
     reasons = [str(completion.finish_reason) for _, completion in pairs]
     if per == "batch":
         columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)

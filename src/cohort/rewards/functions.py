@@ -101,7 +101,7 @@ class Function:
             raise RewardError(f"{self} must return a list of numbers, got {type(returned).__name__}")
         if (count := len(completions)) != len(results):
             raise RewardError(f"{self} must return one reward per completion: {count}, got {len(results)}")
-        return [self._value(results[i], i, len(completion.token_ids)) for i, completion in enumerate(completions)]
+        return [self._value(results[i], i, completion.num_tokens) for i, completion in enumerate(completions)]
 
     def _value(self, result: Any, index: int, tokens: int) -> Value:
         if isinstance(result, BaseException):

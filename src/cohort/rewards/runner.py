@@ -85,7 +85,8 @@ class RewardRunner:
         Raises:
             RewardError: a function broke its contract, or failed on a row.
         """
-        made = Completion((0,), (0.0,), FinishReason.LENGTH, "A made completion, to try the reward functions.", 0)
+        text = "A made completion, to try the reward functions."
+        made = Completion.of_tokens((0,), (0.0,), FinishReason.LENGTH, text)
         groups = [Group(prompt, (made,) * num_generations) for prompt in prompts]
         message = "trying the reward functions (%s) on %d rows"
         timer = threading.Timer(DRY_RUN_MESSAGE_SECONDS, log.warning, [message, ", ".join(self.names), len(groups)])

@@ -243,7 +243,7 @@ def combine(
 
     per_token = functions[0].per_token
     index = {position: s for s, (position, _) in enumerate(completions)}
-    lengths = [len(completion.token_ids) if per_token else 1 for _, completion in completions]
+    lengths = [completion.num_tokens if per_token else 1 for _, completion in completions]
     rewards = {function.name: [[math.nan] * length for length in lengths] for function in functions}
     errors: dict[int, str] = {}
     extras: dict[str, list[Any]] = {}

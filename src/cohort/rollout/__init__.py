@@ -22,6 +22,7 @@ from cohort.rollout.settings import Sampling
 if TYPE_CHECKING:
     from cohort.rollout.local import LocalEngine
     from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
+    from cohort.rollout.setup import local_engine
 
 __all__ = [
     "Capabilities",
@@ -38,11 +39,18 @@ __all__ = [
     "Watch",
     "check_capabilities",
     "draw_tokens",
+    "local_engine",
     "philox4x32",
     "required_capabilities",
 ]
 
-_WITH_TORCH = {"LocalEngine": "local", "Drawn": "sampling", "RowSettings": "sampling", "draw_tokens": "sampling"}
+_WITH_TORCH = {
+    "Drawn": "sampling",
+    "LocalEngine": "local",
+    "RowSettings": "sampling",
+    "draw_tokens": "sampling",
+    "local_engine": "setup",
+}
 
 
 def __getattr__(name: str) -> Any:

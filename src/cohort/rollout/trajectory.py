@@ -11,7 +11,7 @@ import numpy as np
 from cohort.errors import DataError
 from cohort.rollout.engine import Request, Turn
 from cohort.rollout.stops import StopStrings
-from cohort.types import Completion, FinishReason, Support
+from cohort.types import Completion, FinishReason, Segment, Support
 
 Kept = tuple[np.ndarray, bool]
 """The tokens that a draw could have given, or (True) could not have given."""
@@ -47,6 +47,7 @@ class Trajectory:
     supports: list[Kept] | None = None
     """One entry per drawn token; None when supports are not recorded."""
     _given: list[tuple[int, int]] = field(default_factory=list)
+    _segments: list[Segment] = field(default_factory=list)
     _offset: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class Trajectory:
                 "one drawn token, and give at least one token to a rewrite"
             )
         if rewrite:
+            self._segments.append(self._segment())
             self._offset += len(self.tokens)
             self.tokens, self.unread, self._given = [], [], []
         else:
@@ -111,31 +113,26 @@ class Trajectory:
 
     def ended(self, reason: FinishReason, tokenizer: Any, version: int) -> Turn:
         """The turn as it is handed back."""
-        flags = self._drawn()
-
-        def spread(values: Sequence[Any], filler: Any) -> list[Any]:
-            left = iter(values[len(values) - sum(flags) :])
-            return [next(left) if drawn else filler for drawn in flags]
-
-        nothing = (np.zeros(0, np.int32), True)
+        segments = (*self._segments, self._segment())
         completion = Completion(
-            token_ids=tuple(self.tokens),
-            sampler_logps=tuple(spread(self.logps, 0.0)),
-            finish_reason=reason,
-            text=decode(tokenizer, self.tokens),
-            weights_version=version,
-            full_logps=None if self.full_logps is None else tuple(spread(self.full_logps, 0.0)),
-            support=joined_support(spread(self.supports, nothing)) if self.supports else None,
-            num_forced=len(self.request.sampling.forced_ids),
+            segments,
+            np.array(self.logps, np.float64),
+            reason,
+            decode(tokenizer, [token for segment in segments for token in segment.token_ids.tolist()]),
+            version,
+            full_logps=None if self.full_logps is None else np.array(self.full_logps, np.float64),
+            support=joined_support(self.supports) if self.supports else None,
         )
         room = self.room if self.request.continues and reason.usable else 0
         return Turn(self.number, self.request, completion, len(self.tokens) - self.turn_start, room)
 
-    def _drawn(self) -> list[bool]:
-        drawn = [True] * len(self.tokens)
-        for start, end in self._given:
-            drawn[start:end] = [False] * (end - start)
-        return drawn
+    def _segment(self) -> Segment:
+        drawn = None
+        if self._given:
+            drawn = np.ones(len(self.tokens), np.bool_)
+            for start, end in self._given:
+                drawn[start:end] = False
+        return Segment(np.array(self.tokens, np.int64), drawn)
 
 
 def joined_support(draws: Sequence[Kept]) -> Support | None:

@@ -27,16 +27,13 @@ from cohort.sandbox.syscalls import system_call_filter
 class Process:
     """A running sandbox, and what its program has written."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], output: int, mark: str) -> None:
-        assert popen.stdout is not None
-        assert popen.stderr is not None
-        self._popen = popen
-        self._output = output
-        self._mark = mark
+    def __init__(self, popen: subprocess.Popen[bytes], pipes: Sequence[FileIO], output: int, mark: str) -> None:
+        self._popen, self._output, self._mark = popen, output, mark
         self._killed: Outcome | None = None
-        self._stdout, self._stderr = bytearray(), bytearray()
-        self.streams = {popen.stdout.fileno(): self._stdout, popen.stderr.fileno(): self._stderr}
-        """The pipes that are still open, and what was read from them."""
+        self._is_closed = False
+        self._written = [bytearray() for _ in pipes]
+        self.streams = {pipe.fileno(): data for pipe, data in zip(pipes, self._written, strict=True)}
+        """The pipes that have not ended, and what was read from them."""
         self.started = time.monotonic()
         self.is_ready = not mark
         """Whether the sandbox dies when bubblewrap's own process is killed."""
@@ -62,17 +59,15 @@ class Process:
         if code is None or (self._killed is None and code == -signal.SIGKILL):
             raise SandboxError("something else killed the sandbox: is the machine out of memory?")
         code = 128 - code if code < 0 else code
-        stdout, stderr = (bytes(data).decode(errors="replace") for data in (self._stdout, self._stderr))
+        stdout, stderr = (bytes(data).decode(errors="replace") for data in self._written)
         outcome = self._killed or _outcome(code, stderr)
         return Result(outcome, None if self._killed else code, stdout, stderr, seconds)
 
     def close(self) -> None:
         """Kill what is left of the sandbox, and wait until it is gone. Idempotent."""
-        stdout, stderr = self._popen.stdout, self._popen.stderr
-        assert stdout is not None
-        assert stderr is not None
-        if stdout.closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._kill()
         if not self.is_ready:
             watchdog.kill_marked(self._mark)
@@ -82,8 +77,6 @@ class Process:
             read_output([self], left)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(max(0.0, until - time.monotonic()))
-        stdout.close()
-        stderr.close()
 
     def _is_running(self) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,7 +140,7 @@ def start(
     Raises:
         SandboxError: the sandbox could not be made, or the run was cancelled.
     """
-    ready, ready_end = pipe(stack)
+    (ready, ready_end), (stdout, stdout_end), (stderr, stderr_end) = (pipe(stack) for _ in range(3))
     texts = (program.source, program.stdin)
     source, stdin = (sealed_file(stack, text.encode(errors="surrogatepass")) for text in texts)
     inherited = [ready_end, source, *pipes]
@@ -176,8 +169,8 @@ def start(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
         _write_files(Path(folder), program.files)
     command += [python.executable, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
-    command += [mark] if mark else []
-    process = Process(_spawn(command, folder, stdin, inherited), limits.output, mark)
+    popen = _spawn([*command, *([mark] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
+    process = Process(popen, (stdout, stderr), limits.output, mark)
     stack.callback(process.close)
     # the program is read only after all limits are set
     if (mapping and not mapping.complete(cancelled)) or not read_pipe(ready, cancelled):
@@ -193,21 +186,25 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(data)
 
 
-def _spawn(command: list[str], folder: str, stdin: FileIO, inherited: list[FileIO]) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: list[str], folder: str, streams: tuple[FileIO, FileIO, FileIO], inherited: list[FileIO]
+) -> subprocess.Popen[bytes]:
     """Start a process with these open files. They are closed here, so that a pipe ends when the process does."""
+    stdin, stdout, stderr = streams
+    numbers = [file.fileno() for file in inherited]
     try:
         return subprocess.Popen(
             command,
             stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             cwd=folder,
             env=environment(folder),
-            pass_fds=[file.fileno() for file in inherited],
+            pass_fds=numbers,
             start_new_session=True,
         )
     except OSError as error:
         raise SandboxError(f"{command[0]} could not be started: {error}") from None
     finally:
-        for file in (stdin, *inherited):
+        for file in (*streams, *inherited):
             file.close()

@@ -1,58 +1,38 @@
-"""Training: the loop, the update, the optimizer, evaluation, the run folder."""
+"""Training: the loop, the step's context, the layout of tokens, the update, the optimizer."""
 
 from cohort.train.adapt import Adaptive
-from cohort.train.batch import (
-    assemble,
-    assign_advantages,
-    select,
-    split_minibatches,
-)
-from cohort.train.best import Best
-from cohort.train.evaluate import Evaluation, Evaluator, check_settings, tried_prompts
-from cohort.train.folder import RunFolder, save_model
-from cohort.train.guard import Guard, check_finite
-from cohort.train.loop import Parts, evaluate_step, run
-from cohort.train.memory import TokenBudget, find_budget
+from cohort.train.context import StepContext
+from cohort.train.guard import NonFiniteLog, check_finite
+from cohort.train.layout import Part, active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
+from cohort.train.logps import policy_logps
+from cohort.train.loop import TrainerParts, evaluate_step, run
+from cohort.train.memory import OutOfMemory, TokenBudget, find_budget
 from cohort.train.optim import Optimizer
-from cohort.train.packing import Pack, packs, policy_logps, policy_statistics
-from cohort.train.random_state import set_seed
 from cohort.train.rollout import Rollout
-from cohort.train.setup import load_policy, local_engine
-from cohort.train.statistics import Comparison, Estimate, compare
-from cohort.train.update import UpdateResult, update
+from cohort.train.update import NonFinite, UpdateResult, update
 
 __all__ = [
     "Adaptive",
-    "Best",
-    "Comparison",
-    "Estimate",
-    "Evaluation",
-    "Evaluator",
-    "Guard",
+    "NonFinite",
+    "NonFiniteLog",
     "Optimizer",
-    "Pack",
-    "Parts",
+    "OutOfMemory",
+    "Part",
     "Rollout",
-    "RunFolder",
+    "StepContext",
     "TokenBudget",
+    "TrainerParts",
     "UpdateResult",
-    "assemble",
+    "active_part",
     "assign_advantages",
     "check_finite",
-    "check_settings",
-    "compare",
     "evaluate_step",
     "find_budget",
-    "load_policy",
-    "local_engine",
+    "lay_out",
     "packs",
+    "part_of",
     "policy_logps",
-    "policy_statistics",
     "run",
-    "save_model",
-    "select",
-    "set_seed",
     "split_minibatches",
-    "tried_prompts",
     "update",
 ]

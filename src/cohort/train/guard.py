@@ -1,9 +1,8 @@
-"""Numbers that are none: found before they do harm, named, kept, and survived a few times."""
+"""Detect non-finite values before they reach the weights; keep the batch; stop after several in a row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,98 +10,91 @@ import torch
 from torch import Tensor
 
 from cohort.errors import NonFiniteError
+from cohort.train.layout import Part
 from cohort.types import TokenBatch
 
 
-def check_finite(batch: TokenBatch, values: Mapping[str, Tensor | None]) -> None:
-    """Look at tensors per token of a batch.
+def check_finite(batch: TokenBatch, part: Part, values: Mapping[str, Tensor | None]) -> None:
+    """Check tensors on the axis N of a part.
 
     Args:
-        batch: whose tokens they are.
-        values: by name, shape ``[N]``; None is none.
+        batch: the rollout.
+        part: the sequences whose tokens the tensors belong to.
+        values: by name, shape ``[N]``; None is skipped.
 
     Raises:
-        NonFiniteError: naming the first tensor, completion and token whose number is NaN or infinite.
+        NonFiniteError: a value is NaN or infinite; names the first tensor, completion and token.
     """
     given = {name: values_N for name, values_N in values.items() if values_N is not None}
     if not given or bool(torch.stack([values_N.isfinite().all() for values_N in given.values()]).all()):
         return
     for name, values_N in given.items():
-        places = (~values_N.isfinite()).nonzero()
-        if places.numel():
-            place = int(places[0])
-            s = int(batch.sequence_N[place])
-            first = int((batch.sequence_N < s).sum())
+        found = (~values_N.isfinite()).nonzero()
+        if found.numel():
+            n = int(found[0])
+            s = int(part.sequence_N[n])
+            first = int((part.sequence_N < s).sum())
+            ids = batch_ids(batch, int(part.sequences_S[s]))
+            prompt = batch.prompt_ids[int(batch.group_S[part.sequences_S[s]])]
             raise NonFiniteError(
-                f"{name} is {float(values_N[place])} at token {place - first + 1} of the "
-                f"{len(batch.completion_ids[s])} of a completion (token ids {_shortened(batch.completion_ids[s])}, "
-                f"after a prompt of {len(batch.prompt_ids[s])} tokens)"
+                f"{name} is {float(values_N[n])} at token {n - first + 1} of {int(part.lengths_S[s])} of a completion "
+                f"(token ids {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}, after a prompt of "
+                f"{len(prompt)} tokens)"
             )
 
 
-def _shortened(ids: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+def batch_ids(batch: TokenBatch, sequence: int) -> list[int]:
+    """The ids of a sequence's segments, drawn or given."""
+    ids: list[int] = batch.ids_T[torch.repeat_interleave(batch.sequence_B == sequence, batch.lengths_B)].tolist()
+    return ids
 
 
-class Guard:
-    """What becomes of updates whose numbers are not finite: none is made, its batch is kept, and after several in a row
-    the run stops.
+class NonFiniteLog:
+    """Counts skipped updates and keeps their batches; ends the run after several in a row.
 
     Args:
-        folder: the run's; batches go to ``nonfinite/`` in it.
-        limit: so many in a row stop the run.
+        folder: the run's folder; batches are written to ``nonfinite/`` in it.
+        limit: this many in a row end the run.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder = folder / "nonfinite"
         self._limit = limit
         self._in_a_row = 0
-        self._skipped = 0
 
-    @contextmanager
-    def __call__(self, minibatch: TokenBatch, step: int) -> Iterator[None]:
-        """Around one update: what is left of the block is skipped when it raises ``NonFiniteError``.
+    def passed(self) -> None:
+        """An update was finite."""
+        self._in_a_row = 0
+
+    def skipped(self, message: str, batch: TokenBatch, minibatch: Part, step: int) -> None:
+        """An update was skipped.
 
         Raises:
-            NonFiniteError: it was the last that is put up with.
+            NonFiniteError: it was the last one in a row that is tolerated.
         """
-        try:
-            yield
-        except NonFiniteError as error:
-            self._skipped += 1
-            self._in_a_row += 1
-            self._keep(error, minibatch, step)
-        else:
-            self._in_a_row = 0
-
-    def take_count(self) -> int:
-        """How many updates were skipped since this was last asked."""
-        count, self._skipped = self._skipped, 0
-        return count
-
-    def _keep(self, error: NonFiniteError, minibatch: TokenBatch, step: int) -> None:
-        path = self._write(minibatch, step, str(error))
+        self._in_a_row += 1
+        path = self._write(batch, minibatch, step, message)
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
-                f"step {step}: {error}. No update was made, {self._in_a_row} in a row "
+                f"step {step}: {message}. No update was made, {self._in_a_row} in a row "
                 f"(optim.max_nonfinite_updates); the batch is in {path}. To go on, start a new run from a checkpoint "
                 "of this one (model.path) with a lower optim.learning_rate or model.precision 'float32'"
-            ) from error
+            )
 
-    def _write(self, minibatch: TokenBatch, step: int, message: str) -> Path:
+    def _write(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> Path:
         import pyarrow
         import pyarrow.parquet
 
-        lengths = [len(ids) for ids in minibatch.completion_ids]
+        sequences, lengths = minibatch.sequences_S.tolist(), minibatch.lengths_S.tolist()
         columns: dict[str, Any] = {
-            "prompt_ids": list(map(list, minibatch.prompt_ids)),
-            "token_ids": list(map(list, minibatch.completion_ids)),
-            "group": minibatch.group_S.tolist(),
+            "prompt_ids": [list(batch.prompt_ids[group]) for group in batch.group_S[minibatch.sequences_S].tolist()],
+            "token_ids": [batch_ids(batch, sequence) for sequence in sequences],
+            "group": batch.group_S[minibatch.sequences_S].tolist(),
         }
         for name in ("advantages", "sampler_logps", "old_logps", "ref_logps"):
-            values_N = getattr(minibatch, f"{name}_N")
+            values_N = getattr(batch, f"{name}_N")
             if values_N is not None:
-                columns[name] = [part.tolist() for part in values_N.cpu().split(lengths)]
+                columns[name] = [some.tolist() for some in values_N[minibatch.tokens_N].cpu().split(lengths)]
         self._folder.mkdir(parents=True, exist_ok=True)
         number = sum(1 for _ in self._folder.glob(f"step-{step}-*.parquet")) + 1
         path = self._folder / f"step-{step}-{number}.parquet"

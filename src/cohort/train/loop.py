@@ -5,8 +5,10 @@ and updates the policy with a clipped importance ratio and a KL term against a r
 
     current    ``logps``          the weights being trained, with their graph; computed inside ``update``
     old        ``old_logps``      the weights that sampled, as the trainer computes them; only for several updates
-    sampler    ``sampler_logps``  what the engine really drew from, recorded while it drew
+    sampler    ``sampler_logps``  the distribution that the engine drew from, recorded while it drew
     reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; only when beta is not 0
+
+To follow one rollout, read ``rollout``, ``layout`` and ``update`` next, in this order.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,31 +24,30 @@ from torch import Tensor
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
+from cohort.evaluation import Best, Evaluator
 from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampling, Watch
+from cohort.runs import Models, RunFolder, SavedState, check_saved
 from cohort.train.adapt import Adaptive
-from cohort.train.batch import assemble, assign_advantages, split_minibatches
-from cohort.train.best import Best
 from cohort.train.check import check_sampler_gap
-from cohort.train.evaluate import Evaluator
-from cohort.train.folder import RunFolder, RunState
-from cohort.train.guard import Guard
-from cohort.train.memory import TokenBudget
-from cohort.train.metrics import PhaseClock, policy_movement, step_metrics
+from cohort.train.context import StepContext
+from cohort.train.guard import NonFiniteLog
+from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
+from cohort.train.logps import policy_logps
+from cohort.train.memory import OutOfMemory, TokenBudget
+from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.optim import Optimizer
-from cohort.train.packing import policy_logps, working_sequences
 from cohort.train.rollout import Rollout
-from cohort.train.saved import check_saved
-from cohort.train.update import UpdateResult, term_norms, update
+from cohort.train.update import NonFinite, UpdateResult, term_norms, update
 from cohort.types import TokenBatch
 
 
 @dataclass(slots=True)
-class Parts:
-    """What a run is made of. Put together by ``GRPOTrainer``; the loop only uses them."""
+class TrainerParts:
+    """What a run is made of. ``GRPOTrainer`` puts it together; the loop uses it."""
 
     policy: Policy
     reference: Policy | None
@@ -65,162 +65,175 @@ class Parts:
     best: Best
     """The best evaluation so far."""
     identity: dict[str, str]
-    """What else makes this run what it is: a hash of its prompts, its rewards' names. A resumed run has the same."""
+    """Facts that are not settings and must be the same in a resumed run: a hash of the prompts, names of rewards."""
     cursor: DataCursor = field(default_factory=DataCursor)
     """Position in the data after the last complete step. The loop advances it once per step."""
 
-    def state(self, step: int) -> RunState:
-        """What a checkpoint holds."""
-        return RunState(
+    @property
+    def models(self) -> Models:
+        """The models, as checkpoints store them."""
+        return Models(self.policy, self.reference, self.tokenizer)
+
+    def saved_state(self, step: int) -> SavedState:
+        """The state of everything else."""
+        return SavedState(
             step,
-            self.policy,
-            self.reference,
-            self.optimizer,
-            self.adaptive,
-            self.best,
-            self.cursor,
-            self.tokenizer,
+            self.optimizer.state_dict(),
+            self.cursor.state_dict(),
+            self.adaptive.state_dict(),
+            self.best.state_dict(),
             self.identity,
         )
 
+    def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
+        """The inverse of ``saved_state``; ``best_record`` is that of the run's folder."""
+        self.optimizer.load_state_dict(state.optimizer)
+        self.cursor = DataCursor.from_state(state.cursor)
+        self.adaptive.load_state_dict(state.adaptive)
+        self.best.load_state_dict(state.best, best_record)
+
 
 def run(
-    parts: Parts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
+    parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Train from ``first_step`` on; yield each step's metrics after they, and what else is due, are on disk."""
-    policy, reference, optimizer, adaptive = parts.policy, parts.reference, parts.optimizer, parts.adaptive
-    budget, guard = parts.budget, Guard(folder.path, config.optim.max_nonfinite_updates)
-    sampling, penalty, temperature = (
-        Sampling.of(config.rollout),
-        config.rollout.replayed_penalty,
-        config.rollout.temperature,
-    )
+    """Train from ``first_step`` on. Yields each step's metrics after everything that is due is on disk."""
+    policy, reference, adaptive = parts.policy, parts.reference, parts.adaptive
+    sampling = Sampling.of(config.rollout)
+    nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates)
 
     for step in range(first_step, schedule.steps):
-        clock = PhaseClock()
         objective = adaptive.applied_to(parts.objective)
+        context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, reference)
+        clock = context.clock
 
-        # Sample: every prompt of the step is computed once for its group of completions. Score, so that each completion
-        # can be compared with the others of its group. With dynamic sampling, new prompts take the places of groups
-        # that teach nothing, for a number of rounds; otherwise there is one round.
-        rollout: Rollout | None = None
-        num_prompts = 0
-        state = trainer_state(schedule, step, parts.cursor)
-        while rollout is None or missing(rollout, schedule.prompts_of(step), objective):
-            wanted = schedule.prompts_of(step) - (sum(rollout.used_R) if rollout else 0)
-            prompts = parts.prompts.fetch(parts.cursor, wanted, skip=num_prompts)
-            num_prompts += wanted
-            with parts.rewards.begin(prompts, schedule.num_generations, state) as scoring:
-                with clock("generate"):  # async rewards and those in workers begin as completions end
-                    groups = parts.engine.generate(
-                        prompts,
-                        schedule.num_generations,
-                        sampling,
-                        RNGKey(config.run.seed, step),
-                        Watch(on_completion=scoring.on_completion),
-                    )
-                with clock("reward"):
-                    scored = Rollout.of(groups, scoring.finish(groups), objective)
-            rollout = scored if rollout is None else rollout + scored
-        rollout.check_drawn()
+        # Sample a group of completions for each prompt, and score them.
+        rollout, num_prompts = sample(parts, context, schedule, config, step)
         if step == first_step:
-            check_sampler_gap(policy, assemble(rollout.usable, policy.device, penalty), temperature, budget.tokens)
+            check_sampler_gap(context, lay_out(rollout.usable, policy.device, context.repetition_penalty))
 
-        # What the updates hold on to, computed once per rollout and only when they need it.
-        batch = assemble(rollout.groups, policy.device, penalty)
+        # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
+        batch = lay_out(rollout.groups, policy.device, context.repetition_penalty)
         with clock("logps"):
-            batch = with_advantages_and_logps(parts, batch, rollout, schedule, objective, sampling)
+            batch = with_advantages_and_logps(context, batch, rollout, schedule)
+        minibatches = split_minibatches(batch, schedule.minibatches)
 
-        # The gradient's size term by term, when the settings ask for it. Changes nothing.
+        # The norm of each term's gradient, when the settings ask for it. Changes nothing.
         norms = {}
-        if batch.num_sequences and due(step + 1, config.report.term_norms_steps):
+        if minibatches and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
-                minibatch, bonus = split_minibatches(batch, schedule.minibatches)[0], adaptive.entropy_weight(objective)
-                norms = term_norms(policy, minibatch, objective, temperature, budget.tokens, reference, bonus)
+                norms = term_norms(context, batch, minibatches[0], adaptive.entropy_weight(objective))
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
         results: list[UpdateResult] = []
+        skipped = 0
         with clock("update"):
-            for _iteration in range(schedule.num_iterations):
-                for minibatch in split_minibatches(batch, schedule.minibatches):
-                    call = partial(
-                        update,
-                        policy,
-                        optimizer,
-                        minibatch,
-                        objective,
-                        temperature,
-                        reference=reference,
-                        entropy_coefficient=adaptive.entropy_weight(objective),
-                    )
-                    with guard(minibatch, step + 1):  # where a number is not finite, no update is made
-                        result = budget.run(call)
-                        results.append(result)
-                        adaptive.after_update(objective, result)
+            for minibatch in minibatches * schedule.num_iterations:
+                entropy_weight = adaptive.entropy_weight(objective)
+                while isinstance(outcome := update(context, batch, minibatch, entropy_weight), OutOfMemory):
+                    context.budget.halve()  # smaller passes give the same gradient
+                if isinstance(outcome, NonFinite):
+                    skipped += 1
+                    nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
+                    continue
+                nonfinite.passed()
+                results.append(outcome)
+                adaptive.after_update(objective, outcome)
         adaptive.after_step(objective, results, batch.num_sequences)
 
-        # The reference stands still, or follows the policy at a distance.
+        # The reference is fixed, or follows the policy at a distance.
         if reference and config.objective.sync_ref_model:
             every = config.objective.ref_model_sync_steps
             if policy.version // every > version_before // every:
                 reference.move_toward(policy, config.objective.ref_model_mixup_alpha)
 
         with clock("measure"):
-            moved = policy_movement(
-                policy, batch, results, temperature, budget.tokens, config.report.update_kl_completions
-            )
-        metrics = (
-            {"step": step + 1, "time": time.time(), "updates_nonfinite": guard.take_count()}
-            | clock.metrics(rollout.num_tokens)
-            | moved
-            | norms
-        )
+            moved = policy_movement(context, batch, results, config.report.update_kl_completions)
+        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": skipped}
+        metrics |= clock.metrics(rollout.num_tokens) | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
         yield finish_step(parts, schedule, config, folder, rollout, batch, metrics, num_prompts)
-        if parts.best.exhausted:  # no evaluation has been better for long enough; the checkpoint is written
+        if parts.best.exhausted:  # early stopping; the checkpoint is written
             break
 
 
-def with_advantages_and_logps(
-    parts: Parts, batch: TokenBatch, rollout: Rollout, schedule: Schedule, objective: Objective, sampling: Sampling
-) -> TokenBatch:
-    """A rollout's batch with each token's advantage, and with old and reference log-probs where updates need them.
+def sample(
+    parts: TrainerParts, context: StepContext, schedule: Schedule, config: GRPOConfig, step: int
+) -> tuple[Rollout, int]:
+    """A step's scored groups, and the number of prompts that they took.
 
-    With a single update the old policy is the current one: the ratio to it is 1 by identity and no pass is spent on it.
-    Completions that teach nothing get no pass either, unless a KL inside the reward makes all advantages depend on it.
+    Each prompt is computed once for its group. Async rewards and those in workers begin as completions end. With
+    dynamic sampling, new prompts replace groups that teach nothing, for a number of rounds; otherwise there is one
+    round.
     """
-    limit, logps_first = sampling.max_completion_length, objective.needs_old_logps
-    wanted = None
+    rollout: Rollout | None = None
+    num_prompts = 0
+    state = trainer_state(schedule, step, parts.cursor)
+    while rollout is None or another_round(rollout, schedule.prompts_of(step), context.objective):
+        wanted = schedule.prompts_of(step) - (sum(rollout.used_P) if rollout else 0)
+        prompts = parts.prompts.fetch(parts.cursor, wanted, skip=num_prompts)
+        num_prompts += wanted
+        with parts.rewards.begin(prompts, schedule.num_generations, state) as scoring:
+            with context.clock("generate"):
+                groups = parts.engine.generate(
+                    prompts,
+                    schedule.num_generations,
+                    context.sampling,
+                    RNGKey(config.run.seed, step),
+                    Watch(on_completion=scoring.on_completion),
+                )
+            with context.clock("reward"):
+                scored = Rollout.of(groups, scoring.finish(groups), context.objective)
+        rollout = scored if rollout is None else rollout + scored
+    rollout.check_drawn()
+    return rollout, num_prompts
+
+
+def with_advantages_and_logps(
+    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule
+) -> TokenBatch:
+    """The batch with advantages, and with old and reference log-probs if the updates need them.
+
+    With a single update the old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
+    Sequences that teach nothing get no pass either, unless a KL inside the reward makes all advantages depend on it.
+    """
+    objective, limit = context.objective, context.sampling.max_completion_length
+    logps_first = objective.needs_old_logps
+    part = part_of(batch, range(batch.num_sequences))
     if not logps_first:
         batch = assign_advantages(batch, rollout.scores, objective, limit)
-        wanted = working_sequences(batch, objective, parts.policy.router_aux_loss_coef)
-
-    def logps(policy: Policy) -> Tensor:
-        return parts.budget.run(partial(policy_logps, policy, batch, sampling.temperature, sequences=wanted))
-
+        part = active_part(batch, part, objective, context.policy.router_aux_loss_coef)
     batch = replace(
         batch,
-        old_logps_N=logps(parts.policy) if schedule.needs_old_logps else None,
-        ref_logps_N=logps(parts.reference) if parts.reference and schedule.needs_ref_logps else None,
+        old_logps_N=logps_of(context, context.policy, batch, part) if schedule.needs_old_logps else None,
+        ref_logps_N=logps_of(context, context.reference, batch, part) if schedule.needs_ref_logps else None,
     )
     return assign_advantages(batch, rollout.scores, objective, limit) if logps_first else batch
 
 
-def missing(rollout: Rollout, wanted: int, objective: Objective) -> bool:
-    """Whether another round of dynamic sampling is due."""
+def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, part: Part) -> Tensor | None:
+    """``policy_logps`` within the memory that there is; None without a policy."""
+    if policy is None:
+        return None
+    while isinstance(logps_N := policy_logps(context, policy, batch, part), OutOfMemory):
+        context.budget.halve()
+    return logps_N
+
+
+def another_round(rollout: Rollout, wanted: int, objective: Objective) -> bool:
+    """Whether dynamic sampling wants another round."""
     rule = objective.group_filter
-    return isinstance(rule, DynamicSampling) and sum(rollout.used_R) < wanted and rollout.rounds < rule.max_rounds
+    return isinstance(rule, DynamicSampling) and sum(rollout.used_P) < wanted and rollout.rounds < rule.max_rounds
 
 
 def trainer_state(schedule: Schedule, step: int, cursor: DataCursor) -> TrainerState:
-    """What reward functions are told of the run."""
+    """The progress of the run, for reward functions."""
     epoch = cursor.position / schedule.num_prompts if schedule.num_prompts else math.nan
     return TrainerState(step, schedule.steps, epoch)
 
 
 def finish_step(
-    parts: Parts,
+    parts: TrainerParts,
     schedule: Schedule,
     config: GRPOConfig,
     folder: RunFolder,
@@ -229,10 +242,12 @@ def finish_step(
     metrics: dict[str, Any],
     num_prompts: int,
 ) -> dict[str, Any]:
-    """Evaluate if it is due, and write what there is to write. Returns the metrics, the evaluation's among them.
+    """Advance the cursor, evaluate if it is due, and write metrics, completions and checkpoint.
+
+    Returns the metrics with those of the evaluation.
 
     Raises:
-        CohortError: of the evaluation, once all else is written, with a checkpoint.
+        CohortError: the evaluation failed. Everything else is written first, with a checkpoint.
     """
     step = metrics["step"]
     last = step == schedule.steps
@@ -242,14 +257,14 @@ def finish_step(
     if last or due(step, config.eval.eval_steps):
         try:
             metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
-        except CohortError as error:  # what was trained is not lost with what it was to be measured by
+        except CohortError as error:  # a failed evaluation must not lose the training
             failed = error
         last |= parts.best.exhausted or failed is not None
     folder.append_metrics(metrics)
     if config.report.log_completions:
-        folder.write_rollout(step, rollout, batch)
+        folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
     if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.state(step))
+        folder.save_checkpoint(parts.models, parts.saved_state(step))
         if last and config.report.check_saved:
             check_saved(parts.policy, folder.checkpoint(step))
     if failed is not None:
@@ -257,9 +272,11 @@ def finish_step(
     return metrics
 
 
-def evaluate_step(parts: Parts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
+def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
     """Evaluate after ``state.global_step`` steps; write the completions, and the model if it is the best so far.
-    Returns the metrics: none without evaluation data. Nothing of it changes the training."""
+
+    Returns the metrics, which are empty without evaluation data. The training is not affected.
+    """
     if parts.evaluator is None:
         return {}
     evaluations, step = parts.evaluator.evaluate(parts.engine, state), state.global_step
@@ -267,14 +284,14 @@ def evaluate_step(parts: Parts, state: TrainerState, config: GRPOConfig, folder:
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
-            folder.write_evaluation(step, name, evaluation)
-    if parts.best.takes(step, metrics):
-        folder.save_best(parts.state(step))
+            folder.write_evaluation(step, name, evaluation.table)
+    if parts.best.update(step, metrics):
+        folder.save_best(parts.models, parts.best.record())
         if config.report.check_saved:
             check_saved(parts.policy, folder.best)
     return metrics
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one, counted from 1."""
+    """Whether something that happens every ``every`` steps (0: never) happens after this one, counted from 1."""
     return every > 0 and step % every == 0

@@ -1,56 +1,32 @@
-"""What a step's line in ``metrics.jsonl`` says. ``docs/metrics.md`` has every key with its formula."""
+"""The metrics of a step: one line of ``metrics.jsonl``. ``docs/metrics.md`` gives every key with its formula."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
-from cohort.policy import Policy
-from cohort.train.batch import group_numbers, select, token_indices
-from cohort.train.packing import policy_logps
+from cohort.train.context import StepContext
+from cohort.train.layout import group_numbers, part_of
+from cohort.train.logps import token_statistics_of
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
 from cohort.types import FinishReason, Scores, TokenBatch
 
 QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
-MOVED_PER_PROMPT = 4
-"""Completions of one prompt by which it is measured how far the policy has moved."""
-
-
-class PhaseClock:
-    """Seconds of each phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block as ``phase``."""
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def metrics(self, tokens: int) -> dict[str, float]:
-        """Seconds by phase, their sum, and how many tokens of the rollout it took a second."""
-        total = sum(self.seconds.values())
-        phases = {f"seconds/{phase}": seconds for phase, seconds in self.seconds.items()}
-        return {**phases, "seconds/step": total, "tokens_per_second": tokens / total}
+MEASURED_PER_PROMPT = 4
+"""Completions of one prompt that ``update_kl`` is measured on before other prompts are used up."""
 
 
 def step_metrics(
     rollout: Rollout, batch: TokenBatch, results: Sequence[UpdateResult], objective: Objective, version_before: int
 ) -> dict[str, Any]:
-    """A step's metrics, flat. Rewards and lengths are of all that was sampled; means over tokens are sums over all
+    """A step's metrics, flat. Rewards and lengths are of all sampled completions; means over tokens are sums over all
     updates divided by the tokens of all updates."""
     group_S = group_numbers(rollout.sampled)
     metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout)
@@ -59,7 +35,7 @@ def step_metrics(
 
 
 def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
-    """Rewards over the scored completions. A statistic of nothing is None."""
+    """Rewards of the scored completions. A statistic of an empty set is None."""
     rewards_S = scores.rewards_S
     scored_S = rewards_S[~rewards_S.isnan()]
     statistics = group_statistics(rewards_S, group_S, ddof=0)
@@ -83,9 +59,9 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
 
 
 def length_metrics(rollout: Rollout) -> dict[str, Any]:
-    """Lengths in tokens (end token included) and how completions ended, of those that did."""
+    """Lengths in tokens, end token included, and finish reasons of the usable completions."""
     completions = [completion for completion in rollout.completions if completion.finish_reason.usable]
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.float64)
+    lengths = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.float64)
     reasons = Counter(completion.finish_reason for completion in completions)
     return {
         "length/mean": float(lengths.mean()),
@@ -97,11 +73,11 @@ def length_metrics(rollout: Rollout) -> dict[str, Any]:
 
 
 def group_metrics(rollout: Rollout, version_before: int) -> dict[str, Any]:
-    """What sampling cost, and how old the weights were that sampled."""
+    """Groups and rounds of sampling, and the age of the weights that sampled."""
     lags = [version_before - completion.weights_version for completion in rollout.completions]
     return {
         "groups/sampled": len(rollout.sampled),
-        "groups/left_out": len(rollout.sampled) - sum(rollout.used_R),
+        "groups/left_out": len(rollout.sampled) - sum(rollout.used_P),
         "groups/rounds": rollout.rounds,
         "sampler/version_lag_mean": sum(lags) / len(lags),
         "sampler/version_lag_max": max(lags),
@@ -109,9 +85,9 @@ def group_metrics(rollout: Rollout, version_before: int) -> dict[str, Any]:
 
 
 def advantage_metrics(batch: TokenBatch) -> dict[str, Any]:
-    """Advantages of the completions that the updates use, and how they go with length."""
+    """Advantages of the completions that the updates use, and their correlation with length."""
     count = batch.num_sequences
-    lengths_S = torch.tensor([len(ids) for ids in batch.completion_ids], dtype=torch.float64)
+    lengths_S = batch.lengths_S.double()
     mean_S = segment_mean(batch.advantages_N.cpu(), batch.sequence_N.cpu(), count)
     centred_l, centred_a = (lengths_S - lengths_S.mean(), mean_S - mean_S.mean()) if count else (lengths_S, mean_S)
     spread = float((centred_l.square().sum() * centred_a.square().sum()).sqrt()) if count else 0.0
@@ -124,7 +100,7 @@ def advantage_metrics(batch: TokenBatch) -> dict[str, Any]:
 
 
 def update_metrics(results: Sequence[UpdateResult], objective: Objective) -> dict[str, Any]:
-    """The step's updates. Values are means over updates; token statistics are over all tokens of all updates."""
+    """Metrics of the step's updates: values are means over updates, token statistics are over all updates' tokens."""
     metrics: dict[str, Any] = {
         "updates": len(results),
         "updates_skipped": sum(result.grad_norm == 0 for result in results),
@@ -153,8 +129,8 @@ def update_metrics(results: Sequence[UpdateResult], objective: Objective) -> dic
 
 
 def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> dict[str, Any]:
-    """The objective's terms: values, and how large each one's gradient is (of coefficients: not that of a KL over the
-    vocabulary)."""
+    """Values of the objective's terms, and the size of each term's gradient in the coefficients, which a KL over the
+    vocabulary does not have."""
     over_vocabulary = objective.beta != 0 and objective.kl.estimator == "full"
     sums = whole.sums
     energies = sums["policy_energy"], sums["kl_energy"]
@@ -171,13 +147,13 @@ def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) ->
 
 
 def cause_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """What became of the tokens: shares that add up to 1."""
+    """Why tokens have or lack a policy gradient: shares that add up to 1."""
     causes = [cause.name.lower() for cause in Cause]
     return {f"tokens/{name}_share": whole.sums[f"cause_{name}"] / whole.sums["all_tokens"] for name in causes}
 
 
 def entropy_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """The policy's entropy over its vocabulary, and what the sampled tokens say of it."""
+    """The policy's entropy over the vocabulary, and its estimate from the sampled tokens."""
     sums, tokens = whole.sums, whole.sums["tokens"]
     metrics: dict[str, Any] = {
         "entropy": sums["entropy"] / tokens,
@@ -190,7 +166,7 @@ def entropy_metrics(whole: TokenStatistics) -> dict[str, Any]:
 
 
 def rule_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """On what share of the tokens and of the sequences each mismatch rule acted."""
+    """Share of the tokens and of the sequences on which each mismatch rule acted."""
     sums, metrics = whole.sums, {}
     for key, count in sums.items():
         kind, _, name = key.partition("/")
@@ -260,46 +236,48 @@ def kl_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> di
 
 
 def policy_movement(
-    policy: Policy,
-    batch: TokenBatch,
-    results: Sequence[UpdateResult],
-    temperature: float,
-    token_budget: int,
-    completions: int,
+    context: StepContext, batch: TokenBatch, results: Sequence[UpdateResult], completions: int
 ) -> dict[str, Any]:
-    """KL(policy before the step || policy after it), per token, measured by k3 on some of the rollout's completions."""
-    moved = any(result.grad_norm for result in results)
+    """``update_kl``: KL(policy before the step || policy after it) per token, by k3 on some completions of the rollout.
+
+    Args:
+        context: the step's.
+        batch: the rollout.
+        results: the step's updates.
+        completions: number of completions to measure on; 0: do not measure.
+    """
     if not completions or not batch.num_sequences:
         return {}
-    if not moved:
+    if not any(result.grad_norm for result in results):
         return {"update_kl": 0.0}
     before_N = results[0].logps_N if batch.old_logps_N is None else batch.old_logps_N
     known = sorted(set(batch.sequence_N[~before_N.isnan()].tolist()))
-    chosen = _of_few_prompts(batch, known, completions)
-    places_N = token_indices(batch, chosen)
-    after_N = policy_logps(policy, select(batch, chosen), temperature, token_budget)
-    return {"update_kl": float(k3(before_N[places_N].double(), after_N.double()).mean())}
+    part = part_of(batch, _few_prompts(batch, known, completions))
+    after_N = token_statistics_of(context, context.policy, batch, part).logps_N
+    return {"update_kl": float(k3(before_N[part.tokens_N].double(), after_N.double()).mean())}
 
 
-def _of_few_prompts(batch: TokenBatch, sequences: Sequence[int], count: int) -> list[int]:
-    """Some of the sequences, four of a prompt, as a prompt may cost more than they do; of prompts far apart."""
-    of_prompt: dict[tuple[int, ...], list[int]] = {}
+def _few_prompts(batch: TokenBatch, sequences: Sequence[int], count: int) -> list[int]:
+    """``count`` of the sequences: four of each prompt, because reading a prompt may cost more than they do, and of
+    prompts that are far apart in the batch."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    groups = batch.group_S.tolist()
     for s in sequences:
-        of_prompt.setdefault(batch.prompt_ids[s], []).append(s)
-    apart = max(1, len(of_prompt) * MOVED_PER_PROMPT // count)
-    by_turns = sorted(range(len(of_prompt)), key=lambda place: place % apart)  # those far apart come first
-    prompts = [list(of_prompt.values())[place] for place in by_turns]
-    in_order = [own[:MOVED_PER_PROMPT] for own in prompts] + [own[MOVED_PER_PROMPT:] for own in prompts]
-    return sorted([s for own in in_order for s in own][:count])
+        by_prompt.setdefault(batch.prompt_ids[groups[s]], []).append(s)
+    stride = max(1, len(by_prompt) * MEASURED_PER_PROMPT // count)
+    lists = list(by_prompt.values())
+    spread = [lists[index] for index in sorted(range(len(lists)), key=lambda index: index % stride)]
+    ordered = [some[:MEASURED_PER_PROMPT] for some in spread] + [some[MEASURED_PER_PROMPT:] for some in spread]
+    return sorted([s for some in ordered for s in some][:count])
 
 
 def quantile(values: Tensor, q: float) -> float | None:
-    """The value that a share ``q`` of all values is at most: one of them, the smallest for 0 and the largest for 1. Of
-    any number of values (``torch.quantile`` fails above 2^24)."""
+    """The smallest value that at least a share ``q`` of all values does not exceed; None without values. Works for any
+    number of values (``torch.quantile`` fails above 2^24)."""
     if not values.numel():
         return None
-    place = min(values.numel(), max(1, math.ceil(q * values.numel())))
-    return float(values.kthvalue(place).values)
+    rank = min(values.numel(), max(1, math.ceil(q * values.numel())))
+    return float(values.kthvalue(rank).values)
 
 
 def standard_error(total: float, squared: float, count: float) -> float | None:

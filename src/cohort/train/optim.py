@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class Optimizer:
             "schedules": [schedule.state_dict() for schedule in self.schedules],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of ``state_dict``."""
         for rule, saved in zip(self.rules, state["rules"], strict=True):
             rule.load_state_dict(saved)

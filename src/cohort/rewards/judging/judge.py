@@ -12,6 +12,7 @@ then the error of each test, or null if it passed. What the tests print goes to 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import os
 import signal
@@ -184,17 +185,22 @@ class Link:
             raise ValueError("the program's answer is not a JSON object")
         return answer
 
-    def look_up(self, name: str) -> tuple[bool, Any]:
-        """Whether the program defines a name, and its value."""
-        answer = self.exchange({"operation": "name", "arguments": ["list", [name]]})
-        if "error" in answer or answer.get("missing"):
-            return False, None
+    def look_up(self, name: str) -> Any:
+        """The value of a name in the program.
+
+        Raises:
+            AttributeError: the program does not define it.
+        """
+        is_special = name.startswith("__")
+        answer: dict[str, Any] = {} if is_special else self.exchange({"operation": "name", "name": name})
+        if is_special or "error" in answer or answer.get("missing"):
+            raise AttributeError(f"the program does not define {name}")
         if "exception" in answer:
-            return True, self._exception(answer["exception"])
+            return self._exception(answer["exception"])
         value = self._decode(answer["value"])
         if isinstance(value, Remote):
             vars(value)["_known"] = 3 if name[:1].isupper() else 2
-        return True, value
+        return value
 
     def find(self, data: list[Any]) -> Remote:
         """The stand-in for an object of the program: always the same."""
@@ -272,22 +278,6 @@ def _restore(ours: Any, theirs: Any) -> None:
         (ours.update if isinstance(ours, (dict, set)) else ours.extend)(theirs)
 
 
-class _Solution(ModuleType):
-    """The module of ``from solution import name``."""
-
-    def __init__(self, link: Link) -> None:
-        super().__init__("solution")
-        self._link = link
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found, value = self._link.look_up(name)
-        if not found:
-            raise AttributeError(f"the program does not define {name}")
-        return value
-
-
 def main(source: bytes, reads: int, writes: int) -> None:
     """Run the tests of a task, given as JSON."""
     results = os.dup(1)
@@ -301,7 +291,8 @@ def main(source: bytes, reads: int, writes: int) -> None:
     report({"tests": sum(step.counts for step in steps)})
     link = Link(wire.Wire(reads, writes))
     signal.signal(signal.SIGALRM, wire.raise_timeout)
-    sys.modules["solution"] = _Solution(link)
+    sys.modules["solution"] = solution = ModuleType("solution")  # for ``from solution import name``
+    vars(solution)["__getattr__"] = link.look_up
     sys.modules["tests"] = module = ModuleType("tests")
     names = module.__dict__
     names["__builtins__"] = _safe_builtins()
@@ -341,6 +332,5 @@ def _look_up(wanted: list[tuple[str, bool]], names: dict[str, Any], link: Link) 
         if is_module:  # ``math`` in the tests is the real module, even if the program defines the name
             names[name] = __import__(name)
         else:
-            found, value = link.look_up(name)
-            if found:
-                program[name] = names[name] = value
+            with contextlib.suppress(AttributeError):
+                program[name] = names[name] = link.look_up(name)

@@ -81,16 +81,16 @@ def main(source: bytes, reads: int, writes: int) -> None:
 
 
 def _answer(request: dict[str, Any], objects: Objects, module: ModuleType) -> dict[str, Any]:
-    operation, arguments = request["operation"], wire.decode(request["arguments"], objects.find)
+    operation = request["operation"]
     if operation == "name":
-        if not hasattr(module, arguments[0]):
+        if not hasattr(module, request["name"]):
             return {"missing": True}
-        value = getattr(module, arguments[0])
+        value = getattr(module, request["name"])
         if isinstance(value, type) and issubclass(value, Exception):
             return {"exception": _class_names(value)}
         # types are objects like the program's functions, even built-in types
         return {"value": objects.hold(value) if isinstance(value, type) else wire.encode(value, objects.hold)}
-    keywords = wire.decode(request["keywords"], objects.find)
+    arguments, keywords = (wire.decode(request[key], objects.find) for key in ("arguments", "keywords"))
     signal.setitimer(signal.ITIMER_REAL, max(request["seconds"], 0.001))
     value = OPERATIONS[operation](*arguments, **keywords)
     answer = {"value": wire.encode(value, objects.hold)}

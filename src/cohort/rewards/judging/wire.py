@@ -27,50 +27,41 @@ BINARY += ["and_", "or_", "xor"]
 """Operations on two objects of the program, by their names in ``operator``."""
 
 
-def _encode_pairs(value: Any, code: Callable[[Any], Any]) -> Any:
+CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""Name of a type to two functions: value to JSON data, and type and JSON data to value. ``code`` codes the items."""
+
+
+def _add(names: str, encode: Callable[..., Any], decode: Callable[..., Any]) -> None:
+    CODECS.update(dict.fromkeys(names.split(), (encode, decode)))
+
+
+def _pairs(value: Any, code: Callable[[Any], Any]) -> Any:
     return [[code(key), code(item)] for key, item in value.items()]
 
 
-def _decode_pairs(pairs: Any, code: Callable[[Any], Any]) -> dict[Any, Any]:
-    return {code(key): code(item) for key, item in pairs}
+def _dict(body: Any, code: Callable[[Any], Any]) -> dict[Any, Any]:
+    return {code(key): code(item) for key, item in body}
 
 
-def _encode_defaultdict(value: Any, code: Callable[[Any], Any]) -> Any:
-    return [next((name for name, t in TYPES.items() if t is value.default_factory), None), _encode_pairs(value, code)]
+def _factory(value: Any) -> str | None:
+    return next((name for name, made in TYPES.items() if made is value.default_factory), None)
 
 
-CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    **dict.fromkeys(
-        ("list", "tuple", "set", "frozenset", "collections.deque"),
-        (lambda value, code: [code(item) for item in value], lambda t, body, code: t(code(item) for item in body)),
-    ),
-    **dict.fromkeys(
-        ("dict", "collections.Counter", "collections.OrderedDict"),
-        (_encode_pairs, lambda t, body, code: t(_decode_pairs(body, code))),
-    ),
-    "collections.defaultdict": (
-        _encode_defaultdict,
-        lambda t, body, code: t(TYPES.get(body[0]), _decode_pairs(body[1], code)),
-    ),
-    **dict.fromkeys(
-        ("bytes", "bytearray"),
-        (lambda value, _: value.decode("latin-1"), lambda t, body, _: t(body, "latin-1")),
-    ),
-    "complex": (lambda value, _: [value.real, value.imag], lambda t, body, _: t(*body)),
-    **dict.fromkeys(
-        ("range", "slice"),
-        (lambda v, code: [code(v.start), code(v.stop), code(v.step)], lambda t, body, code: t(*map(code, body))),
-    ),
-    **dict.fromkeys(
-        ("decimal.Decimal", "fractions.Fraction"), (lambda value, _: str(value), lambda t, body, _: t(str(body)))
-    ),
-    **dict.fromkeys(
-        ("datetime.date", "datetime.datetime", "datetime.time"),
-        (lambda value, _: value.isoformat(), lambda t, body, _: t.fromisoformat(body)),
-    ),
-    "datetime.timedelta": (lambda v, _: [v.days, v.seconds, v.microseconds], lambda t, body, _: t(*body)),
-}
-"""Name of a type to two functions: value to JSON data, and type and JSON data to value. ``code`` codes the items."""
+_LISTS = "list tuple set frozenset collections.deque"
+_add(_LISTS, lambda v, code: [code(item) for item in v], lambda t, body, code: t(code(item) for item in body))
+_add("dict collections.Counter collections.OrderedDict", _pairs, lambda t, body, code: t(_dict(body, code)))
+_add(
+    "collections.defaultdict",
+    lambda v, code: [_factory(v), _pairs(v, code)],
+    lambda t, body, code: t(TYPES.get(body[0]), _dict(body[1], code)),
+)
+_add("bytes bytearray", lambda v, _: v.decode("latin-1"), lambda t, body, _: t(body, "latin-1"))
+_add("complex", lambda v, _: [v.real, v.imag], lambda t, body, _: t(*body))
+_add("range slice", lambda v, code: [*map(code, (v.start, v.stop, v.step))], lambda t, b, code: t(*map(code, b)))
+_add("decimal.Decimal fractions.Fraction", lambda v, _: str(v), lambda t, body, _: t(str(body)))
+_DATES = "datetime.date datetime.datetime datetime.time"
+_add(_DATES, lambda v, _: v.isoformat(), lambda t, body, _: t.fromisoformat(body))
+_add("datetime.timedelta", lambda v, _: [v.days, v.seconds, v.microseconds], lambda t, body, _: t(*body))
 
 
 def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:

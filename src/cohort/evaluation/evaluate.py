@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from cohort.config import EvalConfig, GRPOConfig
-from cohort.data import Data, LengthLimit, PromptSet, describe_prompts
+from cohort.data import Data, LengthLimit, PromptSet
 from cohort.errors import ConfigError
+from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
-from cohort.train.random_state import seeded
-from cohort.train.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
-from cohort.train.table import completion_columns, score_columns
+from cohort.runs import completion_columns, score_columns, seeded
 from cohort.types import Completion, FinishReason, Prompt, Scores
 
 log = logging.getLogger("cohort.train")
@@ -154,7 +153,7 @@ class Evaluator:
         count = self.settings.num_generations_eval
         lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}"]
         for name, own in self.sets.items():
-            lines += [f"  {name and f'{name}: '}{line}" for line in describe_prompts(own)]
+            lines += [f"  {name and f'{name}: '}{line}" for line in own.describe()]
         return "\n".join(lines)
 
     def _evaluate(
@@ -178,7 +177,7 @@ class Evaluator:
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
-            completions += [(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions]
+            completions += [(c.num_tokens, c.finish_reason) for group in groups for c in group.completions]
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))

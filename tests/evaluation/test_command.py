@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cohort.cli import main
 from cohort.demo.task import accuracy, problems
-from cohort.evaluation import run as run_module
+from cohort.evaluation import command as run_module
 from cohort.evaluation.request import Request, model_of, run_of
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import ROWS, make_trainer
@@ -296,7 +296,7 @@ def test_flags_are_settings():
 
 
 def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, capsys, spoilt, monkeypatch):
-    import cohort.evaluation.run as command
+    import cohort.evaluation.command as command
 
     (tmp_path / "mixed.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*rows[:3], {"question": "1" * 90}])

@@ -1,4 +1,4 @@
-"""Completions and their scores as columns of a table, a row per completion: what rollouts/ and evaluations/ hold."""
+"""Completions and their scores as columns, one row per completion: the tables in rollouts/ and evaluations/."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from cohort.types import Group, Scores
+from cohort.types import Completion, Group, Scores
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
-    """What was sampled. ``full_logps`` only where some completion has them."""
-    import pyarrow
-
+    """The sampled completions. ``full_logps`` only if some completion has them."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     columns: dict[str, Any] = {
         "group": [prompt.uid for prompt, _ in pairs],
@@ -24,22 +23,47 @@ def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
         "completion": [completion.text for _, completion in pairs],
         "finish_reason": [str(completion.finish_reason) for _, completion in pairs],
         "weights_version": [completion.weights_version for _, completion in pairs],
-        "token_ids": [list(completion.token_ids) for _, completion in pairs],
-        "sampler_logps": [list(completion.sampler_logps) for _, completion in pairs],
-        "num_forced": [completion.num_forced for _, completion in pairs],
+        "sampler_logps": _lists([completion.sampler_logps for _, completion in pairs]),
+        **_token_columns([completion for _, completion in pairs]),
     }
     if any(prompt.source for prompt, _ in pairs):
         columns["source"] = [prompt.source for prompt, _ in pairs]
-    types = {"token_ids": pyarrow.list_(pyarrow.int64()), "sampler_logps": pyarrow.list_(pyarrow.float64())}
-    columns |= {name: pyarrow.array(columns[name], kind) for name, kind in types.items()}
-    full_logps = [completion.full_logps for _, completion in pairs]
-    if any(logps is not None for logps in full_logps):
-        columns["full_logps"] = pyarrow.array(full_logps, pyarrow.list_(pyarrow.float64()))
+    if any(completion.full_logps is not None for _, completion in pairs):
+        columns["full_logps"] = _lists([completion.full_logps for _, completion in pairs])
     return columns
 
 
+def _token_columns(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The token ids of all segments; which of them were drawn, unless all were; the segments' lengths, if there are
+    several."""
+    import pyarrow
+
+    ids = [[segment.token_ids for segment in completion.segments] for completion in completions]
+    columns = {"token_ids": _lists([np.concatenate([np.zeros(0, np.int64), *some]) for some in ids], pyarrow.int64())}
+    if any(segment.drawn is not None for completion in completions for segment in completion.segments):
+        columns["drawn"] = _lists(
+            [
+                np.concatenate(
+                    [np.ones(len(s.token_ids), np.bool_) if s.drawn is None else s.drawn for s in completion.segments]
+                )
+                for completion in completions
+            ],
+            pyarrow.bool_(),
+        )
+    if any(len(completion.segments) != 1 for completion in completions):
+        columns["segment_lengths"] = [[len(one) for one in some] for some in ids]
+    return columns
+
+
+def _lists(arrays: Sequence[Any], kind: Any = None) -> Any:
+    """A column of lists of numbers, float64 unless said otherwise; None is null."""
+    import pyarrow
+
+    return pyarrow.array(arrays, pyarrow.list_(kind or pyarrow.float64()))
+
+
 def score_columns(scores: Scores) -> dict[str, Any]:
-    """What the reward functions said of it: unscored is null."""
+    """The rewards; null when unscored."""
     columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
         columns[f"rewards/{name}"] = _reward_column(column_S)
@@ -49,7 +73,7 @@ def score_columns(scores: Scores) -> dict[str, Any]:
 
 
 def write_table(columns: Any, target: Path) -> None:
-    """Write columns, or a table, as Parquet, so that a file of that name is whole."""
+    """Write columns or a table as Parquet, atomically."""
     import pyarrow
     import pyarrow.parquet
 
@@ -60,14 +84,14 @@ def write_table(columns: Any, target: Path) -> None:
 
 
 def _reward_column(values_S: Tensor) -> Any:
-    """The type is a number's even where every entry is null."""
+    """A column of numbers, even if every entry is null."""
     import pyarrow
 
     return pyarrow.array([None if math.isnan(value) else value for value in values_S.tolist()], pyarrow.float64())
 
 
 def _extra_column(values: Sequence[Any]) -> Any:
-    """As it is where all values are of one type; else as text."""
+    """A typed column if all values have one type, else text."""
     import pyarrow
 
     try:
@@ -77,7 +101,7 @@ def _extra_column(values: Sequence[Any]) -> Any:
 
 
 def _text_column(values: Sequence[Any]) -> Any:
-    """As text; what UTF-8 cannot hold, half a surrogate pair, is escaped."""
+    """Text; lone surrogates, which UTF-8 cannot encode, are escaped."""
     import pyarrow
 
     texts = [None if value is None else str(value).encode("utf-8", "backslashreplace").decode() for value in values]

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from cohort.train.statistics import (
+from cohort.evaluation.statistics import (
     MOST_SUBSETS,
     compare,
     estimates,
@@ -161,7 +161,7 @@ def test_prompts_without_a_value_are_left_out_and_change_nothing_else():
 def test_resamples_do_not_depend_on_how_many_are_held(monkeypatch):
     values = np.random.default_rng(3).random((30, 2))
     whole = resampled_means(values, 200, seed=4)
-    monkeypatch.setattr("cohort.train.statistics.CHUNK", 30 * 7)
+    monkeypatch.setattr("cohort.evaluation.statistics.CHUNK", 30 * 7)
     # products of other shapes round differently
     assert resampled_means(values, 200, seed=4) == pytest.approx(whole, abs=1e-12)
     assert resampled_means(values, 200, seed=5) != pytest.approx(whole, abs=1e-3)
@@ -250,7 +250,7 @@ def test_intervals_of_rare_differences_cover_the_truth(count, more):
 def test_drawn_signs_agree_with_all_signs(monkeypatch):
     differences = np.array([0.3, 0.5, -0.2, 0.4, 0.1, 0.6, -0.1, 0.2, 0.35, -0.3])
     exact = sign_flip_p(differences)
-    monkeypatch.setattr("cohort.train.statistics.MOST_SIGNS", 0)
+    monkeypatch.setattr("cohort.evaluation.statistics.MOST_SIGNS", 0)
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)

@@ -12,8 +12,8 @@ from datasets import Dataset
 
 from cohort import GRPOConfig
 from cohort.errors import ConfigError, DataError, RunFolderError
+from cohort.evaluation.evaluate import WINDOW, correct
 from cohort.report.console import evaluation_line, split_metric
-from cohort.train.evaluate import WINDOW, correct
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
 
 MEASURES = ("reward", "rewards/digits_reward", "length", "cut_share", "pass@1")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cohort.config import EvalConfig
 from cohort.errors import ConfigError, RewardError
-from cohort.train import Best
-from cohort.train.evaluate import check_settings
+from cohort.evaluation import Best
+from cohort.evaluation.evaluate import check_settings
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
@@ -31,7 +31,7 @@ def note(folder):
 def best_of(values, **settings):
     """What becomes of a series of evaluations: which are taken, and at which the run ends."""
     best = Best(EvalConfig(metric_for_best_model=METRIC, **settings))
-    taken = [step for step, value in enumerate(values) if best.takes(step, {METRIC: value})]
+    taken = [step for step, value in enumerate(values) if best.update(step, {METRIC: value})]
     return best, taken
 
 
@@ -43,7 +43,7 @@ def test_the_best_by_hand():
     best, taken = best_of([0.2, 0.1, 0.4], greater_is_better=False)
     assert taken == [0, 1]
     assert Best(EvalConfig()).note() == {}
-    assert not Best(EvalConfig()).takes(1, {METRIC: 1.0})
+    assert not Best(EvalConfig()).update(1, {METRIC: 1.0})
 
 
 def test_nothing_is_better_than_no_number():
@@ -59,12 +59,12 @@ def test_patience(patience, ends):
 
 def test_a_metric_that_is_not_logged_is_no_number(caplog):
     best = Best(EvalConfig(metric_for_best_model=METRIC))
-    assert not best.takes(1, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0.1})
+    assert not best.update(1, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0.1})
     assert (best.step, best.evaluations_since) == (None, 1)
     assert "which the evaluation did not log: eval/pass@1/mean" in caplog.text
-    assert not best.takes(2, {})
+    assert not best.update(2, {})
     assert len(caplog.messages) == 1
-    assert not best.takes(3, {METRIC: math.inf})
+    assert not best.update(3, {METRIC: math.inf})
 
 
 def test_a_metric_that_is_never_logged_does_not_lose_the_training(demo_tokenizer, tmp_path):
@@ -195,7 +195,7 @@ def test_a_best_under_other_settings_is_no_best(demo_tokenizer, tmp_path, caplog
     settings |= {"max_steps": 2, "num_generations_eval": 4}
     summary = make_trainer(demo_tokenizer, tmp_path / "run", **settings).train(resume=True)
     assert summary["best"]["step"] == 2
-    assert "was another one (num_generations_eval): it starts anew" in caplog.text
+    assert "was measured differently (num_generations_eval): starting anew" in caplog.text
 
 
 @pytest.mark.parametrize(

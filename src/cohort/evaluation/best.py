@@ -1,9 +1,10 @@
-"""Which evaluation was the best so far, and whether the run has gone on long enough without a better one."""
+"""The best evaluation so far, and early stopping."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,23 +15,25 @@ log = logging.getLogger("cohort.train")
 
 @dataclass(slots=True)
 class Best:
-    """The best value of ``eval.metric_for_best_model``. Its state is part of a checkpoint; its model lies in ``best/``
-    with ``record``, and where the two differ the model that is there counts."""
+    """The best value of ``eval.metric_for_best_model``.
+
+    The state is part of a checkpoint. The model is in ``best/`` with ``record``, which takes precedence when the two
+    differ.
+    """
 
     settings: EvalConfig
     prompts: str = ""
-    """A hash of the prompts that the metric is measured on."""
+    """Hash of the prompts that the metric is measured on."""
     step: int | None = None
-    """Whose model it is; 0: the one that the run began with. None: no evaluation had a value yet."""
+    """The step after which the model was best; 0: the initial model. None: no evaluation had a value yet."""
     value: float | None = None
     evaluations_since: int = 0
-    """How many evaluations there were since."""
+    """Number of evaluations since then."""
     warned: bool = False
-    """Whether it was said that the metric is not logged."""
+    """Whether a warning about a missing metric was given."""
 
-    def takes(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Look at an evaluation; whether it is the best so far. Equal is not better, and what is no finite number, or
-        was not logged, never is."""
+    def update(self, step: int, metrics: dict[str, Any]) -> bool:
+        """Record an evaluation; return whether it is the best so far. Ties, NaN and missing values never win."""
         metric = self.settings.metric_for_best_model
         if metric is None:
             return False
@@ -41,7 +44,7 @@ class Best:
             self.warned = True
         value = metrics.get(metric, math.nan)
         sign = 1 if self.settings.greater_is_better else -1
-        if (step, value) == (self.step, self.value):  # a resumed run comes by it again
+        if (step, value) == (self.step, self.value):  # a resumed run repeats the evaluation
             self.evaluations_since = 0
             return False
         if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
@@ -52,31 +55,31 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the patience of early stopping is exhausted."""
         patience = self.settings.early_stopping_patience
         return patience > 0 and self.evaluations_since >= patience
 
     def note(self) -> dict[str, Any]:
-        """Step, metric and value; empty where there is no best."""
+        """Step, metric and value; empty without a best evaluation."""
         if self.step is None:
             return {}
         return {"step": self.step, "metric": self.settings.metric_for_best_model, "value": self.value}
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What a value depends on, beside the model: only values under the same are to be compared."""
+        """What a value depends on beside the model. Only values with equal entries are comparable."""
         return {**self.settings.what_is_measured(), "prompts": self.prompts}
 
     def record(self) -> dict[str, Any]:
-        """What ``best/best.json`` says."""
+        """The contents of ``best/best.json``."""
         return {**self.note(), "measured": self.measured}
 
     def describe(self) -> str:
-        """In words."""
+        """The best evaluation in words."""
         return f"{self.settings.metric_for_best_model} was best after step {self.step}: {self.value:.4g}"
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state as a checkpoint stores it."""
         return {
             "step": self.step,
             "value": self.value,
@@ -84,13 +87,13 @@ class Best:
             "measured": self.measured,
         }
 
-    def load_state_dict(self, state: dict[str, Any], record: dict[str, Any] | None) -> None:
-        """The inverse, and a look at the model that is kept. What was measured under other settings or on other prompts
-        says nothing about values of now; then there is no best yet.
+    def load_state_dict(self, state: Mapping[str, Any], record: dict[str, Any] | None) -> None:
+        """Restore the state. A value that was measured with other settings or on other prompts is not comparable and is
+        dropped.
 
         Args:
-            state: the checkpoint's.
-            record: of ``best/``; None: there is no such model.
+            state: the checkpoint's state.
+            record: ``best_record`` of the folder; None: there is no best model.
         """
         if state["measured"] == self.measured:
             self.evaluations_since = state["evaluations_since"]
@@ -98,14 +101,16 @@ class Best:
             old, new = state["measured"], self.measured
             changed = ", ".join(key for key in {**old, **new} if old.get(key) != new.get(key))
             log.warning(
-                "the best evaluation, after step %s, was another one (%s): it starts anew", state["step"], changed
+                "the best evaluation, after step %s, was measured differently (%s): starting anew",
+                state["step"],
+                changed,
             )
         if record is not None and record["measured"] == self.measured:
             self.step, self.value = record["step"], record["value"]
             if (self.step, self.value) != (state["step"], state["value"]):
-                log.warning("best/ holds the model after step %s, which the checkpoint does not know: kept", self.step)
+                log.warning("best/ holds the model after step %s, which the checkpoint does not know; kept", self.step)
         elif state["measured"] == self.measured and state["step"] is not None:
             self.evaluations_since = 0
             log.warning(
-                "best/ no longer holds the model after step %s, which was the best: it starts anew", state["step"]
+                "best/ no longer holds the model after step %s, which was the best: starting anew", state["step"]
             )

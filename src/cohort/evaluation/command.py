@@ -17,11 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cohort.config import GRPOConfig, LoraConfig
 from cohort.data import Data, load_sets
 from cohort.errors import DataError, NonFiniteError
+from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.request import Request, model_of
 from cohort.evaluation.show import compared, show, write_rows, write_summary
-from cohort.policy import context_length, load_tokenizer, read_config, resolve_device
+from cohort.policy import context_length, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
-from cohort.train import Evaluation, Evaluator, check_settings, load_policy, local_engine
+from cohort.rollout import local_engine
 
 
 def evaluate(request: Request) -> int:
@@ -152,7 +153,7 @@ def _check_same_prompts(subjects: Sequence[Subject]) -> None:
     first, *others = (subject.evaluator.sets for subject in subjects)
     for other in others:
         for name, prompts in first.items():
-            if not np.array_equal(prompts.places, other[name].places):
+            if not np.array_equal(prompts.row_indices, other[name].row_indices):
                 raise DataError(
                     f"{prompts.name}: data.overlong_prompts drops {prompts.dropped} prompts of one model and "
                     f"{other[name].dropped} of the other, which are then not compared on the same: set "

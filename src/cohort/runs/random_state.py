@@ -1,5 +1,5 @@
-"""The state of the global random generators. Cohort's own draws have none: they are functions of their keys. A reward
-function or a model's dropout may use these."""
+"""The state of the global random generators, which reward functions and dropout may use. Cohort's own draws are functions
+of keys and have no state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def set_seed(seed: int) -> None:
-    """Let the generators begin from a seed."""
+    """Seed all generators."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -36,7 +36,7 @@ def set_seed(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Generators that start from ``seed``; afterwards they go on where they stood, as if nothing had been drawn."""
+    """Seed the generators inside the block, and restore their state afterwards."""
     before = random_state()
     set_seed(seed)
     try:

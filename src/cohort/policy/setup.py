@@ -1,26 +1,20 @@
-"""From settings to a policy and to what samples from it."""
+"""The policy of the settings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cohort.config import ModelConfig, RolloutConfig
+from cohort.config import ModelConfig
 from cohort.errors import ModelError
-from cohort.policy import (
-    Policy,
-    add_adapters,
-    enable_checkpointing,
-    end_token_ids,
-    experts_per_token,
-    load_model,
-    resolve_device,
-    resolve_precision,
-)
-from cohort.rollout import LocalEngine, Sampling
+from cohort.policy.adapters import add_adapters
+from cohort.policy.compute import enable_checkpointing
+from cohort.policy.load import load_model, resolve_device, resolve_precision
+from cohort.policy.policy import Policy
+from cohort.policy.router import experts_per_token
 
 
 def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
-    """A policy from a folder, a hub id or a loaded model, with the precision and the switches of the settings."""
+    """Load the policy from a folder, a hub id or a loaded model, with the precision and options of the settings."""
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
     if isinstance(model, str):
@@ -47,17 +41,3 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
                 f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
             )
     return policy
-
-
-def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:
-    """The sampler of the settings. A grammar that does not compile is answered here, before anything is sampled."""
-    engine = LocalEngine(
-        policy,
-        tokenizer,
-        end_token_ids(policy.model, tokenizer),
-        max_batch_size=config.max_batch_size,
-        cache_tokens=config.cache_tokens,
-        native_kernels=policy.native_kernels,
-    )
-    engine.grammar(Sampling.of(config))
-    return engine

@@ -1,0 +1,188 @@
+"""Checkpoints: what they store, saving, loading, and checking what was saved.
+
+step-N/            weights, config and tokenizer, as ``transformers`` loads them
+    state/         what the loop needs to continue: optimizer.pt, loop.pt and, if the reference has weights of its own,
+                   reference.pt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cohort.errors import RunFolderError
+from cohort.policy import (
+    Policy,
+    adapter_weights,
+    has_adapters,
+    load_adapter_weights,
+    merged,
+    without_progress_bars,
+)
+from cohort.runs.random_state import random_state, set_random_state
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run. Loading a checkpoint changes their weights."""
+
+    policy: Policy
+    reference: Policy | None
+    tokenizer: Any
+
+    @property
+    def stored_reference(self) -> Policy | None:
+        """The reference, if it has weights of its own: not the policy's model without its adapter."""
+        return None if self.reference is None or self.reference.model is self.policy.model else self.reference
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The state of everything but the models, as ``state_dict`` of each part gives it."""
+
+    step: int
+    optimizer: Mapping[str, Any]
+    cursor: Mapping[str, Any]
+    adaptive: Mapping[str, Any]
+    best: Mapping[str, Any]
+    identity: Mapping[str, str]
+    """Facts that are not settings and must be the same in a resumed run."""
+
+
+def save_checkpoint(folder: Path, models: Models, state: SavedState) -> None:
+    """Write models and state, with the state of the random generators, into an empty folder."""
+    (folder / "state").mkdir(parents=True)
+    save_model(models.policy, models.tokenizer, folder)
+    if models.stored_reference is not None:
+        torch.save(models.stored_reference.model.state_dict(), folder / "state" / "reference.pt")
+    torch.save(state.optimizer, folder / "state" / "optimizer.pt")
+    loop = {
+        "step": state.step,
+        "version": models.policy.version,
+        "place": state.cursor,
+        "adaptive": state.adaptive,
+        "best": state.best,
+        "identity": state.identity,
+        "random": random_state(),
+    }
+    torch.save(loop, folder / "state" / "loop.pt")
+
+
+def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -> SavedState:
+    """Load the weights into the models, restore the random generators, and return the rest of the state.
+
+    Args:
+        folder: the checkpoint.
+        models: the models of the run.
+        identity: the facts that must be the same as in the run that wrote the checkpoint.
+
+    Raises:
+        RunFolderError: the run that wrote it had other prompts or rewards.
+    """
+    policy = models.policy
+    loop = torch.load(folder / "state" / "loop.pt", weights_only=False)
+    for what, value in loop["identity"].items():
+        if identity[what] != value:
+            raise RunFolderError(f"cannot resume from {folder}: its {what} were {value}, now {identity[what]}")
+    if has_adapters(policy.model):
+        load_adapter_weights(policy.model, folder)
+    else:
+        # Through transformers, which knows how it wrote each architecture's weights.
+        with without_progress_bars():
+            loaded = type(policy.model).from_pretrained(folder, dtype=policy.precision.master)
+        policy.model.load_state_dict(loaded.state_dict())
+    if models.stored_reference is not None:
+        weights = torch.load(folder / "state" / "reference.pt", map_location=policy.device)
+        models.stored_reference.model.load_state_dict(weights)
+    optimizer = torch.load(folder / "state" / "optimizer.pt", map_location=policy.device)
+    policy.version = loop["version"]
+    set_random_state(loop["random"])
+    return SavedState(loop["step"], optimizer, loop["place"], loop["adaptive"], loop["best"], loop["identity"])
+
+
+def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False) -> None:
+    """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
+
+    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged.
+    """
+    model = policy.model
+    more: dict[str, Any] = {}
+    if has_adapters(model):
+        model, more = (merged(model), {}) if merge else (model, {"selected_adapters": list(model.active_adapters)})
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None and generation_config.do_sample is not True:
+        # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
+        sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+        if any(getattr(generation_config, name, None) is not None for name in sampling):
+            generation_config.do_sample = True
+    with without_progress_bars():
+        model.save_pretrained(path, **more)
+    tokenizer.save_pretrained(path)
+
+
+def check_saved(policy: Policy, folder: Path) -> None:
+    """Read a saved model's weights back and compare each with the policy's, bit for bit.
+
+    One tensor is in memory at a time. Of a model with adapters, the adapter is compared. When transformers writes an
+    architecture's weights under other names or shapes than the model has them, as for mixtures of experts, the model is
+    loaded through transformers instead, a second time in memory.
+
+    Args:
+        policy: the policy as it was saved.
+        folder: a checkpoint, or ``best/``.
+
+    Raises:
+        RunFolderError: a tensor differs or is missing.
+    """
+    adapters = has_adapters(policy.model)
+    trained: Mapping[str, Tensor] = adapter_weights(policy.model) if adapters else policy.model.state_dict()
+    found: set[str] = set()
+    for name, tensor in _saved_tensors(folder):
+        if name not in trained and not adapters:
+            _check_loaded(policy, folder)
+            return
+        if name not in trained or not _bit_equal(tensor, trained[name]):
+            raise _differs(folder, name)
+        found.add(name)
+    # Tied weights are written once, under one of their names.
+    written = {trained[name].data_ptr() for name in found}
+    if missing := [name for name in trained if name not in found and trained[name].data_ptr() not in written]:
+        raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
+
+
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)
+
+
+def _check_loaded(policy: Policy, folder: Path) -> None:
+    model: Any = type(policy.model)
+    with without_progress_bars():
+        loaded = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
+    for name, tensor in policy.model.state_dict().items():
+        if name not in loaded or not _bit_equal(loaded[name], tensor):
+            raise _differs(folder, name)
+
+
+def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
+    """Bitwise, so that NaN equals NaN: a broken model must be saved as it is."""
+    if saved.dtype != trained.dtype or saved.shape != trained.shape:
+        return False
+    bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
+    return torch.equal(*bits)
+
+
+def _differs(folder: Path, name: str) -> RunFolderError:
+    return RunFolderError(
+        f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
+        "report.check_saved = false saves without checking"
+    )

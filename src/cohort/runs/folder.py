@@ -1,0 +1,267 @@
+"""The run folder: everything a run produces, readable without Cohort.
+
+config.toml              the settings as resolved
+objective.txt            the objective's formula with its numbers, and its coefficients as a table
+metrics.jsonl            one line per step
+first_prompt.txt         the first prompt as the model reads it, special tokens shown
+rollouts/step-N.parquet  every completion of step N
+evaluations/step-N.parquet  completions of the evaluation after step N (0: before the first); -NAME for a named set
+best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
+checkpoints/step-N/      see ``checkpoints``
+summary.json             written when the run ends
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cohort.config import EvalConfig, GRPOConfig, load_config, to_toml
+from cohort.errors import RunFolderError
+from cohort.objective import explain
+from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
+from cohort.runs.tables import completion_columns, score_columns, write_table
+from cohort.types import Group, Scores
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps"),
+        *(f"eval.{name}" for name in EvalConfig.model_fields),
+        *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens"),
+        *("model.native_kernels", "optim.microbatch_tokens"),
+        *("reward.workers", "reward.timeout", "reward.retries", "reward.on_error", "reward.max_concurrent"),
+        *(
+            "model.device",
+            "model.gradient_checkpointing",
+            "report.progress",
+            "report.log_completions",
+            "report.update_kl_completions",
+            "report.term_norms_steps",
+            "report.check_saved",
+        ),
+    }
+)
+"""Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
+
+ENDING_SCHEDULES = ("linear", "cosine")
+"""Learning-rate schedules that depend on the number of updates of the whole run."""
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: the folder. It need not exist.
+        keep_checkpoints: the number of newest checkpoints to keep; None: all.
+    """
+
+    def __init__(self, path: str | Path, *, keep_checkpoints: int | None = None) -> None:
+        self.path = Path(path).expanduser()
+        self._keep = keep_checkpoints
+
+    @classmethod
+    def next_free(cls, name: str, *, keep_checkpoints: int | None = None) -> RunFolder:
+        """``runs/NAME-001``, or the first number without a folder."""
+        number = 1
+        while (Path("runs") / f"{name}-{number:03d}").exists():
+            number += 1
+        return cls(Path("runs") / f"{name}-{number:03d}", keep_checkpoints=keep_checkpoints)
+
+    def check_free(self) -> None:
+        """Check that the folder is empty or does not exist.
+
+        Raises:
+            RunFolderError: it is not.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            what = "is not empty" if self.path.is_dir() else "is a file"
+            what = "already holds a run" if (self.path / "config.toml").exists() else what
+            raise RunFolderError(
+                f"{self.path} {what}: choose another run.output_dir"
+                + (", or continue it (--resume, train(resume=True))" if what.endswith("run") else "")
+            )
+
+    def start(self, config: GRPOConfig, first_prompt: str) -> None:
+        """Create the folder of a new run."""
+        self.check_free()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / "config.toml", to_toml(config))
+            write_atomically(self.path / "first_prompt.txt", first_prompt)
+            write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
+        except OSError as error:
+            raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
+
+    def check_resumable(self, config: GRPOConfig) -> int:
+        """The step of the newest checkpoint, if a run with these settings can continue from it.
+
+        Raises:
+            RunFolderError: there is no checkpoint, or a setting that changes results differs from the run's.
+        """
+        steps = self.checkpoint_steps()
+        if not self.path.exists():
+            raise RunFolderError(f"there is no run folder {self.path} to resume")
+        if not steps:
+            raise RunFolderError(f"{self.path} has no checkpoint to resume from: remove it to start over")
+        saved, now = load_config(self.path / "config.toml"), config
+        # The same objective may be written in several ways.
+        same = saved.resolved_objective.settings() == now.resolved_objective.settings()
+        ignored = {f"objective.{part}" for part in ("preset", *saved.objective.parts())} if same else set()
+        changed = [
+            f"{section}.{key}: the run has {_shown(old)}, now {_shown(new)}"
+            for section in GRPOConfig.model_fields
+            for key, old in getattr(saved, section).model_dump().items()
+            if (new := getattr(now, section).model_dump()[key]) != old
+            and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored
+        ]
+        if changed:
+            raise RunFolderError(
+                f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed) + "\nTo go on with them, "
+                f"start a new run whose model.path is {self.checkpoint(steps[-1])}"
+            )
+        longer = (saved.run.max_steps, saved.run.num_epochs) != (now.run.max_steps, now.run.num_epochs)
+        if longer and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
+            raise RunFolderError(
+                f"cannot resume {self.path} with another run.max_steps or run.num_epochs: the learning rate's schedule "
+                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run whose "
+                "model.path is the checkpoint"
+            )
+        return steps[-1]
+
+    def resume(self, config: GRPOConfig, step: int) -> None:
+        """Prepare the folder to continue after ``step``: drop later metrics, and write the current settings."""
+        self.drop_metrics_after(step)
+        write_atomically(self.path / "config.toml", to_toml(config))
+
+    def first_evaluation(self) -> dict[str, Any] | None:
+        """Metrics of the evaluation before the first step, if there was one."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        first = json.loads(lines[0]) if lines else {}
+        if first.get("step") != 0:
+            return None
+        return {key: value for key, value in first.items() if key.startswith("eval/")}
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """Append a line to ``metrics.jsonl``."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(json_value(metrics), allow_nan=False) + "\n")
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Remove the lines of steps that a resumed run repeats."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            write_atomically(path, "".join(kept))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json``."""
+        write_atomically(self.path / "summary.json", json.dumps(json_value(summary), indent=2, allow_nan=False) + "\n")
+
+    def write_rollout(
+        self, step: int, groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float] | None]
+    ) -> None:
+        """Write every completion of a step as a row of a Parquet file.
+
+        Args:
+            step: the step.
+            groups: all sampled groups.
+            scores: their scores.
+            advantages: of each completion, the advantages of its tokens; None if no update used it.
+        """
+        import pyarrow
+
+        columns = completion_columns(groups) | score_columns(scores)
+        means = [None if tokens is None else _mean(tokens) for tokens in advantages]
+        columns["advantage"] = pyarrow.array(means, pyarrow.float64())
+        if any(len(set(tokens or ())) > 1 for tokens in advantages):
+            columns["token_advantages"] = pyarrow.array(advantages, pyarrow.list_(pyarrow.float64()))
+        write_table(columns, self.path / "rollouts" / f"step-{step}.parquet")
+
+    def write_evaluation(self, step: int, name: str, table: Any) -> None:
+        """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
+        write_table(table, self.path / "evaluations" / f"step-{step}{name and '-' + name}.parquet")
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that have a complete checkpoint, in order."""
+        found = (self.path / "checkpoints").glob("step-*")
+        return sorted(
+            int(path.name.removeprefix("step-")) for path in found if path.name.removeprefix("step-").isdigit()
+        )
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.path / "checkpoints" / f"step-{step}"
+
+    def save_checkpoint(self, models: Models, state: SavedState) -> None:
+        """Write a checkpoint to ``.part``, then rename it: ``step-N`` is always complete."""
+        target = self.checkpoint(state.step)
+        part = target.with_name(f"{target.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        save_checkpoint(part, models, state)
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
+        for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
+            shutil.rmtree(self.checkpoint(old))
+
+    @property
+    def best(self) -> Path:
+        """The folder of the best model."""
+        return self.path / "best"
+
+    def save_best(self, models: Models, record: dict[str, Any]) -> None:
+        """Replace the best model. ``best/`` is always complete, and the one before is removed only when the new one has
+        its name; ``best_record`` recovers it after a kill in between."""
+        target, part, old = self.best, self.path / "best.part", self.path / "best.old"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        save_model(models.policy, models.tokenizer, part)
+        (part / "best.json").write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def best_record(self) -> dict[str, Any] | None:
+        """The contents of ``best/best.json``; None without a best model. Recovers what a killed ``save_best`` left."""
+        old = self.path / "best.old"
+        if old.exists() and not self.best.exists():
+            old.rename(self.best)
+        file = self.best / "best.json"
+        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return found
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else repr(value)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    """Exact when all numbers are equal."""
+    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
+
+
+def json_value(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by null."""
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: it is the old one or the complete new one."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

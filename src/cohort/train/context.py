@@ -1,0 +1,40 @@
+"""What one step needs and does not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cohort.objective import Objective
+from cohort.policy import Policy
+from cohort.rollout import Sampling
+from cohort.train.clock import PhaseClock
+from cohort.train.memory import TokenBudget
+from cohort.train.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What one step needs and does not change. The loop makes one for each step."""
+
+    policy: Policy
+    """The model that is trained."""
+    optimizer: Optimizer
+    objective: Objective
+    """With beta as the step weighs it."""
+    sampling: Sampling
+    """How the completions were drawn; every policy's log-probs are of the same distribution."""
+    budget: TokenBudget
+    """Tokens of one forward or backward pass. It shrinks when memory runs out."""
+    reference: Policy | None = None
+    """The policy of the KL term."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+
+    @property
+    def temperature(self) -> float:
+        """The divisor of the logits."""
+        return self.sampling.temperature
+
+    @property
+    def repetition_penalty(self) -> float:
+        """The penalty inside every policy's log-probs; 1 when the sampler's is not replayed."""
+        return self.sampling.repetition_penalty if self.sampling.record_support else 1.0

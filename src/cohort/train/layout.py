@@ -1,0 +1,318 @@
+"""A rollout as flat tensors, laid out once, and the index sets that the updates work on.
+
+A minibatch, its active sequences and a microbatch are each a ``Part``: the numbers of some sequences, and where their
+tokens lie on axis N. The layout itself is never copied or reordered. Memory decides how a minibatch is cut into packs
+and microbatches; the result never depends on it.
+
+    batch                 lay_out(groups)                    everything that the updates of a rollout share
+    minibatches           split_minibatches(batch, count)    one optimizer step each: changes the result
+    active sequences      active_part(batch, minibatch)      those whose gradient is not 0
+    packs, microbatches   packs(batch, part, budget)         one backward pass each: never changes the result
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cohort.objective import Objective, Outcomes, segment_sum, token_advantages
+from cohort.policy import PackedRows
+from cohort.types import FinishReason, Group, Scores, Segment, Support, TokenBatch
+
+Item = TypeVar("Item")
+
+
+# The layout -----------------------------------------------------------------------------------------------------------
+
+
+def lay_out(groups: Sequence[Group], device: torch.device, repetition_penalty: float = 1.0) -> TokenBatch:
+    """Lay out a rollout's usable completions with the sampler's log-probs. Old and reference log-probs are added later,
+    and then the advantages, which may need them.
+
+    Given tokens after a segment's last drawn token are left out: nothing is predicted from them.
+
+    Args:
+        groups: groups with usable completions only. A group may have none.
+        device: device of the tensors on axis N.
+        repetition_penalty: the penalty with which every policy's log-probs are computed; 1: none.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    segments = [[_trimmed(segment) for segment in completion.segments] for completion in completions]
+    segments = [[segment for segment in some if len(segment.token_ids)] for some in segments]
+    flat = [segment for some in segments for segment in some]
+    lengths_S = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.long)
+    counts_S = torch.tensor([len(some) for some in segments], dtype=torch.long)
+    support = Support.join([completion.support for completion in completions], lengths_S.tolist())
+    full_logps_N = None
+    if support is None and repetition_penalty == 1 and any(c.full_logps is not None for c in completions):
+        full_logps_N = _joined([c.sampler_logps if c.full_logps is None else c.full_logps for c in completions], device)
+    drawn_T = None
+    if any(segment.drawn is not None for segment in flat):
+        flags = [np.ones(len(s.token_ids), np.bool_) if s.drawn is None else s.drawn for s in flat]
+        drawn_T = torch.from_numpy(np.concatenate(flags))
+    num_tokens = int(lengths_S.sum())
+    return TokenBatch(
+        prompt_ids=tuple(group.prompt.token_ids for group in groups),
+        group_S=group_numbers(groups),
+        lengths_S=lengths_S,
+        truncated_S=torch.tensor([c.finish_reason is FinishReason.LENGTH for c in completions], dtype=torch.bool),
+        sequence_B=numbers(counts_S),
+        lengths_B=torch.tensor([len(segment.token_ids) for segment in flat], dtype=torch.long),
+        ids_T=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(segment.token_ids for segment in flat)])),
+        drawn_T=drawn_T,
+        sequence_N=numbers(lengths_S).to(device),
+        sampler_logps_N=_joined([completion.sampler_logps for completion in completions], device),
+        advantages_N=torch.zeros(num_tokens, dtype=torch.float64, device=device),
+        loss_N=torch.ones(num_tokens, dtype=torch.bool, device=device),
+        support=support,
+        full_logps_N=full_logps_N,
+    )
+
+
+def group_numbers(groups: Sequence[Group]) -> Tensor:
+    """Group of each completion, counted from 0, shape ``[S]``."""
+    return numbers(torch.tensor([len(group.completions) for group in groups], dtype=torch.long))
+
+
+def numbers(lengths: Tensor) -> Tensor:
+    """0, 1, 2, ..., each repeated as often as its length says.
+
+    >>> numbers(torch.tensor([2, 0, 1]))
+    tensor([0, 0, 2])
+    """
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
+
+def run_positions(lengths: Tensor, chosen: Tensor) -> Tensor:
+    """Positions of the entries of some runs, when runs of these lengths lie end to end.
+
+    >>> run_positions(torch.tensor([3, 2, 4]), torch.tensor([2, 0]))
+    tensor([5, 6, 7, 8, 0, 1, 2])
+    """
+    starts, counts = lengths.cumsum(0) - lengths, lengths[chosen]
+    shifts = starts[chosen] - (counts.cumsum(0) - counts)
+    return torch.repeat_interleave(shifts, counts) + torch.arange(int(counts.sum()))
+
+
+def _trimmed(segment: Segment) -> Segment:
+    """The segment up to its last drawn token."""
+    if segment.drawn is None or (len(segment.drawn) and segment.drawn[-1]):
+        return segment
+    drawn = np.flatnonzero(segment.drawn)
+    end = int(drawn[-1]) + 1 if len(drawn) else 0
+    return Segment(segment.token_ids[:end], segment.drawn[:end])
+
+
+def _joined(arrays: Sequence[NDArray[np.float64]], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0), *arrays])).to(device)
+
+
+def assign_advantages(
+    batch: TokenBatch, scores: Scores, objective: Objective, max_completion_length: int
+) -> TokenBatch:
+    """The batch with each token's advantage. Truncated completions leave the loss, if the objective masks them, after
+    the advantages: those are of the whole group."""
+    if not batch.num_sequences:
+        return batch
+    kl_N = None
+    if objective.needs_old_logps:
+        assert batch.old_logps_N is not None
+        assert batch.ref_logps_N is not None
+        kl_N = (batch.old_logps_N - batch.ref_logps_N).cpu()
+    outcomes = Outcomes(
+        rewards_S=scores.rewards_S,
+        group_S=batch.group_S,
+        sequence_N=batch.sequence_N.cpu(),
+        max_length=max_completion_length,
+        by_function_SK=scores.by_function_SK,
+        weights_K=None if scores.weights is None else torch.tensor(scores.weights, dtype=torch.float64),
+        token_rewards_N=scores.token_rewards_N,
+        truncated_S=batch.truncated_S,
+        sampler_logps_N=batch.sampler_logps_N.cpu(),
+        kl_N=kl_N,
+    )
+    loss_N = batch.loss_N
+    if objective.truncated == "mask":
+        loss_N = loss_N & ~batch.truncated_S.to(loss_N.device)[batch.sequence_N]
+    advantages_N = token_advantages(objective, outcomes).to(loss_N.device)
+    return replace(batch, advantages_N=advantages_N, loss_N=loss_N)
+
+
+# Parts of it ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Some sequences of a batch, in any order."""
+
+    sequences_S: Tensor
+    """Their numbers in the batch, on the CPU."""
+    lengths_S: Tensor
+    """Their drawn tokens, on the CPU."""
+    tokens_N: Tensor
+    """Where their tokens lie on the batch's axis N."""
+    sequence_N: Tensor
+    """Which of them, 0..S-1, each token belongs to."""
+    positions_N: Tensor
+    """Where their tokens lie among those of the part that this one was cut from; ``tokens_N`` if cut from the batch."""
+
+    def select(self, chosen_S: Tensor) -> Part:
+        """Some of the sequences, by their numbers in this part."""
+        lengths_S, device = self.lengths_S[chosen_S], self.tokens_N.device
+        positions_N = run_positions(self.lengths_S, chosen_S).to(device)
+        sequence_N = numbers(lengths_S).to(device)
+        return Part(self.sequences_S[chosen_S], lengths_S, self.tokens_N[positions_N], sequence_N, positions_N)
+
+    @property
+    def num_sequences(self) -> int:
+        """S, the number of sequences."""
+        return len(self.sequences_S)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of drawn tokens."""
+        return len(self.tokens_N)
+
+
+def part_of(batch: TokenBatch, sequences: Sequence[int] | Tensor) -> Part:
+    """The given sequences of a batch."""
+    sequences_S = torch.as_tensor(sequences, dtype=torch.long)
+    lengths_S, device = batch.lengths_S[sequences_S], batch.sequence_N.device
+    tokens_N = run_positions(batch.lengths_S, sequences_S).to(device)
+    return Part(sequences_S, lengths_S, tokens_N, numbers(lengths_S).to(device), tokens_N)
+
+
+def split_minibatches(batch: TokenBatch, count: int) -> list[Part]:
+    """Shares of the batch's groups, in order and as equal as possible: one optimizer step each.
+
+    A group is never divided. There are fewer shares than ``count`` when there are fewer groups with completions.
+    """
+    group_S = torch.unique_consecutive(batch.group_S, return_inverse=True)[1]
+    num_groups = int(group_S[-1]) + 1 if len(group_S) else 0
+    count = min(count, num_groups)
+    if not count:
+        return []
+    share_S = group_S * count // num_groups
+    return [part_of(batch, (share_S == share).nonzero()[:, 0]) for share in range(count)]
+
+
+def active_part(batch: TokenBatch, part: Part, objective: Objective, other_terms: float = 0.0) -> Part:
+    """The sequences that an update needs a forward pass of: those with an advantage that is not 0, or all of them when
+    another term of the loss (of a weight that is not 0) or the choice of tokens looks at every sequence."""
+    active_S = torch.ones(part.num_sequences, dtype=torch.bool)
+    if not (objective.beta or objective.entropy or other_terms or objective.top_entropy < 1):
+        active_N = ((batch.advantages_N != 0) & batch.loss_N)[part.tokens_N]
+        active_S = torch.zeros_like(active_S)
+        active_S[part.sequence_N[active_N].cpu()] = True
+    return part.select(active_S.nonzero()[:, 0])
+
+
+# Cuts by memory -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Prompts that are read together, and the microbatches of the sequences after them."""
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+    microbatches: tuple[tuple[int, ...], ...]
+    """Sequences, by their numbers in the part that was cut. Those of one prompt are neighbours."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """One backward pass."""
+
+    part: Part
+    rows: PackedRows
+    """Its segments, as the model reads them."""
+
+
+def packs(batch: TokenBatch, part: Part, token_budget: int, *, shared: bool = True) -> list[Pack]:
+    """Cut a part so that no pass takes more than ``token_budget`` tokens. A longer sequence stands alone. The gradient
+    does not depend on the cut.
+
+    Args:
+        batch: the layout.
+        part: the sequences to cut.
+        token_budget: tokens of one pass: of prompts, or of segments after them.
+        shared: each prompt is read once, in one pack with all of its sequences. Off: every segment is read with its
+            prompt, padded to the longest of the pass.
+    """
+    sizes = segment_sum(batch.lengths_B, batch.sequence_B, batch.num_sequences)[part.sequences_S].tolist()
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, group in enumerate(batch.group_S[part.sequences_S].tolist()):
+        if sizes[index]:
+            by_prompt.setdefault(batch.prompt_ids[group], []).append(index)
+    if not shared:
+        return [Pack(tuple(by_prompt), _padded_cuts(batch, part, token_budget))] if by_prompt else []
+    found = []
+    for prompts in _filled(list(by_prompt), [len(prompt) for prompt in by_prompt], token_budget):
+        sequences = [index for prompt in prompts for index in by_prompt[prompt]]
+        lengths = [sizes[index] for index in sequences]
+        cuts = tuple(map(tuple, _filled(sequences, lengths, _balanced(lengths, token_budget))))
+        found.append(Pack(tuple(prompts), cuts))
+    return found
+
+
+def microbatches(batch: TokenBatch, part: Part, pack: Pack) -> Iterator[Microbatch]:
+    """The microbatches of a pack that was cut from a part."""
+    number = {prompt: number for number, prompt in enumerate(pack.prompt_ids)}
+    prompt_P = torch.tensor([number.get(prompt, -1) for prompt in batch.prompt_ids])
+    segments_S = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)
+    for cut in pack.microbatches:
+        micro = part.select(torch.tensor(cut))
+        rows_B = run_positions(segments_S, micro.sequences_S)
+        tokens_T = run_positions(batch.lengths_B, rows_B)
+        rows = PackedRows(
+            prompt_B=prompt_P[batch.group_S[batch.sequence_B[rows_B]]],
+            ids_T=batch.ids_T[tokens_T],
+            lengths_B=batch.lengths_B[rows_B],
+            drawn_T=None if batch.drawn_T is None else batch.drawn_T[tokens_T],
+            support=None if batch.support is None else batch.support.select(micro.tokens_N.cpu().numpy()),
+        )
+        yield Microbatch(micro, rows)
+
+
+def _filled(items: Sequence[Item], sizes: Sequence[int], budget: int) -> list[list[Item]]:
+    """Items in order, cut where the next one would take a share over the budget."""
+    shares: list[list[Item]] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not shares or filled + size > budget:
+            shares.append([])
+            filled = 0
+        shares[-1].append(item)
+        filled += size
+    return shares
+
+
+def _balanced(sizes: Sequence[int], budget: int) -> int:
+    """The smallest budget that makes no more shares: about equal ones, instead of a small last one."""
+    shares = len(_filled(sizes, sizes, budget))
+    return bisect_left(range(budget), True, key=lambda less: len(_filled(sizes, sizes, less)) <= shares)
+
+
+def _padded_cuts(batch: TokenBatch, part: Part, token_budget: int) -> tuple[tuple[int, ...], ...]:
+    """Sequences of similar length together, as many as fit with their prompts and padding."""
+    longest_S = torch.zeros(batch.num_sequences, dtype=torch.long)
+    longest_S = longest_S.scatter_reduce(0, batch.sequence_B, batch.lengths_B, "amax")
+    prompt_S = torch.tensor([len(prompt) for prompt in batch.prompt_ids])[batch.group_S]
+    widths = (prompt_S + longest_S)[part.sequences_S].tolist()
+    rows = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)[part.sequences_S].tolist()
+    cuts: list[list[int]] = []
+    filled = 0
+    for index in sorted((index for index, count in enumerate(rows) if count), key=lambda index: -widths[index]):
+        if not cuts or (filled + rows[index]) * widths[cuts[-1][0]] > token_budget:
+            cuts.append([])
+            filled = 0
+        cuts[-1].append(index)
+        filled += rows[index]
+    return tuple(map(tuple, cuts))

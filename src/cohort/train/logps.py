@@ -1,0 +1,75 @@
+"""Passes without gradient: what a policy says of a rollout's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cohort.policy import (
+    CompletionStates,
+    ExpertBalance,
+    Policy,
+    Prefixes,
+    TokenLogps,
+    expert_counts,
+    experts_per_token,
+)
+from cohort.train.context import StepContext
+from cohort.train.layout import Microbatch, Part, microbatches, packs
+from cohort.train.memory import OutOfMemory, out_of_memory
+from cohort.types import TokenBatch
+
+
+@torch.no_grad()
+def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> Tensor | OutOfMemory:
+    """Log-probs under a policy, the old one or the reference, shape ``[N]`` of the batch; NaN outside of ``part``."""
+    logps_N = torch.full((batch.num_tokens,), torch.nan, dtype=policy.precision.master, device=batch.loss_N.device)
+    try:
+        logps_N[part.tokens_N] = token_statistics_of(context, policy, batch, part).logps_N
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return OutOfMemory()
+    return logps_N
+
+
+@torch.no_grad()
+def token_statistics_of(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
+    """Log-probs, entropies and collision probabilities of a part's tokens, shape ``[N]`` of the part."""
+    like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
+    found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
+    with policy.compute():
+        for micro, states in forward_passes(context, policy, batch, part):
+            for whole_N, values_N in zip(found, states.logps(), strict=True):
+                whole_N[micro.part.positions_N] = values_N
+    return found
+
+
+@torch.no_grad()
+def expert_balance(context: StepContext, batch: TokenBatch, part: Part) -> ExpertBalance:
+    """How a minibatch uses the experts of a mixture, over all of its tokens."""
+    policy = context.policy
+    per_token, counts, rows = experts_per_token(policy.model.config), [], 0
+    with policy.compute():
+        for _, states in forward_passes(context, policy, batch, part):
+            counts.append(expert_counts(states.router_logits, per_token))
+            rows += sum(len(logits) for logits in states.router_logits)
+    return ExpertBalance(torch.stack(counts).sum(0), rows, policy.router_aux_loss_coef)
+
+
+def forward_passes(
+    context: StepContext, policy: Policy, batch: TokenBatch, part: Part
+) -> Iterator[tuple[Microbatch, CompletionStates]]:
+    """Each microbatch of a part with the policy's states of it. To be iterated inside ``policy.compute()``."""
+    passes = policy.passes
+    for pack in packs(batch, part, context.budget.tokens, shared=passes.shared):
+        prefixes = passes.read(pack.prompt_ids)
+        for micro in microbatches(batch, part, pack):
+            yield micro, states_of(context, policy, prefixes, micro)
+
+
+def states_of(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:
+    """``Policy.states`` of a microbatch, over the distribution that its tokens were drawn from."""
+    return policy.states(prefixes, micro.rows, context.temperature, context.repetition_penalty)

@@ -1,0 +1,385 @@
+"""Which implementation runs which model, and why; log-probs and gradients are those of the model's own forward pass for
+families, mixtures of experts, heads and adapters of all kinds."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from cohort.policy import Policy
+from cohort.policy.choose import find_head
+from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.lean import LeanLayers
+from cohort.policy.passes import PlainPasses, SharedPasses
+from tests.conftest import tiny_llama
+from tests.policy.plain import (
+    COMPLETIONS,
+    DOUBLE,
+    GPT,
+    LORA,
+    MIXED,
+    PROMPTS,
+    SINGLE,
+    TEMPERATURE,
+    WINDOW,
+    assert_near,
+    assert_plain,
+    gradients,
+    plain_logps,
+    policy_of,
+    shares,
+    weighted,
+    with_peft,
+)
+from tests.rollout.test_families import ATTENTION, COMMON
+from tests.rollout.test_lean import FAMILIES as LEAN
+
+# peft asks transformers for something by its old name; pytest makes warnings errors.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:Model has .tie_word_embeddings=True.",
+)
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+PACKED = {
+    "cohere": ATTENTION | {"logit_scale": 0.25},
+    "cohere2": WINDOW,
+    "exaone4": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": ATTENTION,
+    "gpt2": GPT,
+    "gpt_neox": {key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"},
+    "granite": ATTENTION | {"logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "olmo2": ATTENTION,
+    "olmo3": WINDOW,
+    "opt": COMMON
+    | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
+    "phi": ATTENTION,
+    "phi3": WINDOW,
+    "starcoder2": WINDOW,
+}
+SLOW = "apertus arcee bitnet ernie4_5 glm jetmoe olmo persimmon seed_oss vaultgemma"
+PACKED_SLOW = dict.fromkeys(SLOW.split(), ATTENTION) | {"gpt_bigcode": GPT}
+PACKED_EXPERTS = {
+    "mixtral": WINDOW | {"num_local_experts": 4},
+    "qwen2_moe": ATTENTION | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": ATTENTION | EXPERTS | {"head_dim": 8},
+    "olmoe": ATTENTION | EXPERTS,
+    "granitemoe": ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+FIXED, WRONG = "custom attention: its attention cannot be replaced", "from the model's forward pass"
+UNKNOWN_WINDOW = "which of its layers see only part of the tokens is not known"
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+PADDED = {
+    "falcon": (COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, FIXED),
+    "gptj": (GPT | {"rotary_dim": 4}, FIXED),
+    "nemotron": (ATTENTION, "it does not hand arguments on to its attention"),
+    "diffllama": (ATTENTION, WRONG),
+    "llama4_text": (
+        ATTENTION | {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 6},
+        UNKNOWN_WINDOW,
+    ),
+    "lfm2": (
+        ATTENTION | {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_L_cache": 3},
+        WRONG,
+    ),
+    "phi3": (
+        ATTENTION
+        | {"original_max_position_embeddings": 64}
+        | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}},
+        "'longrope', which changes with the sequence's length",
+    ),
+    "llama": (
+        ATTENTION | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        "'dynamic', which changes with the sequence's length",
+    ),
+    "bloom": (COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, FIXED),
+}
+PADDED_SLOW = {
+    "codegen": (GPT | {"rotary_dim": 4}, FIXED),
+    "gpt_neo": (
+        COMMON
+        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": 6}
+        | {"attention_types": [[["global", "local"], 1]]},
+        FIXED,
+    ),
+    "mpt": (COMMON | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}, FIXED),
+    "biogpt": (ATTENTION, FIXED),
+    "stablelm": (ATTENTION, ""),
+    "recurrent_gemma": (
+        ATTENTION | {"attention_window_size": 6, "head_dim": 8, "lru_width": 32, "num_hidden_layers": 3},
+        WRONG,
+    ),
+    "modernbert-decoder": (ATTENTION, "all logits at once"),
+}
+PADDED_SINGLE = {
+    "gpt_oss": (
+        WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        "attention has sinks or biases",
+    ),
+    "phimoe": (WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}, UNKNOWN_WINDOW),
+    "mamba": (COMMON | {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 8}, ""),
+}
+
+
+def slow(names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_lean_families(name):
+    policy = policy_of(*LEAN[name])
+    assert shares(policy), policy.passes.description
+    assert isinstance(policy.passes.body, LeanLayers)
+    assert_plain(policy)
+
+
+@pytest.mark.parametrize("name", [*PACKED, *slow(PACKED_SLOW)])
+def test_families_with_custom_attention(name):
+    policy = policy_of(name, (PACKED | PACKED_SLOW)[name])
+    assert shares(policy), policy.passes.description
+    assert isinstance(policy.passes.body, CustomAttention)
+    assert_plain(policy)
+
+
+@pytest.mark.parametrize("name", PACKED_EXPERTS)
+def test_experts_with_custom_attention(name):
+    """In float32: transformers' product of the experts takes no float64. Each token has its own experts, so packing
+    changes only the order of sums."""
+    policy = policy_of(name, PACKED_EXPERTS[name], SINGLE)
+    assert shares(policy), policy.passes.description
+    assert_plain(policy, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("name", [*PADDED, *slow(PADDED_SLOW)])
+def test_padded_families(name):
+    settings, reason = (PADDED | PADDED_SLOW)[name]
+    policy = policy_of(name, settings)
+    assert policy.passes.description.startswith("prompts computed with every completion, padded")
+    assert reason in policy.passes.description
+    assert_plain(policy)
+
+
+@pytest.mark.parametrize("name", PADDED_SINGLE)
+def test_padded_families_in_float32(name):
+    """Experts and recurrent kernels compute in float32."""
+    settings, reason = PADDED_SINGLE[name]
+    policy = policy_of(name, settings, SINGLE)
+    assert isinstance(policy.passes, PlainPasses)
+    assert reason in policy.passes.description
+    assert_plain(policy, 1e-4, 1e-4)
+
+
+SOME = ["llama", "qwen2 window, tied", "qwen3 ratio 3", "smollm3 window", "gemma2", "gemma3", "phi3", "gpt2"]
+
+
+def some(name, precision):
+    return policy_of(*(LEAN[name] if name in LEAN else (name, PACKED[name])), precision)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_native_kernels_in_float32(name):
+    # float32 has 6e-8; a gradient is a sum of some hundred terms that may cancel.
+    assert_plain(some(name, SINGLE), 1e-4, 2e-5)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_error_of_bfloat16_is_that_of_the_plain_pass(name):
+    policy, truth = some(name, MIXED), some(name, SINGLE)
+    with torch.no_grad():
+        exact = plain_logps(truth)
+        ours = (policy.logps(PROMPTS, COMPLETIONS, TEMPERATURE).logps_N - exact).square().mean().sqrt()
+        plain = (plain_logps(policy) - exact).square().mean().sqrt()
+    assert ours < 2 * plain + 0.01  # both round to 8 bits at every product; neither is nearer in every case
+
+
+# Heads
+
+
+@pytest.mark.parametrize("head", ["bias", "beyond the embedding"])
+def test_heads(head):
+    model = tiny_llama()
+    model.lm_head = nn.Linear(24, 37, bias=True) if head == "bias" else nn.Linear(24, 40, bias=False)
+    policy = Policy(model.double(), DOUBLE)
+    assert policy.vocab_size == model.lm_head.out_features
+    assert shares(policy), policy.passes.description
+    assert_plain(policy)
+
+
+def test_a_head_that_is_not_a_linear_layer_needs_all_logits():
+    class Tanh(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden).tanh()
+
+    policy = Policy(tiny_llama().double(), DOUBLE)
+    policy.model.lm_head.__class__ = Tanh
+    assert find_head(policy) is None
+    assert policy.passes.description == (
+        "prompts computed with every completion, padded, all logits at once "
+        "(its head is not a plain linear layer after a decoder)"
+    )
+    assert_plain(policy)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_padded_passes_of_a_model_that_could_share(linear):
+    policy = policy_of(*LEAN["gemma2"])
+    head = find_head(policy)
+    policy.__dict__["passes"] = PlainPasses(policy, head if linear else type(head)())
+    assert_plain(policy)
+
+
+# Adapters
+
+ADAPTERS = {
+    "lora": LORA,
+    "all linear, rslora": LORA | {"target_modules": "all-linear", "use_rslora": True},
+    "dora": LORA | {"use_dora": True},
+    "of the embedding": LORA | {"target_modules": ["q_proj", "embed_tokens"]},
+    "a whole embedding": LORA | {"modules_to_save": ["embed_tokens"]},
+    "dropout": LORA | {"lora_dropout": 0.5},
+    "ia3": {"kind": "IA3Config", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name):
+    policy = Policy(with_peft(ADAPTERS[name]).double(), DOUBLE)
+    assert shares(policy), policy.passes.description
+    before = policy.logps(PROMPTS, COMPLETIONS, TEMPERATURE).logps_N
+    assert_plain(policy)
+    with policy.model.disable_adapter():
+        off, plain = policy.logps(PROMPTS, COMPLETIONS, TEMPERATURE).logps_N, plain_logps(policy)
+        assert (before - plain).abs().max() > 0.01  # the adapter does something
+        torch.testing.assert_close(off, plain, rtol=0, atol=1e-11)
+    assert torch.equal(policy.logps(PROMPTS, COMPLETIONS, TEMPERATURE).logps_N, before)
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_of_the_head_need_all_logits(settings):
+    policy = Policy(with_peft(LORA | settings).double(), DOUBLE)
+    assert "all logits at once (its head is not a plain linear layer" in policy.passes.description
+    assert_plain(policy)
+
+
+def test_passes_follow_the_active_adapters():
+    wrapped = with_peft(LORA, adapters=("default", "other"))
+    wrapped.base_model.set_adapter(["default", "other"])
+    policy = Policy(wrapped.double(), DOUBLE)
+    assert policy.passes.shared
+    assert_plain(policy)
+    both = weighted(policy)
+    wrapped.set_adapter("other")
+    assert_plain(policy)
+    assert abs(weighted(policy) - both) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_are_not_shared(kind):
+    """Prompt learning puts tokens before every row: only the model's own forward pass knows of them."""
+    policy = Policy(with_peft({"kind": kind, "num_virtual_tokens": 3}).double(), DOUBLE)
+    assert isinstance(policy.passes, PlainPasses)
+    assert "off by" in policy.passes.description or "Error" in policy.passes.description
+    assert_plain(policy)
+
+
+# Choosing
+
+
+class OwnAttention(modeling_llama.LlamaAttention):
+    """Computes attention by itself although its class supports the interface."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scaling, enable_gqa=True
+        ).transpose(1, 2)
+        return self.o_proj(out.reshape(*shape[:-2], -1)), None
+
+
+class Forgetful(modeling_llama.LlamaAttention):
+    """Does not pass arguments on."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
+
+
+class Failing(modeling_llama.LlamaAttention):
+    """Refuses an argument of packed passes."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        if "cohort_packed" in kwargs:
+            raise ValueError("unexpected argument cohort_packed")
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (OwnAttention, "custom attention: off by"),
+        (Forgetful, "custom attention: it does not hand arguments on to its attention"),
+        (Failing, "custom attention: ValueError: unexpected argument cohort_packed"),
+    ],
+)
+def test_models_that_do_not_use_the_interface(kind, reason):
+    model = tiny_llama().double()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
+    policy, before = Policy(model, DOUBLE), model.config._attn_implementation
+    assert isinstance(policy.passes, PlainPasses)
+    assert reason in policy.passes.description
+    assert policy.passes.head.linear is model.lm_head  # the head is still computed in chunks
+    assert model.config._attn_implementation == before
+    assert_plain(policy)
+
+
+def test_a_layer_of_another_class_does_not_run_lean():
+    """What it computes is not known, even if it looks like the others."""
+
+    class Other(type(tiny_llama().model.layers[0].mlp)):
+        pass
+
+    model = tiny_llama()
+    model.model.layers[1].mlp.__class__ = Other
+    policy = Policy(model, SINGLE)
+    assert shares(policy)
+    assert isinstance(policy.passes.body, CustomAttention)
+
+
+def test_passes_that_compute_something_else_are_not_used(monkeypatch):
+    real = SharedPasses.hidden
+
+    def rolled(self, *arguments):
+        found = real(self, *arguments)
+        return found._replace(states=found.states.roll(1, 0))
+
+    monkeypatch.setattr(SharedPasses, "hidden", rolled)
+    policy = Policy(tiny_llama(), SINGLE)
+    assert isinstance(policy.passes, PlainPasses)
+    assert policy.passes.description.count("off by") == 2
+    assert_near(gradients(policy, weighted(policy)), gradients(policy, weighted(policy, plain_logps)), 1e-4)
+
+
+def test_choosing_leaves_no_trace():
+    """Neither in random numbers nor in the mode nor in gradients."""
+    policy = Policy(tiny_llama(), SINGLE)
+    policy.model.train()
+    before = torch.get_rng_state()
+    assert policy.passes.shared
+    assert torch.equal(torch.get_rng_state(), before)
+    assert policy.model.training
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+def test_dropout_needs_padded_passes():
+    """Every completion draws its own dropout."""
+    assert isinstance(Policy(tiny_llama(attention_dropout=0.5), SINGLE, dropout=True).passes, PlainPasses)
+    policy = policy_of("olmo2", ATTENTION, SINGLE)
+    assert policy.passes.shared
+    for layer in policy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with policy.training(), pytest.raises(Exception, match="attention has dropout"):
+        policy.logps(PROMPTS, COMPLETIONS, 1.0)
+    assert policy.model.config._attn_implementation != "cohort_packed"
