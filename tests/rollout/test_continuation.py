@@ -12,6 +12,7 @@ from cohort.rollout.generic import RecomputeBackend
 from cohort.types import FinishReason, Prompt
 from tests.conftest import tiny_llama
 from tests.rollout import test_generic, test_lean
+from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_grammar import words
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
@@ -60,8 +61,8 @@ def play(engine, sampling, replies, rewrite=False):
 
 def last(turn):
     """Tokens and log-probs that were drawn in a turn."""
-    start = len(turn.completion.token_ids) - turn.num_drawn
-    return list(turn.completion.token_ids[start:]), list(turn.completion.sampler_logps[start:])
+    start = len(drawn_ids(turn.completion)) - turn.num_drawn
+    return list(drawn_ids(turn.completion)[start:]), list(turn.completion.sampler_logps[start:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +104,11 @@ def test_a_continued_trajectory_equals_one_whose_history_is_prefilled(backend, r
     for number, given in enumerate([*replies, []]):
         turns = [turns[number] for turns in played]
         expected = with_histories_as_prompts(fresh, turns, histories, positions, sampling)
-        for n, (turn, (ids, logps)) in enumerate(zip(turns, expected, strict=True)):
+        for n, (turn, (wanted, logps)) in enumerate(zip(turns, expected, strict=True)):
             mine, my_logps = last(turn)
             if backend != "bfloat16":
-                assert mine == ids
-            if mine == ids:
+                assert mine == wanted
+            if mine == wanted:
                 assert my_logps == pytest.approx(logps, abs=bound)
             histories[n] = given if rewrite else [*histories[n], *mine, *given]
             positions[n] += len(mine) + len(given)
@@ -135,7 +136,7 @@ def test_parked_trajectories_change_no_draw_of_the_others(backend):
     assert engine.unfinished == 0
     for run in runs:
         for one, other in zip(run, expected, strict=True):
-            assert tuple(one.token_ids) == tuple(other.token_ids)
+            assert drawn_ids(one) == drawn_ids(other)
             # As for any other batch: float32, and GPT-2's norms.
             assert list(one.sampler_logps) == pytest.approx(list(other.sampler_logps), abs=2e-5)
 
