@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,26 +56,29 @@ def mutants() -> list[Mutant]:
     return found
 
 
-def run_tests(tree: Path, tests: tuple[str, ...], timeout: float = 300) -> int:
-    """The exit code of pytest, which stops at the first failure. A run that takes too long counts as a failure."""
+def run_tests(tree: Path, tests: Iterable[str], timeout: float = 300) -> tuple[bool, str | None]:
+    """Whether the tests pass, and the first that fails. A run that takes too long counts as a failure."""
     pinned = {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=tree, env=os.environ | pinned, capture_output=True, check=False, timeout=timeout
+            command, cwd=tree, env=os.environ | pinned, capture_output=True, text=True, check=False, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        return 1
-    return done.returncode
+        return False, None
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    if done.returncode and not failed:
+        sys.exit(f"pytest did not run: {' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0, failed[1] if failed else None
 
 
-def survives(tree: Path, mutant: Mutant) -> bool:
-    """Whether the mutant's tests pass with it in the tree."""
+def killer(tree: Path, mutant: Mutant) -> tuple[bool, str | None]:
+    """Whether the mutant's tests pass with it in the tree, and which fails first."""
     file = tree / mutant.path
     text = file.read_text()
     file.write_text(text.replace(mutant.old, mutant.new))
     try:
-        return run_tests(tree, mutant.tests) == 0
+        return run_tests(tree, mutant.tests)
     finally:
         file.write_text(text)
 
@@ -94,18 +99,18 @@ def main() -> None:
         for part in ("src", "tests", "examples"):
             shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
-        whole = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-        if run_tests(tree, whole, timeout=1800):
-            sys.exit(f"the tests fail without any mutant: {' '.join(whole)}")
-        survivors = []
+        survivors, killers = 0, set()
         for mutant in chosen:
             start = time.perf_counter()
-            if survives(tree, mutant):
-                survivors.append(mutant)
-            verdict = "SURVIVES" if mutant in survivors else "dies"
-            took = time.perf_counter() - start
+            survived, failed = killer(tree, mutant)
+            survivors += survived
+            killers |= {failed} if failed else set()
+            verdict, took = "SURVIVES" if survived else "dies", time.perf_counter() - start
             print(f"{verdict:8} {took:4.0f} s  {mutant.path.removeprefix('src/cohort/')}: {mutant.old}", flush=True)
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} die")
+        print(f"{len(chosen) - survivors} of {len(chosen)} die")
+        passed, failed = run_tests(tree, sorted(killers), timeout=1800) if killers else (True, None)
+        if not passed:
+            sys.exit(f"a test fails without any mutant: {failed}")
     if survivors:
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""GRPOTrainer: puts the parts of a run together, in the order that finds mistakes before anything expensive starts."""
+"""GRPOTrainer: puts the parts of a run together, in the order that finds mistakes before anything expensive."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ class GRPOTrainer:
     """Trains a causal language model with GRPO.
 
     Args:
-        model: a folder, a hub id, or a loaded transformers model (which is then trained in place). None: ``model.path``
-            of the settings.
-        reward_funcs: one reward function or several: callables, or names as ``reward.functions`` takes them. See
-            ``cohort.rewards.contract``. None: those of the settings.
+        model: a folder, a hub id, or a loaded transformers model, which is trained in place. None: ``model.path``.
+        reward_funcs: one or several reward functions: callables, or names as in ``reward.functions``. See
+            ``cohort.rewards.contract``. None: ``reward.functions``.
         args: the settings. None: the defaults.
-        train_dataset: rows with the prompt's column: a list of dicts, a ``datasets.Dataset``, or the like. None: what
-            ``data.train`` names.
-        eval_dataset: the same, for evaluation, or a dict of such under names. None: what ``data.eval`` names; nothing
-            there: no evaluation.
-        processing_class: the tokenizer. None: the one that lies beside the model.
+        train_dataset: rows with a prompt column: a list of dicts, a ``datasets.Dataset`` or similar. None:
+            ``data.train``.
+        eval_dataset: rows for evaluation, or a dict of named sets of rows. None: ``data.eval``; if that is unset too,
+            there is no evaluation.
+        processing_class: the tokenizer. None: the tokenizer in the model's folder.
 
     Raises:
-        CohortError: anything that can be known to be wrong now. Checks run from the cheapest to the dearest: data,
-            tokenizer, prompts, rewards (tried on two rows), and only then the model.
+        CohortError: something is wrong that can be known before training. Checks run from cheap to expensive: data,
+            tokenizer, prompts, rewards (tried on two rows), then the model.
 
     >>> trainer = GRPOTrainer(model="path/to/model", reward_funcs=reward, train_dataset=rows)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
@@ -55,13 +54,14 @@ class GRPOTrainer:
         processing_class: Any = None,
     ) -> None:
         self.started = time.time()
-        """When the run began, for its summary. The command line sets it to its own start."""
+        """Start time, for the summary. The command line sets it to its own start."""
         self.summary: dict[str, Any] = {}
-        """What the run has come to; also ``summary.json`` in its folder when it is done."""
+        """Summary of the run; written to ``summary.json`` at its end."""
         self.last_metrics: dict[str, Any] = {}
-        """Those of the newest step."""
+        """Metrics of the latest step."""
         self.folder: RunFolder | None = None
-        """Where the run is written; chosen when it starts."""
+        """The run's folder, set when the run starts."""
+        self._checked_folder: RunFolder | None = None
         self.args = config = GRPOConfig() if args is None else args
         if not isinstance(config, GRPOConfig):
             raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
@@ -96,7 +96,7 @@ class GRPOTrainer:
         self.schedule = Schedule.of(config, prompts.epoch_length)
 
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
-        # Copied from the policy as it is now. Without a KL term there is none, and no memory is spent on it.
+        # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if self.objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
@@ -107,7 +107,7 @@ class GRPOTrainer:
         self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
-        """Train, showing progress; return the summary that also lies in the run folder as ``summary.json``.
+        """Train with a progress display; return the summary, which is also written to ``summary.json``.
 
         Args:
             resume: continue the run in ``run.output_dir`` from its newest checkpoint.
@@ -117,7 +117,7 @@ class GRPOTrainer:
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         progress = self.args.report.progress
-        steps = self.steps(resume=resume)  # where a resumed run ends follows from its place
+        steps = self.steps(resume=resume)  # resuming may change the schedule
         with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
             for metrics in steps:
                 display.show(metrics)
@@ -126,13 +126,14 @@ class GRPOTrainer:
         return self.summary
 
     def steps(self, *, resume: bool = False) -> Iterator[dict[str, Any]]:
-        """The run as an iterator over its steps' metrics, for code that wants to stand between them. The call itself
-        makes the folder, or loads what is resumed."""
+        """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
+        checkpoint to resume."""
         if self.folder is not None:
             raise RunFolderError(
-                f"this trainer's run in {self.folder.path} has begun: make a new GRPOTrainer for another"
+                f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        folder, metric = output_folder(self.args, resume=resume), self.args.eval.metric_for_best_model
+        folder = self._checked_folder or output_folder(self.args, resume=resume)
+        metric = self.args.eval.metric_for_best_model
         parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
@@ -154,19 +155,19 @@ class GRPOTrainer:
         return self._steps(folder, parts, first_step)
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
-        whole_step = (self.policy.version, parts.adaptive.state_dict())
+        after_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
         try:
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self._sum_up(metrics, parts.cursor)
-                whole_step = (self.policy.version, parts.adaptive.state_dict())
+                self._record(metrics, parts.cursor)
+                after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (RewardError, DataError, ConfigError) as error:  # a row of a stream is looked at when it comes
-            # Where it failed between the updates of a step and its end, there is no whole step to write.
-            as_it_was = whole_step == (self.policy.version, parts.adaptive.state_dict())
-            kept = self._keep_last_whole_step(folder, parts, can_write=as_it_was)
-            hint = f"a checkpoint of step {kept} is kept: mend it and resume" if kept else "no checkpoint was due yet"
+        except (RewardError, DataError, ConfigError) as error:  # streamed rows are checked when they are read
+            # After an update of an incomplete step there is no consistent state to write.
+            unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
+            kept = self._keep_last_step(folder, parts, can_write=unchanged)
+            hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
             raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         finally:
             self.rewards.close()
@@ -179,15 +180,15 @@ class GRPOTrainer:
         self.summary["seconds"] = round(time.time() - self.started, 2)
         folder.write_summary(self.summary)
 
-    def _keep_last_whole_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
-        """Write a checkpoint if everything stands as the last whole step left it; the newest one's step, if any."""
+    def _keep_last_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
+        """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
         if can_write and step > kept:
             folder.save_checkpoint(parts.models, parts.saved_state(step))
             kept = step
         return kept or None
 
-    def _sum_up(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
+    def _record(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
@@ -197,7 +198,7 @@ class GRPOTrainer:
             self.summary["eval_after"] = evaluated
 
     def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
-        """The evaluation from before the first step: made now, or read back by a resumed run."""
+        """The evaluation before the first step: made now, or read by a resumed run."""
         if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             return folder.first_evaluation()
         before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
@@ -207,17 +208,16 @@ class GRPOTrainer:
         return before
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
-        """Sample and score the evaluation prompts with the policy as it is; the metrics with their intervals.
+        """Sample and score the evaluation prompts with the current policy; return the metrics with their intervals.
 
         Args:
-            eval_dataset: rows, or rows under names, to use instead of those given at construction.
+            eval_dataset: rows, or named sets of rows, instead of those given to the trainer.
         """
         found = self.evaluations(eval_dataset)
         return {key: value for name, one in found.items() for key, value in one.metrics(name).items()}
 
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
-        """``evaluate`` with each prompt's numbers and every completion, by the sets' names; one without a name is
-        called ""."""
+        """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
         evaluator = self.evaluator
         if eval_dataset is not None:
             evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
@@ -230,12 +230,12 @@ class GRPOTrainer:
 
         Args:
             path: a folder.
-            merge: of a model with adapters, write the whole model with them merged into it, not the adapters alone.
+            merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
         save_model(self.policy, self.tokenizer, path, merge=merge)
 
     def describe(self) -> str:
-        """The run in words: what the start of ``train`` prints."""
+        """The run in words, as ``train`` prints it at the start."""
         described = describe_run(
             policy=self.policy,
             engine=self.engine,
@@ -263,12 +263,12 @@ class GRPOTrainer:
         if step >= self.schedule.steps:
             raise ConfigError(
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
-                "raise run.num_epochs or run.max_steps to go on"
+                "raise run.num_epochs or run.max_steps to train longer"
             )
         if parts.best.exhausted:
             raise ConfigError(
-                f"{folder.path} has ended early, at step {step}: {parts.best.describe()}; "
-                "raise eval.early_stopping_patience, or set it to 0, to go on"
+                f"{folder.path} stopped early, at step {step}: {parts.best.describe()}; "
+                "raise eval.early_stopping_patience, or set it to 0, to train longer"
             )
         folder.resume(self.args, step)
         if self.args.report.progress:
@@ -276,54 +276,56 @@ class GRPOTrainer:
         return step
 
     def _prompt_set(self, data: Data) -> PromptSet:
-        """Rows as prompts that fit the model, with the reward functions tried on the first two."""
+        """Render the rows to prompts, and try the reward functions on the first two."""
         prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
         self.rewards.dry_run(tried_prompts(prompts))
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
-        """Who evaluates on some sets, with the reward functions tried on two rows of each."""
+        """The evaluator of some sets; tries the reward functions on two rows of each."""
         return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, context_length(self._model_config))
 
 
 def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer:
-    """The trainer that a config file describes: model, data and rewards by name.
+    """The trainer of a config file, which names model, data and rewards.
 
     Raises:
-        CohortError: as ``GRPOTrainer``; and the output folder is looked at before anything is loaded.
+        CohortError: as ``GRPOTrainer``. The output folder is checked before anything is loaded.
     """
     folder = output_folder(config, resume=resume)
     if resume:
         folder.check_resumable(config)
     else:
         folder.check_free()
-    return GRPOTrainer(args=config)
+    trainer = GRPOTrainer(args=config)
+    trainer._checked_folder = folder
+    return trainer
 
 
 def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:
     """The folder of the settings, or the next free one under ``runs``.
 
     Raises:
-        ConfigError: a run is to be resumed, but no folder is set.
+        ConfigError: ``resume`` without ``run.output_dir``.
     """
     if config.run.output_dir is not None:
         return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
     if resume:
-        raise ConfigError("which run is to be resumed? Set run.output_dir to its folder")
+        raise ConfigError("to resume a run, set run.output_dir to its folder")
     return RunFolder.next_free("run", keep_checkpoints=config.run.save_total_limit)
 
 
 def _name(model: Any) -> str:
-    """Where a model's tokenizer lies."""
+    """The folder or hub id of a model's tokenizer."""
     if isinstance(model, str):
         return model
     if name := getattr(getattr(model, "config", None), "_name_or_path", ""):
         return str(name)
-    raise ModelError("a model built in memory has no tokenizer of its own: pass processing_class")
+    raise ModelError("a model built in memory has no tokenizer: pass processing_class")
 
 
 def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Data, dict[str, Data]]:
-    """Training data, and evaluation data by name, with everything checked that needs no tokenizer."""
+    """Training data, and evaluation data by name, with all checks that need no tokenizer."""
     data = load_data(train_dataset, config.data)
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
@@ -333,7 +335,7 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
 
 def _part_without_negative_rewards(objective: Objective) -> str | None:
     if isinstance(objective.scale, GroupMean):
-        return "scale 'group_mean' (a negative mean turns every sign round)"
+        return "scale 'group_mean' (a negative mean inverts every sign)"
     return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None
 
 

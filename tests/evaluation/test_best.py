@@ -100,7 +100,7 @@ def test_a_metric_that_no_evaluation_will_log_is_known_before_the_model_is(demo_
         def __getattr__(self, name):
             raise AssertionError("the model was looked at")
 
-    with pytest.raises(ConfigError, match="no evaluation will log; there will be\n  eval/reward/mean"):
+    with pytest.raises(ConfigError, match="no evaluation logs; there are\n  eval/reward/mean"):
         make_trainer(demo_tokenizer, tmp_path / "run", model=Unread(), eval_rows=ROWS[:2], metric_for_best_model=metric)
 
 
@@ -158,9 +158,9 @@ def test_an_early_end_is_a_clean_one(demo_tokenizer, tmp_path, capsys):
     assert (summary["steps"], summary["stopped_early"], summary["best"]["step"]) == (3, True, 0)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_early"] is True
-    assert "stopped early, after step 3: no evaluation was better for long enough" in capsys.readouterr().out
+    assert "stopped early after step 3: no better evaluation within" in capsys.readouterr().out
     written = (tmp_path / "run" / "config.toml").read_text()
-    with pytest.raises(ConfigError, match="has ended early, at step 3: eval/reward/mean was best after step 0"):
+    with pytest.raises(ConfigError, match="stopped early, at step 3: eval/reward/mean was best after step 0"):
         make_trainer(demo_tokenizer, tmp_path / "run", **settings | {"bootstrap_samples": 500}).train(resume=True)
     assert (tmp_path / "run" / "config.toml").read_text() == written
     more = make_trainer(demo_tokenizer, tmp_path / "run", **settings | {"early_stopping_patience": 5}).train(

@@ -178,7 +178,7 @@ def test_what_a_run_was_made_of_is_not_written_over(run_folder, tmp_path, capsys
     for file in ("run/config.toml", "data.jsonl", "mine.py"):
         before = (tmp_path / file).read_bytes()
         assert evaluate("--output", file, "--overwrite", model=str(run_folder)) == 2
-        assert "is a file that is read" in capsys.readouterr().err
+        assert "is an input file" in capsys.readouterr().err
         assert (tmp_path / file).read_bytes() == before
 
 
@@ -236,17 +236,17 @@ def test_which_model_of_a_run(run_folder):
         ),
         (
             ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"),
-            "is a file that is read",
+            "is an input file",
         ),
-        (("--data", "*.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is a file that is read"),
+        (("--data", "*.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is an input file"),
         (
             ("--data.eval", '[{path = "rows.jsonl"}]', "--reward", REWARD, "--json", "./rows.jsonl", "--overwrite"),
-            "is a file that is read",
+            "is an input file",
         ),
-        (("--data", ".", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is a file that is read"),
+        (("--data", ".", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is an input file"),
         (
             ("--data", "a.jsonl", "--reward", "rows.jsonl.py:f(x=1)", "--output", "rows.jsonl.py", "--overwrite"),
-            "is a file that is read",
+            "is an input file",
         ),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "./a"), "are the same file"),
         (
@@ -332,7 +332,7 @@ def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, cap
 def test_a_model_that_is_none_is_said_to_be(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["eval", str(tmp_path / "absent")]) == 2
-    assert "is no folder here, so it is taken for a hub id" in capsys.readouterr().err
+    assert "is not a folder here, so it is taken for a hub id" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "empty"), "--data", "rows.jsonl"]) == 2
     assert "no reward function: give --reward NAME" in (said := capsys.readouterr().err)
     assert "holds neither a model nor a run" in said

@@ -191,7 +191,7 @@ def test_votes_without_answers(demo_tokenizer, caplog):
         return 1.0
 
     settings = {"eval_rows": ROWS[:3], "num_generations_eval": 2, "maj_at_k": [2]}
-    with pytest.raises(ConfigError, match="reward function mute logs, and it takes no log_extra"):
+    with pytest.raises(ConfigError, match="reward function mute logs, but it takes no log_extra"):
         make_trainer(demo_tokenizer, None, rewards=[mute, logs_answers], **settings)
     trainer = make_trainer(demo_tokenizer, None, rewards=[silent, logs_answers], **settings)
     assert np.isnan(trainer.evaluate()["eval/maj@2/mean"])  # the answers of logs_answers are not silent's
@@ -321,7 +321,7 @@ def test_completions_of_an_evaluation_must_fit_the_context(demo_tokenizer, tmp_p
 
 
 def test_an_unknown_judge(demo_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="'math', and the reward functions are digits_reward"):
+    with pytest.raises(ConfigError, match="'math', but the reward functions are digits_reward"):
         make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:3], pass_function="math")
 
 

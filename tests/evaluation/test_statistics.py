@@ -142,7 +142,7 @@ def test_intervals_of_little():
     assert str(one([0.5] * 20)) == "0.500 [no interval]"
     assert not one([0.1 + 0.2, 0.3, 0.3]).has_interval  # rounding is no spread
     assert one([1.0] * 12).has_interval
-    assert not one([1.0] * 12, no_shares=("x",)).has_interval  # lengths
+    assert not one([1.0] * 12, not_proportions=("x",)).has_interval  # lengths
     assert one([1.0, NAN]).mean == 1.0
 
 
@@ -218,7 +218,7 @@ def test_equal_differences():
     assert (rewards.difference.mean, rewards.difference.has_interval, rewards.shown(0.95)) == (0.0, False, False)
     gained = compare(np.full(12, 0.75), np.full(12, 0.5))
     assert (gained.difference.mean, gained.difference.has_interval, gained.shown(0.95)) == (0.25, False, True)
-    shares, lengths = (compare(np.ones(12), np.ones(12), share=share).difference for share in (True, False))
+    shares, lengths = (compare(np.ones(12), np.ones(12), proportion=share).difference for share in (True, False))
     assert (shares.low, shares.high) == pytest.approx((-3.8415 / (12 + 3.8415), 3.8415 / (12 + 3.8415)), abs=1e-4)
     assert not lengths.has_interval
 
@@ -254,6 +254,7 @@ def test_drawn_signs_agree_with_all_signs(monkeypatch):
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)
+    assert sign_flip_p(np.ones(30), resamples=99) == 0.01  # no drawn signs are alike, and the given ones count
 
 
 def test_two_equal_models_are_called_different_as_rarely_as_said():

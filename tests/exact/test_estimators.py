@@ -14,9 +14,8 @@ from cohort.presets.parts import GroupMean, GroupStd, SignWeights
 from .tabular import TOLERANCE, assert_apart, assert_same, gradient, groups, tree
 
 # vocabulary, longest length, group size
-CASES = [(2, 2, 2), (2, 2, 3), (2, 2, 4), (3, 3, 2), (3, 3, 3)]
+CASES = [(2, 2, 4), (3, 3, 2), (3, 3, 3)]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-seeds = pytest.mark.parametrize("seed", range(3))
 
 
 def plain(**parts):
@@ -51,7 +50,6 @@ def setting(case, seed):
 
 
 @every_case
-@seeds
 @pytest.mark.parametrize("baseline", ["none", 0.5, -2.0, "leave_one_out"])
 def test_a_baseline_that_does_not_see_the_completion_leaves_the_gradient_exact(case, seed, baseline):
     small, rewards = tree(*case[:2]), tree(*case[:2]).rewards(seed)
@@ -63,7 +61,6 @@ def test_a_baseline_that_does_not_see_the_completion_leaves_the_gradient_exact(c
 
 
 @every_case
-@seeds
 def test_rloo_is_unbiased(case, seed):
     rloo = PRESETS["rloo"].replace(beta=0.0)
     small, rewards = tree(*case[:2]), tree(*case[:2]).rewards(seed)
@@ -72,7 +69,6 @@ def test_rloo_is_unbiased(case, seed):
 
 
 @every_case
-@seeds
 def test_a_mean_that_counts_the_completion_itself_shrinks_the_gradient(case, seed):
     # Dr. GRPO divides by a constant length besides.
     size, length = case[2], 5
@@ -84,7 +80,6 @@ def test_a_mean_that_counts_the_completion_itself_shrinks_the_gradient(case, see
     assert_same(groups(*case).expected_ascent(plain(), logits, rewards), (size - 1) / size * true)
 
 
-@seeds
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_mean_over_tokens_climbs_the_reward_per_token(size, seed):
     # Divided by |o_i|, RLOO is no longer the gradient of E[r] but of E[(r - b) / |o|], b = E[r] held fixed.
@@ -121,7 +116,6 @@ def test_conditional_advantages_of_live_groups_are_biased_though_the_gradient_is
 
 
 @every_case
-@seeds
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_grpo_weighs_prompts_by_their_expected_spread(case, seed, ddof):
     batch, logits, right, p, true = setting(case, seed)
@@ -129,7 +123,6 @@ def test_grpo_weighs_prompts_by_their_expected_spread(case, seed, ddof):
     assert_same(batch.expected_ascent(grpo, logits, right), std_weight(p, batch.size, ddof) * true)
 
 
-@seeds
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize(
     ("size", "ddof", "weight"),
@@ -148,7 +141,6 @@ def test_a_group_of_two_or_three_has_no_difficulty_bias(seed, spread, size, ddof
 
 
 @every_case
-@seeds
 def test_maxrl_as_shipped_climbs_the_log_pass_rate_to_order_one_less_than_the_group(case, seed):
     batch, logits, right, p, true = setting(case, seed)
     ascent = batch.expected_ascent(PRESETS["maxrl"], logits, right)
@@ -161,7 +153,6 @@ def test_maxrl_as_shipped_climbs_the_log_pass_rate_to_order_one_less_than_the_gr
     assert_same(ascent, (1 - (1 - p) ** (batch.size - 1)) * log_true)
 
 
-@seeds
 def test_maxrl_with_two_completions_is_plain_reinforce(seed):
     batch, logits, right, _, true = setting((3, 3, 2), seed)
     assert_same(batch.expected_ascent(PRESETS["maxrl"], logits, right), true)
@@ -176,7 +167,6 @@ def advantages_given(batch, right, rule):
 
 
 @every_case
-@seeds
 @pytest.mark.parametrize("kind", ["reward over mean", "failures keep -1"])
 def test_the_two_maxrl_estimators_of_full_order(case, seed, kind):
     # Neither is shipped; they show that the order G - 1 comes from the mean that is taken off where nothing is right.
@@ -204,7 +194,6 @@ def test_reward_over_mean_without_a_baseline_has_full_order(case):
 
 
 @every_case
-@seeds
 @pytest.mark.parametrize("kind", ["real", "binary"])
 def test_passk_is_the_gradient_of_the_expected_maximum(case, seed, kind):
     batch, small = groups(*case), tree(*case[:2])
@@ -214,13 +203,11 @@ def test_passk_is_the_gradient_of_the_expected_maximum(case, seed, kind):
     assert_same(batch.expected_ascent(PRESETS["passk"], logits, rewards), gradient(best, logits))
 
 
-@seeds
 def test_passk_of_binary_rewards_is_the_gradient_of_the_chance_that_one_is_right(seed):
     batch, logits, right, p, true = setting((3, 3, 3), seed)
     assert_same(batch.expected_ascent(PRESETS["passk"], logits, right), 3 * (1 - p) ** 2 * true)
 
 
-@seeds
 @pytest.mark.parametrize(("preset", "positive", "negative"), [(True, 0.1, 1.0), (False, 1.0, 0.0), (False, 0.0, 1.0)])
 def test_weighting_signs_scales_the_gradient_of_the_pass_rate(seed, preset, positive, negative):
     # lambda 1[right] - 1[wrong] = (lambda + 1) r - 1, so in expectation lambda + 1 times the pass rate's gradient;

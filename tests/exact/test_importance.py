@@ -11,7 +11,6 @@ from .tabular import assert_apart, assert_same, gradient, groups, tree
 
 TREE = tree(3, 3)
 LEVELS = ("token", "sequence_mean", "sequence_mean_token", "sequence_product", "prefix_product")
-seeds = pytest.mark.parametrize("seed", range(4))
 baselines = pytest.mark.parametrize("baseline", ["none", "leave_one_out", "group_mean"])
 
 
@@ -27,7 +26,6 @@ def pair(seed, small=TREE):
     return small.logits(seed), small.logits(seed + 100).detach()
 
 
-@seeds
 @baselines
 @pytest.mark.parametrize("anchor", ["old", "sampler"])
 def test_the_ratio_of_whole_sequences_is_unbiased(seed, baseline, anchor):
@@ -39,7 +37,6 @@ def test_the_ratio_of_whole_sequences_is_unbiased(seed, baseline, anchor):
     assert_same(ascent, shrunk * true_gradient(logits, rewards))
 
 
-@seeds
 def test_the_ratio_of_whole_sequences_is_unbiased_in_groups_of_three(seed):
     logits, old = pair(seed)
     rewards = TREE.rewards(seed)
@@ -47,7 +44,6 @@ def test_the_ratio_of_whole_sequences_is_unbiased_in_groups_of_three(seed):
     assert_same(ascent, true_gradient(logits, rewards))
 
 
-@seeds
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "sequence_product"])
 @pytest.mark.parametrize("anchor", ["old", "sampler"])
 def test_the_other_ratios_are_biased_for_sequences(seed, level, anchor):
@@ -59,7 +55,6 @@ def test_the_other_ratios_are_biased_for_sequences(seed, level, anchor):
     )
 
 
-@seeds
 def test_no_ratio_is_biased(seed):
     logits, old = pair(seed)
     rewards = TREE.rewards(seed)
@@ -67,7 +62,6 @@ def test_no_ratio_is_biased(seed):
     assert_apart(ascent, true_gradient(logits, rewards))
 
 
-@seeds
 @pytest.mark.parametrize("level", LEVELS)
 def test_for_a_single_token_all_levels_are_one_and_unbiased(seed, level):
     small = tree(3, 1)
@@ -92,7 +86,6 @@ def suffix_from(logits, drawn_from, rewards, prefix_of):
     return gradient(total, logits)
 
 
-@seeds
 def test_the_token_ratio_keeps_the_samplers_prefixes_and_continuations(seed):
     logits, old = pair(seed)
     rewards = TREE.rewards(seed)
@@ -100,7 +93,6 @@ def test_the_token_ratio_keeps_the_samplers_prefixes_and_continuations(seed):
     assert_same(ascent, suffix_from(logits, old, rewards, prefix_of=old))
 
 
-@seeds
 def test_the_prefix_product_has_the_policys_prefixes_and_the_samplers_continuations(seed):
     # The weight ends at the token. A reward that comes later was drawn with the sampler's later tokens.
     logits, old = pair(seed)
@@ -109,7 +101,6 @@ def test_the_prefix_product_has_the_policys_prefixes_and_the_samplers_continuati
     assert_same(ascent, suffix_from(logits, old, rewards, prefix_of=logits))
 
 
-@seeds
 def test_the_prefix_product_is_unbiased_where_only_the_first_token_is_off_policy(seed):
     # Then prefixes are all that is wrong: the prefix product mends them, the token ratio does not.
     logits = TREE.logits(seed)
@@ -124,7 +115,6 @@ def test_the_prefix_product_is_unbiased_where_only_the_first_token_is_off_policy
     assert_apart(by_level["token"], true_gradient(logits, rewards))
 
 
-@seeds
 def test_the_prefix_product_is_unbiased_for_a_reward_that_each_token_earns_at_once(seed):
     logits, old = pair(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -145,7 +135,6 @@ def test_the_prefix_product_is_unbiased_for_a_reward_that_each_token_earns_at_on
     assert_same(by_token, at_the_prefixes_of(old))
 
 
-@seeds
 def test_exact_ratios_have_mean_one(seed):
     logits, old = pair(seed)
     log_ratio = (TREE.token_logps(logits) - TREE.token_logps(old)).detach()
@@ -169,7 +158,6 @@ UNTOUCHED = {"mode": "truncate", "low": 0.0, "high": 1e6}
 """Bounds that no ratio of these trees reaches."""
 
 
-@seeds
 @baselines
 def test_a_sequence_mismatch_weight_is_unbiased(seed, baseline):
     # The old policy is the current one, the engine sampled from another.
@@ -180,7 +168,6 @@ def test_a_sequence_mismatch_weight_is_unbiased(seed, baseline):
     assert_same(ascent, (0.5 if baseline == "group_mean" else 1.0) * true_gradient(logits, rewards))
 
 
-@seeds
 def test_ratio_and_mismatch_weight_multiply_to_the_whole_ratio(seed):
     # Policy over old times old over sampler: three different policies.
     logits, old = pair(seed)
@@ -195,7 +182,6 @@ def test_ratio_and_mismatch_weight_multiply_to_the_whole_ratio(seed):
             assert_same(ascent, true_gradient(logits, rewards))
 
 
-@seeds
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_token_and_geometric_mismatch_weights_are_biased_for_sequences_only(seed, level):
     for small, same in ((TREE, False), (tree(3, 1), True)):
@@ -206,7 +192,6 @@ def test_token_and_geometric_mismatch_weights_are_biased_for_sequences_only(seed
         (assert_same if same else assert_apart)(ascent, true_gradient(logits, rewards, small))
 
 
-@seeds
 @pytest.mark.parametrize("mode", ["truncate", "mask", "reject"])
 def test_bounds_that_act_cost_exactness(seed, mode):
     logits, sampler = pair(seed)

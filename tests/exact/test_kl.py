@@ -18,7 +18,6 @@ TREE, ONE = tree(3, 3), groups(3, 3, 1)
 SEQUENCE_L = TREE.sequence_L
 NO_REWARD = torch.zeros(len(TREE.sequences), dtype=torch.float64)
 BETA = 0.7
-seeds = pytest.mark.parametrize("seed", range(4))
 
 
 def policies(seed):
@@ -60,27 +59,23 @@ def log_pair(logits, ref):
 # Values -------------------------------------------------------------------------------------------------------------
 
 
-@seeds
 def test_the_conditional_kls_at_the_visited_prefixes_add_up_to_the_sequences_kl(seed):
     logits, _, ref = policies(seed)
     chained = (TREE.visits(logits) * conditional_kls(logits, ref)).sum()
     assert_same(chained, sequence_kl(TREE, logits, ref))
 
 
-@seeds
 @pytest.mark.parametrize("estimator", [k1, k3])
 def test_k1_and_k3_are_unbiased_for_the_reverse_kl_on_policy(seed, estimator):
     logits, _, ref = policies(seed)
     assert_same(drawn_mean(logits, estimator(*log_pair(logits, ref))), sequence_kl(TREE, logits, ref).detach())
 
 
-@seeds
 def test_k2_is_biased(seed):
     logits, _, ref = policies(seed)
     assert_apart(drawn_mean(logits, k2(*log_pair(logits, ref))), sequence_kl(TREE, logits, ref).detach())
 
 
-@seeds
 def test_the_bias_of_k2_is_of_third_order(seed):
     # There is no second-order term: halving the distance to the reference divides the bias's odd part (its values on
     # the two sides, subtracted) by 8 and its even part by 16, up to the next terms, a factor of the distance squared.
@@ -97,7 +92,6 @@ def test_the_bias_of_k2_is_of_third_order(seed):
     assert even[0] / even[1] == pytest.approx(16, rel=0.02)
 
 
-@seeds
 def test_near_the_reference_k3_varies_less_than_k1_and_is_never_negative(seed):
     logits, _, away = policies(seed)
     pair = log_pair(logits, logits.detach() + 0.05 * away)
@@ -107,7 +101,6 @@ def test_near_the_reference_k3_varies_less_than_k1_and_is_never_negative(seed):
     assert values[k3].min() >= 0 > values[k1].min()
 
 
-@seeds
 @pytest.mark.parametrize("estimator", [k1, k3])
 def test_off_policy_the_mean_needs_a_weight(seed, estimator):
     logits, old, ref = policies(seed)
@@ -127,13 +120,11 @@ def test_off_policy_the_mean_needs_a_weight(seed, estimator):
 # The estimators as losses, by autograd ------------------------------------------------------------------------------
 
 
-@seeds
 def test_k1_as_a_loss_has_no_gradient_on_policy(seed):
     logits, _, ref = policies(seed)
     assert_same(as_loss(logits, logits, k1(*log_pair(logits, ref))), torch.zeros_like(logits))
 
 
-@seeds
 def test_k1_as_a_loss_off_policy_pushes_away_from_the_sampler(seed):
     # Whatever the reference: it is minus the gradient of KL(sampler || policy) at the sampler's prefixes.
     logits, old, ref = policies(seed)
@@ -142,7 +133,6 @@ def test_k1_as_a_loss_off_policy_pushes_away_from_the_sampler(seed):
     assert_same(as_loss(logits, old, k1(*log_pair(logits, ref))), away)
 
 
-@seeds
 def test_k2_and_the_ratio_times_k3_are_one_gradient_token_by_token(seed):
     logits, _, ref = policies(seed)
     logps, ref_logps = log_pair(logits, ref)
@@ -155,7 +145,6 @@ def test_k2_and_the_ratio_times_k3_are_one_gradient_token_by_token(seed):
     assert_same(by_k3, kl_multiplier(logps, ref_logps, direction="reverse").detach())
 
 
-@seeds
 def test_k2_as_a_loss_is_the_reverse_kl_and_k3_the_forward_kl(seed):
     logits, _, ref = policies(seed)
     visits, pair = TREE.visits(logits), log_pair(logits, ref)
@@ -165,7 +154,6 @@ def test_k2_as_a_loss_is_the_reverse_kl_and_k3_the_forward_kl(seed):
     assert_same(as_loss(logits, logits, k3(*log_pair(logits, ref))), forward)
 
 
-@seeds
 def test_off_policy_losses_without_a_ratio_are_biased(seed):
     logits, old, ref = policies(seed)
     known = [
@@ -177,7 +165,6 @@ def test_off_policy_losses_without_a_ratio_are_biased(seed):
             assert_apart(biased, exact)
 
 
-@seeds
 def test_off_policy_losses_with_a_ratio(seed):
     # In the graph for k3 and k1, detached for k2: the reverse KL. Detached k3: the forward KL. Detached k1: nothing.
     logits, old, ref = policies(seed)
@@ -201,7 +188,6 @@ def test_off_policy_losses_with_a_ratio(seed):
     assert_apart(loss(k2, detached=False), reverse)
 
 
-@seeds
 def test_the_estimators_as_rewards(seed):
     # Detached and times the score: k1 gives the reverse KL, k3 the reverse less the forward, k2 neither.
     logits, _, ref = policies(seed)
@@ -217,7 +203,6 @@ def test_the_estimators_as_rewards(seed):
 # Cohort's coefficients, on-policy -----------------------------------------------------------------------------------
 
 
-@seeds
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("correction", ["none", "token_ratio", "prefix_product"])
 def test_token_scope_is_the_partial_gradient_on_policy(seed, direction, correction):
@@ -228,7 +213,6 @@ def test_token_scope_is_the_partial_gradient_on_policy(seed, direction, correcti
     assert_same(kl_descent(logits, ref, old=logits.detach(), direction=direction, correction=correction), exact)
 
 
-@seeds
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("correction", ["none", "sequence_weight"])
 def test_sequence_scope_is_the_full_gradient_on_policy(seed, direction, correction):
@@ -237,7 +221,6 @@ def test_sequence_scope_is_the_full_gradient_on_policy(seed, direction, correcti
     assert_same(kl_descent(logits, ref, direction=direction, scope="sequence", correction=correction), exact)
 
 
-@seeds
 def test_full_and_partial_and_forward_are_different_gradients(seed):
     logits, _, ref = policies(seed)
     visits = TREE.visits(logits)
@@ -247,7 +230,6 @@ def test_full_and_partial_and_forward_are_different_gradients(seed):
     assert_same(full(logits, ref, "forward"), partial(TREE.visits(ref), logits, ref, "forward"))
 
 
-@seeds
 def test_the_sequences_k2_and_k3_as_losses_are_what_sequence_scope_computes(seed):
     logits, _, ref = policies(seed)
     probability = TREE.logps(logits).exp().detach()
@@ -256,7 +238,6 @@ def test_the_sequences_k2_and_k3_as_losses_are_what_sequence_scope_computes(seed
         assert_same(kl_descent(logits, ref, direction=direction, scope="sequence"), gradient(loss, logits))
 
 
-@seeds
 @pytest.mark.parametrize("preset", ["grpo", "default"])
 def test_the_presets_kl_terms(seed, preset):
     # DeepSeekMath's k3 loss is the forward KL's gradient; what setting beta adds to the default is the reverse KL's.
@@ -266,7 +247,6 @@ def test_the_presets_kl_terms(seed, preset):
     assert_same(descent, partial(TREE.visits(logits), logits, ref, "forward" if preset == "grpo" else "reverse"))
 
 
-@seeds
 def test_a_mean_over_tokens_weighs_short_sequences_more(seed):
     # 1/|o| depends on the sample, so the prefixes' weights are no longer how often they are visited, but the mean of
     # 1/|o| there; and at a prefix the sampled token is no longer weighted by its probability alone.
@@ -281,7 +261,6 @@ def test_a_mean_over_tokens_weighs_short_sequences_more(seed):
 # Cohort's coefficients, off-policy ----------------------------------------------------------------------------------
 
 
-@seeds
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_token_ratio_keeps_the_samplers_prefixes(seed, direction):
     logits, old, ref = policies(seed)
@@ -290,7 +269,6 @@ def test_token_ratio_keeps_the_samplers_prefixes(seed, direction):
     assert_apart(descent, partial(TREE.visits(logits), logits, ref, direction))
 
 
-@seeds
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("correction", ["prefix_product", "sequence_weight"])
 def test_prefix_product_and_sequence_weight_restore_the_policys_prefixes(seed, direction, correction):
@@ -299,7 +277,6 @@ def test_prefix_product_and_sequence_weight_restore_the_policys_prefixes(seed, d
     assert_same(descent, partial(TREE.visits(logits), logits, ref, direction))
 
 
-@seeds
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_sequence_weight_with_sequence_scope_is_the_full_gradient(seed, direction):
     logits, old, ref = policies(seed)
@@ -307,7 +284,6 @@ def test_sequence_weight_with_sequence_scope_is_the_full_gradient(seed, directio
     assert_same(descent, full(logits, ref, direction))
 
 
-@seeds
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 def test_without_a_correction_it_is_no_kls_gradient(seed, direction, scope):
@@ -319,7 +295,6 @@ def test_without_a_correction_it_is_no_kls_gradient(seed, direction, scope):
             assert_apart(descent, partial(TREE.visits(drawn_from), logits, ref, d))
 
 
-@seeds
 @pytest.mark.parametrize("correction", ["token_ratio", "prefix_product"])
 def test_the_anchor_must_be_the_policy_that_sampled(seed, correction):
     logits, old, ref = policies(seed)
@@ -331,7 +306,6 @@ def test_the_anchor_must_be_the_policy_that_sampled(seed, correction):
     assert_apart(wrong, right)
 
 
-@seeds
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_a_geometric_mean_on_the_kl_is_the_gradient_of_none_of_these(seed, off_policy):
     # The ratio of GSPO in the graph of a k3 loss. On-policy its value is 1 and its gradient still is not the token's.
@@ -364,7 +338,6 @@ def reward_gradient(logits, rewards):
     return gradient(TREE.mean(logits, rewards), logits)
 
 
-@seeds
 @pytest.mark.parametrize("size", [2, 3])
 def test_rloo_climbs_the_reward_less_beta_times_the_full_kl(seed, size):
     logits, _, ref = policies(seed)
@@ -374,7 +347,6 @@ def test_rloo_climbs_the_reward_less_beta_times_the_full_kl(seed, size):
     assert_same(groups(3, 3, size).expected_ascent(rloo, logits, rewards, ref=ref), true)
 
 
-@seeds
 def test_a_mean_that_counts_the_completion_shrinks_the_kl_in_the_reward_too(seed):
     logits, _, ref = policies(seed)
     rewards = TREE.rewards(seed)
@@ -383,7 +355,6 @@ def test_a_mean_that_counts_the_completion_shrinks_the_kl_in_the_reward_too(seed
     assert_same(groups(3, 3, 2).expected_ascent(objective, logits, rewards, ref=ref), true / 2)
 
 
-@seeds
 @pytest.mark.parametrize("credit", ["outcome", "return_to_go"])
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 def test_in_the_advantage_the_scope_decides(seed, scope, credit):
@@ -395,7 +366,6 @@ def test_in_the_advantage_the_scope_decides(seed, scope, credit):
     assert_same(ascent, reward_gradient(logits, rewards) - BETA * kl)
 
 
-@seeds
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 def test_in_the_advantage_the_mean_baseline_does_not_shrink_it(seed, scope):
     logits, _, ref = policies(seed)
@@ -406,7 +376,6 @@ def test_in_the_advantage_the_mean_baseline_does_not_shrink_it(seed, scope):
     assert_same(ascent, reward_gradient(logits, rewards) / 2 - BETA * kl)
 
 
-@seeds
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out"])
 def test_returns_to_go_of_the_kl_are_the_full_gradient(seed, baseline):
     logits, _, ref = policies(seed)
@@ -417,7 +386,6 @@ def test_returns_to_go_of_the_kl_are_the_full_gradient(seed, baseline):
     assert_same(ascent, reward_gradient(logits, rewards) - BETA * full(logits, ref))
 
 
-@seeds
 @pytest.mark.parametrize("place", ["reward", "advantage"])
 def test_a_discount_of_zero_leaves_the_partial_gradient(seed, place):
     # Each token answers for its own k1 only, and the last token for the reward (here none).
@@ -428,7 +396,6 @@ def test_a_discount_of_zero_leaves_the_partial_gradient(seed, place):
     assert_same(ascent, -BETA * partial(TREE.visits(logits), logits, ref))
 
 
-@seeds
 def test_off_policy_a_kl_in_the_reward_is_the_old_policys(seed):
     # Its log-ratio is the old policy's and stays: with exact sequence weights the climb is that of a fixed reward.
     logits, old, ref = policies(seed)

@@ -63,13 +63,14 @@ def update_gradient(own, objective, p, members, token_budget):
     return torch.cat([gradient.flatten() for gradient in zeros])
 
 
-def expected_gradient(own, objective, p, token_budget, size=2):
-    """Over all groups that can be drawn."""
+def expected_gradient(own, objective, p, token_budget):
+    """Over all groups of two that can be drawn; two different completions come in two orders."""
     with torch.no_grad():
         chance = probabilities(own, PROMPTS[p])
-    groups = itertools.product(range(len(TREE.sequences)), repeat=size)
+    groups = itertools.combinations_with_replacement(range(len(TREE.sequences)), 2)
     return sum(
-        chance[list(members)].prod() * update_gradient(own, objective, p, members, token_budget) for members in groups
+        (1 + (i != j)) * chance[i] * chance[j] * update_gradient(own, objective, p, (i, j), token_budget)
+        for i, j in groups
     )
 
 
@@ -80,9 +81,7 @@ def exact_gradient(own, p):
     return torch.cat([part.flatten() for part in parts])
 
 
-@pytest.mark.parametrize("token_budget", [1, 1000])
-@pytest.mark.parametrize("p", range(len(PROMPTS)))
-@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize(("name", "p", "token_budget"), [("rloo", 1, 1), ("reinforce", 0, 1000)])
 def test_the_expected_update_is_the_exact_gradient_of_the_expected_reward(name, p, token_budget):
     own = policy()
     exact = exact_gradient(own, p)
@@ -95,7 +94,7 @@ def test_the_mean_over_a_completions_tokens_is_another_gradient():
     """So that the test above could fail: GRPO's division by length is biased."""
     own = policy()
     objective = UNBIASED["reinforce"].replace(aggregation="seq_mean_token_mean")
-    assert_apart(expected_gradient(own, objective, 0, 1000), exact_gradient(own, 0))
+    assert_apart(expected_gradient(own, objective, 1, 1000), exact_gradient(own, 1))
 
 
 def test_a_budget_of_one_token_cuts_everything():

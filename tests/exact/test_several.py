@@ -43,8 +43,7 @@ def prompts(case, objective, seed):
     return [Prompt(groups(*case), objective, 10 * seed + number) for number in range(len(SHARES))]
 
 
-@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2), (3, 3, 3)], ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2)], ids=str)
 @every_objective
 def test_new_prompts_for_dead_groups_keep_the_direction(case, seed, objective):
     # A pair (prompt, group) is drawn until its group lives; a dead one would have had no gradient anyway.
@@ -59,8 +58,7 @@ def test_new_prompts_for_dead_groups_keep_the_direction(case, seed, objective):
     assert cosine(refilled, plain) == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2), (3, 3, 3)], ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2)], ids=str)
 @every_objective
 def test_drawing_the_same_prompt_again_changes_what_is_climbed(case, seed, objective):
     several = prompts(case, objective, seed)
@@ -71,8 +69,7 @@ def test_drawing_the_same_prompt_again_changes_what_is_climbed(case, seed, objec
     assert max(q.alive() for q in several) > 1.1 * min(q.alive() for q in several)
 
 
-@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2), (3, 3, 3)], ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2)], ids=str)
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_rewards_normalised_one_by_one_add_up_to_their_own_weighted_gradients(case, seed, ddof):
     batch = groups(*case)

@@ -13,7 +13,6 @@ from .tabular import assert_apart, assert_same, conditional_kls, gradient, seque
 from .test_kl import as_loss, drawn_mean, kl_descent, log_pair, partial, policies
 
 TREE = tree(3, 3)
-seeds = pytest.mark.parametrize("seed", range(4))
 directions = pytest.mark.parametrize("direction", ["reverse", "forward"])
 
 
@@ -32,7 +31,6 @@ def random_rows(seed, vocabulary=8, count=40):
 # KL -----------------------------------------------------------------------------------------------------------------
 
 
-@seeds
 @directions
 def test_on_policy_the_vocabulary_kl_is_the_partial_gradient(seed, direction):
     logits, _, ref = policies(seed)
@@ -42,7 +40,6 @@ def test_on_policy_the_vocabulary_kl_is_the_partial_gradient(seed, direction):
     assert_same(by_vocabulary, kl_descent(logits, ref, direction=direction))
 
 
-@seeds
 def test_it_is_the_mean_of_the_sampled_k2_loss_and_of_the_ratio_times_k3(seed):
     logits, old, ref = policies(seed)
     by_vocabulary = as_loss(logits, logits, vocabulary_kl(rows(logits), rows(ref)))
@@ -54,7 +51,6 @@ def test_it_is_the_mean_of_the_sampled_k2_loss_and_of_the_ratio_times_k3(seed):
     assert_same(off_policy, kl_descent(logits, ref, old=old, correction="token_ratio"))
 
 
-@seeds
 @directions
 def test_off_policy_only_the_prefixes_are_the_samplers_and_the_prefix_product_restores_them(seed, direction):
     logits, old, ref = policies(seed)
@@ -71,7 +67,6 @@ def test_off_policy_only_the_prefixes_are_the_samplers_and_the_prefix_product_re
     assert_same(as_loss(logits, old, weight * kl_L), partial(TREE.visits(logits), logits, ref, direction))
 
 
-@seeds
 def test_its_value_is_the_sequences_kl_and_no_sampled_token_is_left_in_it(seed):
     logits, _, ref = policies(seed)
     value_L = vocabulary_kl(rows(logits), rows(ref)).detach()
@@ -81,7 +76,6 @@ def test_its_value_is_the_sequences_kl_and_no_sampled_token_is_left_in_it(seed):
     assert_same(value_L, (table.exp() * (table - ref.log_softmax(-1))).sum(-1)[TREE.prefix_L])
 
 
-@seeds
 @directions
 def test_vocabulary_kl_against_the_plain_formula(seed, direction):
     logits, ref = random_rows(seed)
@@ -104,7 +98,6 @@ def test_the_two_way_example():
 # The top k and a bucket for the rest --------------------------------------------------------------------------------
 
 
-@seeds
 @directions
 def test_a_coarser_kl_is_never_larger(seed, direction):
     logits, ref = random_rows(seed)
@@ -129,7 +122,6 @@ def coarse_kl(p_V, q_V, k):
     return (p_V * (p_V / q_V).log()).sum()
 
 
-@seeds
 @directions
 @pytest.mark.parametrize("k", range(1, 7))
 def test_it_is_the_kl_of_the_coarse_distributions_and_so_is_its_gradient(seed, direction, k):
@@ -153,7 +145,6 @@ def test_it_is_the_full_kl_where_both_agree_on_the_proportions_of_the_rest(direc
     assert_apart(vocabulary_kl(p, q, direction, top_k=1), vocabulary_kl(p, q, direction))
 
 
-@seeds
 @directions
 def test_over_the_tree_the_top_two_and_the_rest_are_all_three(seed, direction):
     logits, _, ref = policies(seed)
@@ -166,7 +157,6 @@ def test_over_the_tree_the_top_two_and_the_rest_are_all_three(seed, direction):
 # Entropy ------------------------------------------------------------------------------------------------------------
 
 
-@seeds
 def test_the_sampled_tokens_log_prob_has_the_entropys_mean_and_no_gradient(seed):
     logits = TREE.logits(seed)
     table = torch.log_softmax(logits, -1)
@@ -179,14 +169,12 @@ def test_the_sampled_tokens_log_prob_has_the_entropys_mean_and_no_gradient(seed)
     assert_same(as_loss(logits, logits, whole), true)
 
 
-@seeds
 def test_entropies_at_the_visited_prefixes_add_up_to_the_sequences_entropy(seed):
     logits = TREE.logits(seed)
     of_sequences = -TREE.mean(logits, TREE.logps(logits)).detach()
     assert_same(drawn_mean(logits, entropy(rows(logits))), of_sequences)
 
 
-@seeds
 def test_the_kl_to_a_flat_reference_falls_as_the_entropy_rises(seed):
     # KL(policy || uniform) = log V - H, so the two terms have opposite gradients, by three routes.
     logits = TREE.logits(seed)

@@ -14,7 +14,7 @@ TRUNCATED = (1, 6, 9)
 BONUS = 0.3
 
 
-def written_out(policy, reference, batch, objective):
+def written_out(policy, reference, batch, objective, bonus):
     """The loss over the unmasked completions, as the formulas say it: clipped ratios at the tokens of highest entropy,
     the reverse KL over the vocabulary weighted by the ratios of the tokens before, and the mean entropy."""
     rows, start = [], 0
@@ -33,7 +33,7 @@ def written_out(policy, reference, batch, objective):
         kept = math.ceil(objective.top_entropy * len(ordered))
         threshold = ordered[kept - 1] - 1e-9
         assert ordered[kept] < threshold  # no tie, which rounding would decide: first tokens of a group are alike
-    loss = -BONUS * torch.cat(entropies).mean()
+    loss = -bonus * torch.cat(entropies).mean()
     for entropy, (p, q, log_ratio, a) in zip(entropies, rows, strict=True):
         chosen = entropy.detach() >= threshold
         counted = int(chosen.sum()) if objective.denominator == "after_masks" else len(a)
@@ -63,10 +63,11 @@ CASES = {
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_the_gradient_is_that_of_the_terms_written_out(float64_policy, changes):
     objective = PRESETS["default"].replace(**changes)
+    bonus = BONUS if "truncated" in changes else 0.0  # without one, only the KL looks at a group of equal rewards
     reference = shifted_policy()
     batch = batch_for(float64_policy, objective, truncated=TRUNCATED)
-    got, _ = gradient(float64_policy, batch, objective, 20, reference=reference, entropy_coefficient=BONUS)
+    got, _ = gradient(float64_policy, batch, objective, 20, reference=reference, entropy_coefficient=bonus)
     float64_policy.model.zero_grad()
-    written_out(float64_policy, reference, batch, objective).backward()
+    written_out(float64_policy, reference, batch, objective, bonus).backward()
     for one, parameter in zip(got, float64_policy.model.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)  # sums of float64 in another order

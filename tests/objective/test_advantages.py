@@ -53,35 +53,6 @@ def test_known_answers_of_eight_binary_rewards(baseline, scale, right, wrong):
     assert got.tolist() == pytest.approx([right if r else wrong for r in KNOWN.tolist()], abs=5e-7)  # printed digits
 
 
-def test_known_answer_to_the_last_digit():
-    # mean 3/8; sample variance 8 * (3/8)(5/8) / 7 = 15/56, std 0.517549; (5/8)/std and (-3/8)/std.
-    advantages = outcome_advantages(KNOWN, ONE_GROUP, scale=EXACT)
-    std = math.sqrt(15 / 56)
-    expected = torch.where(KNOWN == 1, 0.625 / std, -0.375 / std)
-    torch.testing.assert_close(advantages, expected.double(), rtol=1e-6, atol=0)
-
-
-def test_population_std_divides_by_the_group_size():
-    # population std of 10011000 is sqrt(15/64)
-    advantages = outcome_advantages(KNOWN, ONE_GROUP, scale=GroupStd(ddof=0, epsilon=0.0))
-    assert advantages[0].item() == pytest.approx(0.625 / math.sqrt(15 / 64), rel=1e-12)
-
-
-def test_scale_none_only_centres():
-    expected = [0.625 if r else -0.375 for r in KNOWN.tolist()]
-    assert outcome_advantages(KNOWN, ONE_GROUP, scale=None).tolist() == expected
-
-
-def test_two_completions_get_plus_and_minus_one_over_root_two():
-    check(outcome_advantages(torch.tensor([1.0, 0.0]), longs(0, 0), scale=EXACT), 0.5**0.5, -(0.5**0.5))
-
-
-def test_epsilon_is_added_to_the_std():
-    check(
-        outcome_advantages(torch.tensor([1.0, 0.0]), longs(0, 0), scale=GroupStd(epsilon=1.0))[:1], 0.5 / (0.5**0.5 + 1)
-    )
-
-
 def test_the_default_is_grpo():
     got = outcome_advantages(KNOWN, ONE_GROUP)
     assert torch.equal(got, outcome_advantages(KNOWN, ONE_GROUP, baseline="group_mean", scale=GroupStd(epsilon=1e-6)))
@@ -111,18 +82,6 @@ LENGTHS = longs(1, 3, 0, 1, 3)
 )
 def test_baselines_by_hand(baseline, expected):
     check(outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=None, lengths_S=LENGTHS), *expected)
-
-
-def test_leave_one_out_is_what_its_name_says():
-    got = outcome_advantages(REWARDS, GROUPS, baseline="leave_one_out", scale=None)
-    for i in range(5):
-        others = [REWARDS[j].item() for j in range(5) if j != i and GROUPS[j] == GROUPS[i]]
-        assert got[i].item() == pytest.approx(REWARDS[i].item() - sum(others) / len(others), rel=1e-13)
-
-
-def test_equal_lengths_weigh_equally():
-    equal = outcome_advantages(REWARDS, GROUPS, baseline="length_weighted", scale=None, lengths_S=longs(7, 7, 7, 7, 7))
-    check(equal, *outcome_advantages(REWARDS, GROUPS, scale=None).tolist())
 
 
 def test_a_group_of_empty_completions_has_its_plain_mean():
@@ -161,24 +120,6 @@ def test_second_best(rewards, expected):
         check(got, *expected, 0.0, 8.0)
 
 
-def test_second_best_without_any_score():
-    nothing = outcome_advantages(doubles(*[math.nan] * 4), longs(0, 0, 1, 1), baseline="second_best", scale=None)
-    assert nothing.tolist() == [0.0] * 4
-
-
-def test_second_best_is_unbiased_for_the_best_of_the_group():
-    # Every pair of two answers right with probability p: the mean of sum A grad log pi is the gradient of 1 - (1-p)^2.
-    p = 0.3
-    total = 0.0
-    for first in (0, 1):
-        for second in (0, 1):
-            weight = (p if first else 1 - p) * (p if second else 1 - p)
-            a = outcome_advantages(doubles(first, second), longs(0, 0), baseline="second_best", scale=None) / 2
-            scores = doubles(*(1 / p if r else -1 / (1 - p) for r in (first, second)))
-            total += weight * (a * scores).sum().item()
-    assert total == pytest.approx(2 * (1 - p), rel=1e-12)
-
-
 # Scales -------------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +132,7 @@ def sample_std(*values):
     ("scale", "divisors"),
     [
         (EXACT, [sample_std(1, 2, 6), sample_std(4, 8)]),
+        (GroupStd(ddof=0, epsilon=0.5), [sample_std(1, 2, 6) * math.sqrt(2 / 3) + 0.5, 2.5]),
         (GroupMean(), [3.0, 6.0]),
         (GroupMean(epsilon=0.5), [3.5, 6.5]),
         (BatchStd(of="raw", epsilon=0.0), [sample_std(1, 4, 2, 8, 6)] * 2),
@@ -211,12 +153,6 @@ def test_the_batchs_spread_leaves_unscored_completions_out():
         check(got, *outcome_advantages(REWARDS, GROUPS, scale=scale).tolist(), 0.0)
 
 
-def test_lite_ppo_is_grpo_where_every_group_has_the_batchs_spread():
-    rewards, group = doubles(1, 0, 1, 0), longs(0, 0, 1, 1)
-    batch = outcome_advantages(rewards, group, scale=BatchStd(of="raw", ddof=0, epsilon=0.0))
-    check(batch, *outcome_advantages(rewards, group, scale=GroupStd(ddof=0, epsilon=0.0)).tolist())
-
-
 @pytest.mark.parametrize("baseline", ["group_mean", "none"])
 def test_negative_rewards_have_no_group_mean_to_divide_by(baseline):
     with pytest.raises(RewardError, match="not negative .*got -0.5"):
@@ -230,8 +166,7 @@ def test_rewards_of_zero_have_a_group_mean_to_divide_by():
 # Nothing to compare -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -7.7, 1e6])
-@pytest.mark.parametrize("epsilon", [0.0, 1e-8, 1e-4])
+@pytest.mark.parametrize(("value", "epsilon"), [(0.1, 0.0), (0.1, 1e-8), (1 / 3, 0.0), (-7.7, 1e-4), (1e6, 0.0)])
 def test_equal_rewards_give_exactly_zero(value, epsilon):
     # In float32, eight times 0.1 has mean != 0.1 and a std of about 8e-9: epsilon alone would not save it.
     rewards = torch.full((8,), value, dtype=torch.float32)
@@ -385,14 +320,6 @@ def test_gdpos_epsilon_is_added_to_the_batchs_spread_too():
     torch.testing.assert_close(got, (first - first.mean()) / (first.std() + 0.5), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("over_batch", [False, True])
-def test_several_rewards_are_invariant_to_a_positive_affine_map_of_each(over_batch):
-    mapped = TWO * doubles(7.0, 0.01) + doubles(-3.0, 40.0)
-    plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=over_batch, scale=EXACT)
-    got = combined_advantages(mapped, WEIGHTS, TWO_GROUPS, over_batch=over_batch, scale=EXACT)
-    torch.testing.assert_close(got, plain, rtol=1e-10, atol=1e-12)  # the map itself rounds
-
-
 def test_one_reward_is_grpo_for_mo_grpo_and_grpo_times_a_factor_of_the_batch_for_gdpo():
     column, one = TWO[:, 1:], doubles(1.0)
     grpo = outcome_advantages(column[:, 0], TWO_GROUPS, scale=EXACT)
@@ -418,21 +345,6 @@ def test_a_completion_without_any_reward_has_no_part(over_batch, baseline):
     got = combined_advantages(rewards, WEIGHTS, torch.cat([TWO_GROUPS, longs(1)]), **settings)
     plain = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, **settings)
     check(got, *plain.tolist(), 0.0)
-
-
-@pytest.mark.parametrize("over_batch", [False, True])
-def test_a_group_whose_rewards_are_all_equal_has_exactly_zero(over_batch):
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(12, 2, generator=generator)
-    rewards[:3] = 0.5
-    got = combined_advantages(rewards, WEIGHTS, torch.arange(12) // 3, over_batch=over_batch)
-    assert got[:3].tolist() == [0.0] * 3
-
-
-@pytest.mark.parametrize("over_batch", [False, True])
-def test_only_equal_rewards(over_batch):
-    got = combined_advantages(torch.full((6, 2), 0.1), WEIGHTS, TWO_GROUPS, over_batch=over_batch)
-    assert got.tolist() == [0.0] * 6
 
 
 # Properties ---------------------------------------------------------------------------------------------------------
@@ -470,18 +382,6 @@ def test_a_shift_of_all_rewards_changes_nothing_with_any_baseline_that_compares(
     plain = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
     got = outcome_advantages(REWARDS + 37.5, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
     torch.testing.assert_close(got, plain, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("baseline", ["none", 0.5])
-def test_a_shift_is_felt_without_one(baseline):
-    plain = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=None)
-    check(outcome_advantages(REWARDS + 37.5, GROUPS, baseline=baseline, scale=None), *(plain + 37.5).tolist())
-
-
-def test_the_group_mean_as_scale_is_invariant_to_a_factor_only():
-    plain = outcome_advantages(REWARDS, GROUPS, scale=GroupMean())
-    check(outcome_advantages(3 * REWARDS, GROUPS, scale=GroupMean()), *plain.tolist())
-    assert (outcome_advantages(REWARDS + 1, GROUPS, scale=GroupMean()) - plain).abs().max() > 0.05
 
 
 def test_shapes_must_agree():

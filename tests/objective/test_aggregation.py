@@ -86,8 +86,7 @@ def test_tokens_that_do_not_count(aggregation, count_empty, expected):
 ALL = ["seq_mean_token_mean", "token_mean", "prompt_mean", "constant", "seq_sum", "token_sum"]
 
 
-@pytest.mark.parametrize("count_empty", [True, False])
-@pytest.mark.parametrize("aggregation", ALL)
+@pytest.mark.parametrize(("aggregation", "count_empty"), list(zip(ALL, [True, False] * 3, strict=True)))
 def test_a_minibatch_without_a_token_that_counts_has_weights_of_zero(aggregation, count_empty):
     none = torch.zeros(8, dtype=torch.bool)
     assert weights(aggregation, counted_N=none, count_empty=count_empty).tolist() == [0.0] * 8

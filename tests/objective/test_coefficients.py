@@ -64,7 +64,7 @@ def statistics_of(objective, logps, advantages, weights, **others):
     return token_statistics(objective, tokens).sums
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_coefficients_are_the_gradient_of_the_papers_objective(seed):
     logps, old, ref, advantages = random_logps(seed)
     leaf = logps.clone().requires_grad_()
@@ -74,7 +74,7 @@ def test_coefficients_are_the_gradient_of_the_papers_objective(seed):
     torch.testing.assert_close(got.total_N, leaf.grad, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(1))
 def test_logged_values_are_the_papers_objective(seed):
     logps, old, ref, advantages = random_logps(seed)
     exact = paper_objective(logps, old, ref, advantages, epsilon=0.2, beta=0.04)

@@ -26,7 +26,6 @@ from cohort.presets.kl import KL, EntropyBonus
 from cohort.presets.trust_regions import KLMask, TVMask
 from tests.objective.batches import random_batch, update_tokens, weights_of
 
-SEEDS = range(3)
 CAUSES = [f"cause_{cause.name.lower()}" for cause in Cause]
 OF_SHARES = ("kl_top",)
 """The largest shares of the tokens at hand: not a sum over tokens."""
@@ -51,10 +50,9 @@ def statistics(objective, batch):
 # Causes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_causes_add_up_to_the_number_of_tokens(name, seed):
-    batch = random_batch(seed)
+def test_causes_add_up_to_the_number_of_tokens(name):
+    batch = random_batch(0)
     tokens = update_tokens(with_beta(name), batch)
     sums = token_statistics(with_beta(name), tokens).sums
     assert sum(sums[cause] for cause in CAUSES) == sums["tokens"] == sums["all_tokens"] == len(batch.logps)
@@ -139,11 +137,10 @@ def tokens_of(tokens: UpdateTokens, sequences):
     return tokens.select(torch.isin(tokens.sequence_N, torch.tensor(sequences)))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_statistics_of_a_batch_cut_in_two_add_up(name, seed):
+def test_statistics_of_a_batch_cut_in_two_add_up(name):
     objective = with_beta(name)
-    tokens = update_tokens(objective, random_batch(seed))
+    tokens = update_tokens(objective, random_batch(0))
     whole = token_statistics(objective, tokens)
     parts = [token_statistics(objective, tokens_of(tokens, cut)) for cut in ([0, 4, 5], [1, 2, 3])]
     both = parts[0] + parts[1]
@@ -351,10 +348,6 @@ def first_update(objective):
     return batch, statistics(objective, batch).sums["policy_value_at_ratio_1"]
 
 
-def test_the_covariance_is_what_it_says():
-    assert pytest.approx(-1.375, rel=1e-15) == COVARIANCE
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -412,14 +405,6 @@ def test_the_coefficient_table(name, rows):
         # A bound is shown from its inner side, by a hair.
         (shown,) = [columns for at, *columns in table if at == pytest.approx(ratio, rel=1e-6)]
         assert shown == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_can_be_explained(name):
-    text = explain(PRESETS[name])
-    assert text.startswith(describe(PRESETS[name]))
-    for word in ("ratio", "A = +1", "A = -1"):
-        assert word in text.removeprefix(describe(PRESETS[name]))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -16,7 +16,6 @@ from tests.objective.surrogates import (
     fixed,
     geometric,
     gradient_of,
-    kl_k3,
     kl_of,
     kl_sequence,
     kl_token,
@@ -28,7 +27,8 @@ from tests.objective.surrogates import (
     two_sided,
 )
 
-SEEDS = range(4)
+SEED = 7
+"""A batch in which every rule that silences does so on both sides; see below."""
 BETA = 0.3
 ROUNDING = {"rtol": 0, "atol": 1e-12}
 """float64 sums of some 15 terms of order 1, reached by two roads; ratios up to e^8 in products bring it near 1e-12."""
@@ -47,10 +47,9 @@ def test_every_preset_has_a_surrogate():
     assert set(POLICY) == set(PRESETS)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", POLICY)
-def test_the_policy_term_is_the_gradient_of_the_papers_objective(name, seed):
-    batch = random_batch(seed)
+def test_the_policy_term_is_the_gradient_of_the_papers_objective(name):
+    batch = random_batch(SEED)
     expected, value = gradient_of(POLICY[name], batch)
     got = coefficients_of(plain(name), batch)
     torch.testing.assert_close(got.policy_N, expected, **ROUNDING)
@@ -58,10 +57,9 @@ def test_the_policy_term_is_the_gradient_of_the_papers_objective(name, seed):
     assert (weights_of(PRESETS[name], batch) * got.value_N).sum().item() == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", POLICY)
-def test_the_kl_term_is_the_gradient_of_the_papers_objective(name, seed):
-    batch, surrogate = random_batch(seed), kl_of(name)
+def test_the_kl_term_is_the_gradient_of_the_papers_objective(name):
+    batch, surrogate = random_batch(SEED), kl_of(name)
     got = coefficients_of(with_beta(name), batch)
     expected = torch.zeros_like(batch.logps) if surrogate is None else -BETA * gradient_of(surrogate, batch)[0]
     torch.testing.assert_close(got.kl_N, expected, **ROUNDING)
@@ -86,21 +84,18 @@ def policy_value(objective, batch):
     return (weights_of(objective, batch) * coefficients_of(objective, batch).value_N).sum().item()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", [name for name in POLICY if name not in STOPPED])
-def test_the_coefficients_are_finite_differences_of_the_value(name, seed):
-    batch = random_batch(seed)
+def test_the_coefficients_are_finite_differences_of_the_value(name):
+    batch = random_batch(SEED)
     slopes = central_differences(lambda moved: policy_value(plain(name), moved), batch)
     torch.testing.assert_close(coefficients_of(plain(name), batch).policy_N, slopes, rtol=0, atol=1e-7)
     by_loops = central_differences(lambda moved: POLICY[name](moved, moved.logps).item(), batch)
     torch.testing.assert_close(by_loops, slopes, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", [name for name in POLICY if name.startswith(("grpo", "default", "rloo", "dapo"))])
-def test_the_batches_are_away_from_every_bound(name, seed):
+def test_the_batches_are_away_from_every_bound():
     # Else the comparison above would be of subgradients.
-    batch = random_batch(seed)
+    batch = random_batch(SEED)
     bounds = torch.tensor([0.8, 1.2, 1.28, math.exp(-0.4), math.exp(0.4), 4.0, 5.0], dtype=torch.float64).log()
     for anchor in (batch.old, batch.sampler):
         assert ((batch.logps - anchor)[:, None] - bounds).abs().min() > 0.01
@@ -115,8 +110,7 @@ def test_the_batches_are_away_from_every_bound(name, seed):
     "name", [name for name in POLICY if name not in ("cispo", "scalerl", "sapo", "vespo", "grpo_r1", "ce_gppo", "topr")]
 )
 def test_the_batches_meet_the_bounds_of_every_rule_that_silences(name):
-    batches = [random_batch(seed) for seed in SEEDS]
-    causes = torch.cat([coefficients_of(plain(name), batch).cause_N for batch in batches])
+    causes = coefficients_of(plain(name), random_batch(SEED)).cause_N
     for cause in (Cause.ACTIVE, Cause.CLIPPED_LOW, Cause.CLIPPED_HIGH):
         assert (causes == cause).any(), cause
 
@@ -229,11 +223,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_rules_that_no_preset_uses(name, seed):
+def test_rules_that_no_preset_uses(name):
     settings, surrogate = OTHERS[name]
-    batch, objective = random_batch(seed), PRESETS["default"].replace(**settings)
+    batch, objective = random_batch(0), PRESETS["default"].replace(**settings)
     expected, value = gradient_of(surrogate, batch)
     got = coefficients_of(objective, batch)
     torch.testing.assert_close(got.policy_N, expected, **ROUNDING)
@@ -282,11 +275,10 @@ KL_FORMS = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", range(len(KL_FORMS)), ids=lambda i: "-".join(KL_FORMS[i][0].values()))
-def test_every_form_of_the_kl_in_the_loss(case, seed):
+def test_every_form_of_the_kl_in_the_loss(case):
     settings, surrogate = KL_FORMS[case]
-    batch, objective = random_batch(seed), PRESETS["default"].replace(kl={"beta": BETA, **settings})
+    batch, objective = random_batch(0), PRESETS["default"].replace(kl={"beta": BETA, **settings})
     expected = -BETA * gradient_of(surrogate, batch)[0]
     torch.testing.assert_close(coefficients_of(objective, batch).kl_N, expected, rtol=1e-12, atol=1e-12)
 
@@ -308,10 +300,9 @@ def test_a_kl_over_the_vocabulary_adds_no_coefficient():
 # What all share -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", POLICY)
-def test_on_policy_every_preset_is_reinforce_with_its_mean(name, seed):
-    batch = random_batch(seed).on_policy()
+def test_on_policy_every_preset_is_reinforce_with_its_mean(name):
+    batch = random_batch(0).on_policy()
     got = coefficients_of(plain(name), batch)
     torch.testing.assert_close(got.policy_N, batch.advantages_N * weights_of(PRESETS[name], batch), rtol=1e-15, atol=0)
     assert got.cause_N.tolist() == [Cause.ACTIVE] * len(batch.logps)
@@ -324,14 +315,13 @@ ALL_RULES = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
 @pytest.mark.parametrize("name", ALL_RULES)
-def test_an_advantage_of_zero_is_no_gradient_whatever_the_ratio(name, scale):
+def test_an_advantage_of_zero_is_no_gradient_whatever_the_ratio(name):
     batch = random_batch(0)
     far = dataclasses.replace(
         batch,
-        old=batch.logps + scale * (batch.old - batch.logps),
-        sampler=batch.logps + scale * (batch.sampler - batch.logps),
+        old=batch.logps + 1e4 * (batch.old - batch.logps),
+        sampler=batch.logps + 1e4 * (batch.sampler - batch.logps),
         advantages_S=torch.zeros_like(batch.advantages_S),
     )
     got = coefficients_of(ALL_RULES[name], far)
@@ -354,10 +344,10 @@ def with_junk(batch: Batch, junk: float):
     return dataclasses.replace(batch, **logps, sequence_N=sequence_N), places
 
 
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ALL_RULES)
-def test_masked_tokens_may_hold_anything_and_change_nothing(name, junk):
+@pytest.mark.parametrize(("number", "name"), list(enumerate(ALL_RULES)))
+def test_masked_tokens_may_be_anything_and_change_nothing(number, name):
     batch, objective = random_batch(1), ALL_RULES[name].replace(beta=BETA)
+    junk = (math.nan, math.inf, -math.inf)[number % 3]
     dirty, places = with_junk(batch, junk)
     weights_N = torch.zeros(len(places), dtype=torch.float64)
     weights_N[places] = weights_of(objective, batch)
@@ -406,14 +396,6 @@ def test_an_unknown_sampler_log_prob_is_a_ratio_of_one():
     for name in ("vespo", "dppo_tv", "dppo_kl", "grpo_v32"):
         expected = batch.advantages_N * weights_of(PRESETS[name], batch)
         torch.testing.assert_close(coefficients_of(plain(name), unknown).policy_N, expected, rtol=1e-15, atol=0)
-
-
-def test_the_k3_surrogate_of_grpo_is_the_forward_direction():
-    batch = random_batch(3)
-    by_default = PRESETS["default"].replace(kl={"beta": BETA, "direction": "forward", "correction": "none"})
-    expected = -BETA * gradient_of(kl_k3(seq_mean), batch)[0]
-    torch.testing.assert_close(coefficients_of(by_default, batch).kl_N, expected, **ROUNDING)
-    assert (coefficients_of(PRESETS["default"].replace(beta=BETA), batch).kl_N - expected).abs().max() > 1e-3
 
 
 def test_means_of_the_surrogates_differ():

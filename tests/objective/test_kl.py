@@ -53,7 +53,7 @@ def test_k2_is_biased():
     assert abs(expected - REVERSE) > 0.2
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(1))
 def test_forward_multiplier_gives_the_forward_kl_gradient(seed):
     logits, ref = random_pair(seed=seed)
     kappa = kl_multiplier(torch.log_softmax(logits, 0), ref, direction="forward")
@@ -61,7 +61,7 @@ def test_forward_multiplier_gives_the_forward_kl_gradient(seed):
     torch.testing.assert_close(expected_gradient(logits, kappa), exact, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(1))
 def test_reverse_multiplier_gives_the_reverse_kl_gradient(seed):
     logits, ref = random_pair(seed=seed)
     kappa = kl_multiplier(torch.log_softmax(logits, 0), ref, direction="reverse")
@@ -69,7 +69,7 @@ def test_reverse_multiplier_gives_the_reverse_kl_gradient(seed):
     torch.testing.assert_close(expected_gradient(logits, kappa), exact, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(1))
 def test_k3_as_a_loss_has_the_forward_gradient_though_its_value_is_the_reverse_kl(seed):
     logits, ref = random_pair(seed=seed)
     logps = torch.log_softmax(logits, 0)
@@ -81,7 +81,7 @@ def test_k3_as_a_loss_has_the_forward_gradient_though_its_value_is_the_reverse_k
     assert (gradient - reverse).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(1))
 def test_off_policy_the_ratio_keeps_the_reverse_gradient_exact(seed):
     logits, ref = random_pair(seed=seed)
     generator = torch.Generator().manual_seed(seed + 100)

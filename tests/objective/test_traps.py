@@ -19,9 +19,8 @@ from cohort.objective import (
     token_weights,
     top_entropy_tokens,
 )
-from cohort.presets import TABLE, describe, preset
 from cohort.presets.kl import KL
-from cohort.presets.parts import GroupMean, GroupStd, MismatchWeight
+from cohort.presets.parts import GroupMean, MismatchWeight
 from tests.objective.batches import coefficients_of, random_batch, weights_of
 
 
@@ -154,26 +153,6 @@ def test_trap_10_truncating_and_masking_are_not_the_same_gradient():
     assert got == {"truncate": 2.0, "mask": 0.0, "reject": 0.0}
 
 
-def maxrl_weight(size, p):
-    """The weight on grad p of the mean over all outcomes of a group of (1/G) sum A_i grad log pi(o_i), enumerated."""
-    total = 0.0
-    for right in range(size + 1):
-        rewards = doubles(*([1.0] * right + [0.0] * (size - right)))
-        a = outcome_advantages(rewards, torch.zeros(size, dtype=torch.long), scale=GroupMean())
-        scores = doubles(*(1 / p if r else -1 / (1 - p) for r in rewards.tolist()))
-        total += math.comb(size, right) * p**right * (1 - p) ** (size - right) * (a * scores).sum().item() / size
-    return total
-
-
-@pytest.mark.parametrize(("p", "printed"), [(0.02, 6.594), (0.1, 5.217), (0.3, 3.059), (0.5, 1.984)])
-def test_trap_13_maxrl_climbs_to_order_g_minus_one(p, printed):
-    # sum_{k=0}^{G-2} (1 - p)^k: one order less than the group has members.
-    assert maxrl_weight(8, p) == pytest.approx(sum((1 - p) ** k for k in range(7)), rel=1e-10)
-    assert maxrl_weight(8, p) == pytest.approx(printed, abs=5e-4)
-    assert maxrl_weight(2, p) == pytest.approx(1.0, rel=1e-10)
-    assert "order G - 1" in PRESETS["maxrl"].summary
-
-
 def test_trap_13_a_single_completion_is_not_divided_by_an_epsilon():
     assert outcome_advantages(doubles(1.0), longs(0), scale=GroupMean(epsilon=1e-6)).tolist() == [0.0]
 
@@ -191,17 +170,3 @@ def test_trap_14_beyond_the_hold_the_gradient_stays_at_its_largest(gap):
     kappa = kl_multiplier(doubles(0.0), doubles(gap), direction="forward").item()
     assert kappa == pytest.approx(1 - math.exp(math.copysign(20.0, gap)), rel=1e-12)
     assert kl_multiplier(doubles(0.0), doubles(gap), direction="reverse").item() == -gap
-
-
-def test_trap_15_presets_have_versions_that_a_run_can_ask_for():
-    for row in TABLE:
-        assert preset(f"{row.name}@{row.version}") == row
-        assert describe(row).startswith(f"objective {row.name}@{row.version}")
-
-
-def test_the_spread_of_equal_rewards_is_never_a_rounding_error():
-    # Eight times 0.1 in float32: A would be -0.93 with epsilon 0, -0.4 with 1e-8.
-    rewards = torch.full((8,), 0.1)
-    for epsilon in (0.0, 1e-8):
-        got = outcome_advantages(rewards, torch.zeros(8, dtype=torch.long), scale=GroupStd(epsilon=epsilon))
-        assert got.tolist() == [0.0] * 8

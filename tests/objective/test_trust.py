@@ -86,11 +86,6 @@ def test_a_token_on_the_bound_keeps_its_full_gradient():
     assert not high.any()
 
 
-def test_a_token_just_past_the_bound_has_none():
-    past = doubles(LOW - 1e-12, HIGH + 1e-12, DUAL + 1e-12)
-    assert ppo_clip_multiplier(past, doubles(-1.0, 1.0, -1.0), LOW, HIGH, DUAL).tolist() == [0.0] * 3
-
-
 def test_multiplier_is_the_gradient_of_the_value():
     # d/dlogp of min(r A, clip(r) A) with r = exp(logp - old) equals phi * A, away from the kinks.
     generator = torch.Generator().manual_seed(0)
@@ -123,14 +118,6 @@ def test_the_dual_clip_is_the_two_sided_clip(delta):
     got, value, slope = dual_and_two_sided(ratio, advantage, delta)
     torch.testing.assert_close(got.value_N, value, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(got.phi_N * advantage, slope, rtol=1e-12, atol=1e-14)
-
-
-def test_the_dual_bound_leaves_positive_advantages_alone():
-    ratios = [0.1, 0.9, 1.1, 2.0, 9.0]
-    with_dual = apply(PPOClip(dual=1.5), ratios, [1.0] * 5)
-    without = apply(PPOClip(), ratios, [1.0] * 5)
-    assert torch.equal(with_dual.phi_N, without.phi_N)
-    assert torch.equal(with_dual.value_N, without.value_N)
 
 
 # The other rules ----------------------------------------------------------------------------------------------------
@@ -192,37 +179,21 @@ def test_cispo_keeps_its_gradient_where_ppo_has_none():
     assert apply(Cap(low=0.5), ratios, advantages).side_N.tolist() == [1, -1, 0]
 
 
-def test_a_cap_without_bounds_is_the_ratio():
-    ratios = [1e-6, 0.3, 1.0, 8.0, 1e6]
-    torch.testing.assert_close(
-        apply(Cap(low=0.0, high=math.inf), ratios, [1.0] * 5).phi_N, doubles(*ratios), rtol=1e-14, atol=0
-    )
-
-
 def test_the_value_of_a_capped_weight_is_a_weighted_log_prob():
     got = apply(Cap(high=2.0), [3.0, 0.5], [2.0, -1.0], logps=doubles(-0.7, -1.3))
     torch.testing.assert_close(got.value_N, doubles(2.0 * 2.0 * -0.7, 0.5 * -1.0 * -1.3))
 
 
-@pytest.mark.parametrize("ratio", [0.05, 0.5, 1.0, 1.7, 6.0])
-@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 0.7), (-2.0, 1.3)])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "tau"),
+    [(0.05, 2.0, 0.7), (1.0, 2.0, 0.7), (0.5, -2.0, 1.3), (1.7, -2.0, 1.3), (6.0, 2.0, 0.7)],
+)
 def test_sapo_is_the_ratio_times_a_squared_hyperbolic_secant(ratio, advantage, tau):
     got = apply(SAPO(tau_positive=0.7, tau_negative=1.3), [ratio], [advantage])
     # rel: one rounding of float64 in each of about ten operations.
     assert got.phi_N.item() == pytest.approx(ratio / math.cosh(tau * (ratio - 1) / 2) ** 2, rel=1e-14)
     value = 4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
     assert got.value_N.item() == pytest.approx(value, rel=1e-14)
-
-
-def test_sapo_with_a_small_temperature_is_the_ratio():
-    ratios = [0.01, 0.5, 1.0, 3.0, 9.0]
-    got = apply(SAPO(tau_positive=1e-5, tau_negative=1e-5), ratios, [1.0, -1.0, 1.0, -1.0, 1.0])
-    # sech^2(x) = 1 - x^2 + ...: off by (tau (r - 1) / 2)^2 = 1.6e-9 at r = 9.
-    torch.testing.assert_close(got.phi_N, doubles(*ratios), rtol=2e-9, atol=0)
-
-
-def test_sapos_value_at_ratio_one_is_two():
-    assert apply(SAPO(), [1.0], [1.0]).value_N.item() == 2.0
 
 
 VESPO = {
@@ -235,15 +206,6 @@ VESPO = {
 def test_vespos_table(advantage):
     for ratio, phi in VESPO[advantage].items():
         assert apply(Gamma(), [ratio], [advantage]).phi_N.item() == pytest.approx(phi, abs=5e-4)  # three printed digits
-
-
-@pytest.mark.parametrize(("advantage", "peak", "height"), [(1.0, 2 / 3, 1.208), (-1.0, 1.5, 1.242)])
-def test_vespos_weight_is_highest_at_k_over_lambda(advantage, peak, height):
-    ratios = [peak * (1 + step) for step in (-0.01, 0.0, 0.01)]
-    left, top, right = apply(Gamma(), ratios, [advantage] * 3).phi_N.tolist()
-    assert top > left
-    assert top > right
-    assert top == pytest.approx(height, abs=5e-4)
 
 
 def test_gamma_with_fractions():
@@ -326,16 +288,7 @@ def test_dppo_without_a_bound_is_the_capped_ratio(rule):
     torch.testing.assert_close(got.phi_N, doubles(20.0, 0.01 / 0.9, 1.0))
 
 
-def test_dppo_with_bounds_of_one_is_plain_importance_sampling():
-    # |p - mu| is never above 1; ratios here stay under the cap of 20.
-    objective = PRESETS["dppo_tv"].replace(beta=0.0, trust_region={"low": 1.0, "high": 1.0})
-    for seed in range(4):
-        batch = random_batch(seed)
-        unclipped = coefficients_of(objective.replace(trust_region="none"), batch).policy_N
-        torch.testing.assert_close(coefficients_of(objective, batch).policy_N, unclipped, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_two_way_kl_is_at_most_the_kl_over_the_vocabulary(seed):
     generator = torch.Generator().manual_seed(seed)
     p, q = (3 * torch.randn(2, 12, dtype=torch.float64, generator=generator)).log_softmax(-1)
@@ -378,20 +331,6 @@ def test_with_one_token_every_level_is_the_tokens(level):
         torch.testing.assert_close(got.policy_N, expected.policy_N, rtol=1e-14, atol=0)
         torch.testing.assert_close(got.value_N, expected.value_N, rtol=1e-14, atol=0)
         assert got.cause_N.tolist() == expected.cause_N.tolist()
-
-
-def test_gspo_and_gspo_token_agree_for_one_advantage_per_completion():
-    for seed in range(4):
-        whole, token = (coefficients_of(PRESETS[name], random_batch(seed)) for name in ("gspo", "gspo_token"))
-        assert torch.equal(whole.policy_N, token.policy_N)
-        assert torch.equal(whole.value_N, token.value_N)
-
-
-def test_gspo_is_all_or_nothing_within_a_sequence():
-    batch = random_batch(0)
-    policy_N = coefficients_of(PRESETS["gspo"], batch).policy_N
-    for tokens in batch.tokens:
-        assert len({round(value, 15) for value in policy_N[tokens].tolist()}) <= 1
 
 
 def test_gmpo_without_bounds_is_gspo_without_a_clip():

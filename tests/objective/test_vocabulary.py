@@ -179,6 +179,7 @@ def test_tokens_that_do_not_count_are_neither_kept_nor_counted():
     assert not top_entropy_tokens(values, 0.5, torch.zeros(7, dtype=torch.bool)).any()
 
 
+@pytest.mark.slow
 def test_more_values_than_a_quantile_can_take():
     count = 2**24 + 5
     values = torch.arange(count, dtype=torch.float32).remainder_(1000)

@@ -42,7 +42,7 @@ def test_a_step_that_teaches_nothing_is_said_once(capsys):
             display.show(
                 METRICS | {"step": step, "groups/dead_share": 1.0, "tokens/no_advantage_share": 1, "updates_skipped": 1}
             )
-    assert capsys.readouterr().out.count("in every group all rewards are equal, so they teach nothing") == 1
+    assert capsys.readouterr().out.count("every group has equal rewards, so there is nothing to learn") == 1
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_a_step_that_teaches_nothing_is_said_once(capsys):
             "90% of the tokens belong to completions cut",
         ),
         ({"tokens/vanished_share": 1.0}, "100% of the tokens have a multiplier of 0 in the trust region"),
-        ({"groups/left_out": 4, "groups/sampled": 4}, "objective.group_filter left them all out"),
-        ({"groups/dead_share": 1.0, "tokens/no_advantage_share": 1.0}, "in every group all rewards are equal"),
+        ({"groups/left_out": 4, "groups/sampled": 4}, "objective.group_filter dropped them all"),
+        ({"groups/dead_share": 1.0, "tokens/no_advantage_share": 1.0}, "every group has equal rewards"),
         ({"groups/dead_share": 1.0, "tokens/masked_share": 1.0}, "100% of the tokens belong to completions cut"),
     ],
 )
@@ -70,6 +70,6 @@ def test_switched_off_nothing_is_said(demo_tokenizer, tmp_path, capsys):
 def test_why_nothing_was_scored():
     unscored = {"reward/mean": None, "groups/dead_share": 1.0, "rewards/gsm8k/unscored_share": 1.0}
     assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 0}) == (
-        "no update had a gradient: no completion was scored, as gsm8k gave None for every one"
+        "no update had a gradient: no completion was scored, because gsm8k returned None for every one"
     )
-    assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 4}).endswith("as gsm8k failed on every one")
+    assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 4}).endswith("because gsm8k failed on every one")

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.conftest import tiny_llama
-from tests.train.harness import ROWS, make_trainer
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, Precision
 from cohort.runs import check_saved, save_model
+from tests.conftest import tiny_llama
+from tests.train.harness import ROWS, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 
@@ -63,8 +63,9 @@ def test_a_model_that_broke_is_saved_as_it_is(demo_tokenizer, tmp_path):
 
 
 def test_weights_that_are_written_under_other_names(demo_tokenizer, tmp_path):
-    from tests.rollout.test_families import ATTENTION
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.rollout.test_families import ATTENTION
 
     shape = ATTENTION | {"vocab_size": len(demo_tokenizer), "num_local_experts": 4}
     policy = saved(AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)), demo_tokenizer, tmp_path)

@@ -212,7 +212,7 @@ def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):
     assert counts == [(0, 0), (0, 19), (0, 50)]
     with pytest.raises(
         DataError,
-        match="row 1050: the prompt is empty; in step 3; a checkpoint of step 2 is kept: mend it and resume",
+        match="row 1050: the prompt is empty; in step 3; a checkpoint of step 2 is kept: fix it and resume",
     ):
         trainer("broken", [*rows[:1050], {"prompt": ""}]).train()
     resumed = trainer("broken", rows)

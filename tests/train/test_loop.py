@@ -383,7 +383,7 @@ def test_an_ending_schedule_is_not_stretched(demo_tokenizer, tmp_path):
 def test_a_trainer_runs_once(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1)
     trainer.train()
-    with pytest.raises(RunFolderError, match="has begun"):
+    with pytest.raises(RunFolderError, match="has started"):
         trainer.train()
 
 

@@ -56,6 +56,16 @@ def test_steps_are_torchs_adamw():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)  # other kernels; a step is 0.1 whatever the gradient
 
 
+def test_a_gradient_of_zero_makes_no_step():
+    module = model()
+    optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, weight_decay=0.5, lr_scheduler_type="linear"), 4)
+    one_step(module, optimizer)  # from here on there is momentum
+    before, rate = copy.deepcopy(module.state_dict()), optimizer.learning_rate
+    assert one_step(module, optimizer, scale=0.0) == 0.0
+    assert optimizer.learning_rate == rate
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 def test_weight_decay_is_for_matrices():
     module = model()
     before = [p.clone() for p in module.parameters()]

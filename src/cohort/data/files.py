@@ -130,7 +130,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error}") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The decompressed lines and their numbers, from 1; without a byte order mark."""
     with _explained(path), pyarrow.input_stream(path) as stream:
         for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), start=1):
@@ -141,7 +141,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _iterate_jsonl(path: Path) -> Iterator[Row]:
-    for number, line in _lines(path):
+    for number, line in read_lines(path):
         if line.isspace():
             continue
         try:
@@ -159,7 +159,7 @@ def _checked_row(row: Any, where: str) -> Row:
 
 def _iterate_json(path: Path) -> Iterator[Row]:
     """A list of objects, an object of columns, or either under the single key "data"."""
-    text = "".join(line for _, line in _lines(path))
+    text = "".join(line for _, line in read_lines(path))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -185,7 +185,7 @@ def _iterate_json(path: Path) -> Iterator[Row]:
 def _iterate_csv(path: Path) -> Iterator[Row]:
     """Every value stays the string that the file holds: "007" is an answer, not a number."""
     csv.field_size_limit(MAX_CSV_CELL)
-    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    reader = csv.reader((line for _, line in read_lines(path)), strict=True)
     try:
         header = next(reader, [])
         if not header:

@@ -26,14 +26,14 @@ from cohort.rollout import local_engine
 
 
 def evaluate(request: Request) -> int:
-    """Evaluate and say what was found. Everything that can be known to be wrong is looked at before a model is loaded.
+    """Evaluate a model and print the result. Everything that can be checked is checked before a model is loaded.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        CohortError: something that was asked for cannot be.
-        KeyboardInterrupt: after Ctrl-C; it says what is written.
+        CohortError: the request cannot be fulfilled.
+        KeyboardInterrupt: after Ctrl-C; the message names the files that were written.
     """
     job = Job.prepare(request)
     try:
@@ -45,35 +45,35 @@ def evaluate(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model with everything but its weights."""
+    """A model without its weights."""
 
     name: str
-    """As it was asked for."""
+    """The name in the request."""
     path: str
     note: str
-    """Which model of a run it is; empty where there was no choice."""
+    """Which model of a run was chosen; empty if there was no choice."""
     tokenizer: Any
     config: Any
-    """The model's."""
+    """Configuration of the model."""
     evaluator: Evaluator
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request with everything checked."""
+    """A checked request."""
 
     request: Request
     settings: GRPOConfig
     rewards: RewardRunner
     subjects: Sequence[Subject]
-    """The model, and the one that it is compared with."""
+    """The model and, if any, the model that it is compared with."""
 
     @classmethod
     def prepare(cls, request: Request) -> Job:
-        """Look at everything but the weights, the cheapest first.
+        """Check everything but the weights, the cheapest first.
 
         Raises:
-            CohortError: something cannot be.
+            CohortError: the request cannot be fulfilled.
         """
         settings = request.settings()
         request.check_files(settings)
@@ -84,7 +84,7 @@ class Job:
             per_token=settings.resolved_objective.credit in ("process", "given"),
         )
         data = load_sets(None, settings.data)
-        # What [eval] says of a run's best model is no matter here.
+        # The metric of the run's best model does not matter here.
         check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
         resolve_device(settings.model.device)
         names = [request.model, *([request.against] if request.against is not None else [])]
@@ -93,7 +93,7 @@ class Job:
         return cls(request, settings, rewards, subjects)
 
     def run(self) -> None:
-        """Evaluate, show, write."""
+        """Evaluate, print and write."""
         found: list[Mapping[str, Evaluation]] = []
         written = "nothing was written"
         try:
@@ -111,17 +111,17 @@ class Job:
         show(Console(width=None if Console().is_terminal else 120), found, comparisons, self.settings)
 
     def _evaluate(self, subject: Subject) -> Mapping[str, Evaluation]:
-        """Load a model, evaluate it and let it go."""
+        """Load a model, evaluate it and free it."""
         model = self.settings.model.model_copy(
             update={"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
         )
         policy = load_policy(subject.path, model, subject.config)
         engine = local_engine(policy, subject.tokenizer, self.settings.rollout)
         count = self.settings.eval.num_generations_eval
-        prompts = sum(len(own) for own in subject.evaluator.sets.values())
-        self._say(f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""))
-        self._say(f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}")
-        self._say(f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {self.settings.run.seed}")
+        prompts = sum(map(len, subject.evaluator.sets.values()))
+        self._print(f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""))
+        self._print(f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}")
+        self._print(f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {self.settings.run.seed}")
         with _bar(prompts * count, shown=not self.request.quiet) as advance:
             found = subject.evaluator.evaluate(engine, on_completion=advance)
         del policy, engine
@@ -129,10 +129,10 @@ class Job:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
-            raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are not numbers")
+            raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
         return found
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if not self.request.quiet:
             print(text, file=sys.stderr, flush=True)
 
@@ -149,21 +149,21 @@ def _subject(name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mappi
 
 
 def _check_same_prompts(subjects: Sequence[Subject]) -> None:
-    """Models are compared prompt by prompt, so both must take all that either takes."""
+    """Models are compared prompt by prompt, so both must accept the same prompts."""
     first, *others = (subject.evaluator.sets for subject in subjects)
     for other in others:
         for name, prompts in first.items():
             if not np.array_equal(prompts.row_indices, other[name].row_indices):
                 raise DataError(
                     f"{prompts.name}: data.overlong_prompts drops {prompts.dropped} prompts of one model and "
-                    f"{other[name].dropped} of the other, which are then not compared on the same: set "
+                    f"{other[name].dropped} of the other, so they would be compared on different prompts: set "
                     "data.overlong_prompts to 'error' or 'truncate_left', or choose shorter prompts"
                 )
 
 
 @contextmanager
 def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None] | None]:
-    """A bar of completions on standard error, where that is a terminal."""
+    """A progress bar of completions on standard error, if that is a terminal."""
     if not shown or not sys.stderr.isatty():
         yield None
         return

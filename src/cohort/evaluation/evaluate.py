@@ -1,4 +1,4 @@
-"""Evaluation: fresh samples of held-out prompts, with a sampling of its own and intervals over prompts."""
+"""Evaluation: sample held-out prompts, score the completions, estimate with intervals over prompts."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from cohort.types import Completion, FinishReason, Prompt, Scores
 
 log = logging.getLogger("cohort.train")
 WINDOW = 4
-"""So many full batches of the engine are sampled and scored at a time: what engine and rewards hold does not grow with
-the set. The table of completions does. Completions of a prompt are never parted."""
+"""Full engine batches that are sampled and scored at a time, so that the memory of engine and rewards does not grow
+with the set. Completions of a prompt are never separated."""
 ANSWER = "answer"
-"""The column that reward functions log a completion's answer in, for majority votes."""
+"""The column in which reward functions log a completion's answer, for majority votes."""
 
 
-NO_SHARES = ("length",)
-"""Metrics that are no shares, even where every prompt's number is 0 or 1."""
+NOT_PROPORTIONS = ("length",)
+"""Metrics that must not be treated as proportions, even if every value is 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What an evaluation of one set found."""
+    """The evaluation of one set."""
 
     values: Mapping[str, Floats]
-    """Of each metric one number per prompt, NaN where there is none."""
+    """For each metric, one number per prompt; NaN if missing."""
     estimates: Mapping[str, Estimate]
-    """Their means over prompts."""
+    """Means over prompts."""
     counts: Mapping[str, float]
-    """Numbers without an interval: completions that are unscored, or could not be drawn; what functions logged."""
+    """Numbers without an interval: unscored and failed completions, and what functions logged."""
     table: Any
-    """Every completion with its scores, a ``pyarrow.Table`` with the columns of ``rollouts/``."""
+    """Every completion with its scores: a ``pyarrow.Table`` with the columns of ``rollouts/``."""
 
     @property
     def reward(self) -> Estimate:
@@ -51,11 +51,7 @@ class Evaluation:
         return self.estimates["reward"]
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """Flat, for ``metrics.jsonl``.
-
-        Args:
-            name: the set's, where there are several.
-        """
+        """The metrics, flat, for ``metrics.jsonl``; ``name`` is the set's if there are several."""
         flat = {
             f"{prefix(name)}{metric}/{kind}": getattr(estimate, kind)
             for metric, estimate in self.estimates.items()
@@ -65,7 +61,7 @@ class Evaluation:
 
 
 def prefix(name: str) -> str:
-    """What the metrics of a set begin with.
+    """Prefix of the metrics of a set.
 
     >>> prefix(""), prefix("gsm8k")
     ('eval/', 'eval/gsm8k/')
@@ -77,12 +73,12 @@ def prefix(name: str) -> str:
 class Evaluator:
     """Evaluates a policy on fixed prompts with fixed random numbers: two policies are compared on the same draws.
 
-    Nothing of an evaluation reaches the training: its draws are functions of its own keys, and the global random
-    generators, which a reward function may use, begin from the seed and are put back afterwards.
+    An evaluation does not affect the training: its draws are functions of its own keys, and the global random
+    generators, which a reward function may use, are seeded before it and restored afterwards.
     """
 
     sets: Mapping[str, PromptSet]
-    """By name; a set without one is called ""."""
+    """Sets by name; "" for a set without a name."""
     rewards: RewardRunner
     sampling: Sampling
     settings: EvalConfig
@@ -94,24 +90,24 @@ class Evaluator:
     def of(
         cls, config: GRPOConfig, sets: Mapping[str, Data], rewards: RewardRunner, tokenizer: Any, context: int | None
     ) -> Evaluator:
-        """As the settings say, with the reward functions tried on two rows of each set.
+        """The evaluator of the settings. Tries the reward functions on two rows of each set.
 
         Args:
             config: the settings.
-            sets: the rows.
-            rewards: the functions.
-            tokenizer: the model's.
-            context: the most tokens that the model takes; None: not known.
+            sets: rows by name.
+            rewards: the reward functions.
+            tokenizer: the model's tokenizer.
+            context: context length of the model in tokens; None: unknown.
 
         Raises:
-            ConfigError: majority votes are asked for, and the function that says what is correct logs no answers.
+            ConfigError: majority votes are requested, but the judging function cannot log answers.
             DataError: a row cannot be a prompt, or leaves no room for a completion in the model's context.
-            RewardError: a function failed on a made completion.
+            RewardError: a function failed on an example completion.
         """
         check_votes(config.eval, rewards)
         sampling = eval_sampling(config)
-        own = config.eval.max_completion_length_eval is not None
-        setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
+        separate = config.eval.max_completion_length_eval is not None
+        setting = "eval.max_completion_length_eval" if separate else "rollout.max_completion_length"
         limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
         for prompts in made.values():
@@ -125,11 +121,11 @@ class Evaluator:
         state: TrainerState | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> dict[str, Evaluation]:
-        """Sample and score every prompt of every set. A prompt's unscored completions are left out of its numbers.
+        """Sample and score every prompt of every set. Unscored completions are left out of a prompt's numbers.
 
         Args:
-            engine: who samples.
-            state: how far the run is, for reward functions that ask.
+            engine: the engine that samples.
+            state: progress of the run, for reward functions.
             on_completion: called when a completion has ended.
 
         Raises:
@@ -138,22 +134,22 @@ class Evaluator:
         state = replace(state or TrainerState(), evaluating=True)
         found = {}
         for name, prompts in self.sets.items():
-            with seeded(self.seed):  # each anew: what a set gives does not depend on those before it
+            with seeded(self.seed):  # per set, so that a set does not depend on those before it
                 found[name] = self._evaluate(engine, prompts, state, on_completion)
         return found
 
     def fingerprint(self, metric: str) -> str:
-        """A hash of the prompts that a metric is measured on."""
-        found = [own.fingerprint for name, own in self.sets.items() if metric.startswith(prefix(name))]
+        """Hash of the prompts that a metric is measured on."""
+        found = [prompts.fingerprint for name, prompts in self.sets.items() if metric.startswith(prefix(name))]
         return " ".join(found)
 
     def describe(self) -> str:
-        """What is evaluated, and how it is sampled."""
-        sets = ", ".join(f"{name} {len(own):,}".strip() for name, own in self.sets.items())
+        """The sets and the sampling in words."""
+        sets = ", ".join(f"{name} {len(prompts):,}".strip() for name, prompts in self.sets.items())
         count = self.settings.num_generations_eval
         lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}"]
-        for name, own in self.sets.items():
-            lines += [f"  {name and f'{name}: '}{line}" for line in own.describe()]
+        for name, prompts in self.sets.items():
+            lines += [f"  {name and f'{name}: '}{line}" for line in prompts.describe()]
         return "\n".join(lines)
 
     def _evaluate(
@@ -187,7 +183,7 @@ class Evaluator:
             confidence=self.settings.confidence,
             resamples=self.settings.bootstrap_samples,
             seed=self.seed,
-            no_shares=NO_SHARES,
+            not_proportions=NOT_PROPORTIONS,
         )
         counts = {
             "unscored": int(scores.rewards_S.isnan().sum()),
@@ -197,13 +193,13 @@ class Evaluator:
         return Evaluation(values, found, counts, table)
 
     def describe_sampling(self) -> str:
-        """How completions are drawn, and that some are for nothing."""
+        """The sampling in words, with a warning if all completions of a prompt are the same."""
         count = self.settings.num_generations_eval
         same = count > 1 and self.sampling.temperature == 0
         return self.sampling.describe() + f"; at temperature 0 a prompt's {count} completions are the same one" * same
 
     def _answers(self, scores: Scores) -> Sequence[Any] | None:
-        """What the judge logged as answers, None if nothing: those of another function are no matter."""
+        """The answers that the judging function logged; None without any."""
         judge = judge_of(self.settings, self.rewards.names)
         answers = scores.extras.get(self.rewards.column(ANSWER, judge))
         if self.settings.maj_at_k and answers is None:
@@ -218,14 +214,14 @@ def per_prompt(
     seed: int,
     answers: Sequence[Any] | None = None,
 ) -> dict[str, Floats]:
-    """The metrics, one number per prompt each.
+    """For each metric, one number per prompt.
 
     Args:
-        scores: of all completions; every prompt has ``num_generations_eval`` of them, those that failed too.
-        completions: tokens and finish reason of each.
-        settings: which metrics.
-        seed: of drawn subsets for majority votes.
-        answers: of all completions, for majority votes; None: no votes, and no number of them.
+        scores: scores of all completions, ``num_generations_eval`` per prompt, failed ones included.
+        completions: number of tokens and finish reason of each.
+        settings: the metrics.
+        seed: seed of random subsets for majority votes.
+        answers: answer of each completion, for majority votes; None: votes are NaN.
     """
     count = settings.num_generations_eval
 
@@ -248,83 +244,83 @@ def per_prompt(
 
 
 def correct(rewards_PG: Floats, threshold: float) -> Floats:
-    """1 for rewards of at least ``threshold``, 0 for others, NaN for none."""
+    """1 for rewards of at least ``threshold``, 0 for others, NaN for NaN."""
     return np.where(np.isnan(rewards_PG), np.nan, (rewards_PG >= threshold).astype(np.float64))
 
 
 def _mean(values_PG: Floats) -> Floats:
-    """Over a prompt's completions, without NaN; NaN where there is nothing else."""
+    """Mean over a prompt's completions, ignoring NaN; NaN if all are NaN."""
     counts_P = (~np.isnan(values_PG)).sum(axis=1)
     return np.where(counts_P > 0, np.nansum(values_PG, axis=1) / np.maximum(counts_P, 1), np.nan)
 
 
 def eval_sampling(config: GRPOConfig) -> Sampling:
-    """What evaluations draw with: as training does, but for what ``[eval]`` sets."""
+    """Sampling of evaluations: that of training, with the settings of ``[eval]`` over it."""
     settings = config.eval
-    own = {
+    overrides = {
         "temperature": settings.temperature_eval,
         "top_p": settings.top_p_eval,
         "top_k": settings.top_k_eval,
         "min_p": settings.min_p_eval,
         "max_completion_length": settings.max_completion_length_eval,
     }
-    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     return replace(Sampling.of(config.rollout), record_support=False, **given)
 
 
 def judge_of(settings: EvalConfig, functions: Sequence[str]) -> str:
-    """The reward function that says whether a completion is correct."""
+    """The reward function that decides whether a completion is correct."""
     return settings.pass_function or functions[0]
 
 
 def check_votes(settings: EvalConfig, rewards: RewardRunner) -> None:
-    """Look whether the judge can log the answers that majority votes count.
+    """Check that the judging function can log the answers that majority votes count.
 
     Raises:
-        ConfigError: votes are asked for, and it does not take ``log_extra``.
+        ConfigError: votes are requested, but the function does not take ``log_extra``.
     """
     judge = judge_of(settings, rewards.names)
     logs = {function.name: function.logs for function in rewards.functions}[judge]
     if settings.maj_at_k and "log_extra" not in logs:
         raise ConfigError(
-            f"eval.maj_at_k counts the answers that reward function {judge} logs, and it takes no log_extra: let it "
+            f"eval.maj_at_k counts the answers that reward function {judge} logs, but it takes no log_extra: let it "
             f"call log_extra({ANSWER!r}, ...), set eval.pass_function to a function that does, or eval.maj_at_k to []"
         )
 
 
 def check_settings(settings: EvalConfig, sets: Sequence[str], functions: Sequence[str]) -> None:
-    """Look for what ``[eval]`` names and there is not.
+    """Check that the names in ``[eval]`` exist.
 
     Args:
         settings: ``[eval]``.
-        sets: names of the evaluation sets; empty: there is no evaluation.
+        sets: names of the evaluation sets; empty: no evaluation.
         functions: names of the reward functions.
 
     Raises:
-        ConfigError: no such function, or no evaluation logs that metric.
+        ConfigError: a function or metric does not exist.
     """
     if settings.pass_function is not None and settings.pass_function not in functions:
         raise ConfigError(
-            f"eval.pass_function is {settings.pass_function!r}, and the reward functions are {', '.join(functions)}"
+            f"eval.pass_function is {settings.pass_function!r}, but the reward functions are {', '.join(functions)}"
         )
     metric = settings.metric_for_best_model
     if metric is None:
         return
     if not sets:
-        raise ConfigError(f"eval.metric_for_best_model is {metric!r}, and there is no evaluation: set data.eval")
+        raise ConfigError(f"eval.metric_for_best_model is {metric!r}, but there is no evaluation: set data.eval")
     names = ["reward", *(f"rewards/{name}" for name in functions), "length", "cut_share"]
     names += [f"pass@{k}" for k in settings.pass_at_k] + [f"maj@{k}" for k in settings.maj_at_k]
     known = [f"{prefix(name)}{metric}/{kind}" for name in sets for metric in names for kind in ("mean", "low", "high")]
     known += [f"{prefix(name)}{count}" for name in sets for count in ("unscored", "errors")]
-    custom = any(metric.startswith(f"{prefix(name)}custom/") for name in sets)  # what functions log is not known yet
+    custom = any(metric.startswith(f"{prefix(name)}custom/") for name in sets)  # what functions log
     if metric not in known and not custom:
         listed = "\n  ".join(name for name in known if not name.endswith(("/low", "/high")))
         raise ConfigError(
-            f"eval.metric_for_best_model is {metric!r}, which no evaluation will log; there will be\n  {listed}\n"
-            "and, of those that end in /mean, the ends of their intervals, /low and /high"
+            f"eval.metric_for_best_model is {metric!r}, which no evaluation logs; there are\n  {listed}\n"
+            "and, for those that end in /mean, the bounds /low and /high of their intervals"
         )
 
 
 def tried_prompts(prompts: PromptSet) -> list[Prompt]:
-    """Those that reward functions are tried on before anything is sampled."""
+    """The prompts that reward functions are tried on before anything is sampled."""
     return [prompts.prompt(index, uid=index) for index in range(min(2, len(prompts)))]

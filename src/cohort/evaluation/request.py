@@ -1,4 +1,4 @@
-"""What ``cohort eval`` is asked for: which model, and under which settings."""
+"""The request of ``cohort eval``: the model and the settings."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ class Request(EvalFlags):
     """``--section.key value`` pairs."""
 
     def settings(self) -> GRPOConfig:
-        """The settings: those of ``--config``, or of the run that the model comes from, or the defaults; over them what
-        was given beside.
+        """The settings of ``--config``, of the run that the model comes from, or the defaults; flags override them.
 
         Raises:
             ConfigError: a setting is wrong, or there is no data or no reward.
         """
         source, given = self._source(), [*self.overrides, *self._flags()]
         if self.reward:
-            given = ["--reward.weights", "none", *given]  # the run's are of its own functions
+            given = ["--reward.weights", "none", *given]  # the run's weights belong to its own functions
         config = load_config(source, given) if source else apply_overrides({}, given)
-        where = f" ({source} names none: the run may have been given them in Python)" if source else self._no_run()
+        where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
         if not config.reward.functions:
@@ -61,15 +60,15 @@ class Request(EvalFlags):
         return config
 
     def _no_run(self) -> str:
-        """Why there are no settings of a run, where that is not plain to see."""
+        """Why there are no settings of a run, if that is not obvious."""
         path = Path(self.model).expanduser()
         if not path.exists():
-            return f" ({self.model} is no folder here, so it is taken for a hub id: there is no run to take it from)"
-        held = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
-        return "" if held else f" ({self.model} holds neither a model nor a run)"
+            return f" ({self.model} is not a folder here, so it is taken for a hub id, which has no run)"
+        is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
+        return "" if is_model else f" ({self.model} holds neither a model nor a run)"
 
     def _source(self) -> str | None:
-        """The file of settings: what was given, or that of the run which the model comes from."""
+        """The file of settings: ``--config``, or that of the run that the model comes from."""
         run = run_of(Path(self.model).expanduser()) if self.config is None else None
         return self.config if run is None else str(run / "config.toml")
 
@@ -86,13 +85,13 @@ class Request(EvalFlags):
         return pairs
 
     def check_files(self, settings: GRPOConfig) -> None:
-        """Look at the files to write; they are made when the numbers are there.
+        """Check the output files before anything expensive; they are written at the end.
 
         Args:
-            settings: what is read is not to be written over: their data and reward files, and where they are from.
+            settings: the settings, whose data and reward files must not be overwritten.
 
         Raises:
-            ConfigError: one exists, or cannot be made.
+            ConfigError: a file exists, is an input, or cannot be written.
         """
         rewards = [f"{name.partition('.py:')[0]}.py" for name in settings.reward.functions if ".py:" in name]
         source = self._source()
@@ -103,14 +102,14 @@ class Request(EvalFlags):
             path = Path(file).expanduser()
             self.check_output(flag, path)
             if any(_is_read(path, one) for one in read):
-                raise ConfigError(f"{flag} {path} is a file that is read, of rows, rewards or settings: give another")
+                raise ConfigError(f"{flag} {path} is an input file of rows, rewards or settings: choose another")
         written = [Path(file).expanduser().resolve() for file in (self.output, self.json) if file]
         if len(set(written)) < len(written):
-            raise ConfigError("--output and --json are the same file: give two")
+            raise ConfigError("--output and --json are the same file: choose two")
 
 
 def _paths(given: Any) -> Iterator[str]:
-    """Those of ``data.eval``: a path, a source, several of them, or sets of such under names."""
+    """The paths in ``data.eval``: a path, a source, several of them, or named sets of them."""
     if isinstance(given, Mapping | tuple):
         for item in given.values() if isinstance(given, Mapping) else given:
             yield from _paths(item)
@@ -119,14 +118,14 @@ def _paths(given: Any) -> Iterator[str]:
 
 
 def _is_read(path: Path, name: str) -> bool:
-    """Whether an existing file is what a name stands for: a file, a folder's files, or those of a pattern."""
+    """Whether an existing file is one that a name stands for: a file, a file in a folder, or a match of a pattern."""
     target, name = path.resolve(), str(Path(name).expanduser())
     read = {Path(found).resolve() for found in [name, *glob(name, recursive=True)]}  # noqa: PTH207 - may be absolute
     return path.exists() and any(target == one or (one.is_dir() and target.is_relative_to(one)) for one in read)
 
 
 def _sets(given: Sequence[str]) -> str | None:
-    """``--data`` as the setting takes it.
+    """``--data`` as a value of ``data.eval``.
 
     >>> _sets(["a.jsonl"]), _sets(["x=a.jsonl", "y=b.jsonl"])
     ('a.jsonl', '{"x" = "a.jsonl", "y" = "b.jsonl"}')
@@ -137,14 +136,14 @@ def _sets(given: Sequence[str]) -> str | None:
         return given[0]
     pairs = [one.partition("=") for one in given]
     if unnamed := [file for file, named, _ in pairs if not named]:
-        raise ConfigError(f"--data with several files needs a name for each, NAME=FILE; {unnamed[0]} has none")
+        raise ConfigError(f"--data with several files needs a name for each, NAME=FILE: {unnamed[0]} has none")
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise ConfigError("--data gives two files the same name")
     return "{" + ", ".join(f"{json.dumps(name)} = {json.dumps(file)}" for name, _, file in pairs) + "}"
 
 
 def run_of(model: Path) -> Path | None:
-    """The folder of the run that a model's folder is, or lies in: one of its checkpoints, ``best/`` or ``merged/``."""
+    """The run's folder, from that folder or one of its models: a checkpoint, ``best/`` or ``merged/``."""
     for folder in (model, model.parent, model.parent.parent):
         if (folder / "config.toml").is_file() and (folder / "objective.txt").is_file():
             return folder
@@ -152,8 +151,8 @@ def run_of(model: Path) -> Path | None:
 
 
 def model_of(model: str) -> tuple[str, str]:
-    """The folder or hub id of a model, and what is to be said of the choice. The folder of a run stands for its best
-    model; where it kept none, for its newest checkpoint.
+    """The folder or hub id of a model, and a note on the choice. The folder of a run stands for its best model or, if
+    there is none, for its newest checkpoint.
 
     Raises:
         ModelError: the run has no checkpoint yet.
@@ -163,8 +162,8 @@ def model_of(model: str) -> tuple[str, str]:
         return model, ""
     if (folder / "best").is_dir():
         note = json.loads((folder / "best" / "best.json").read_text(encoding="utf-8"))
-        said = f"the best model of the run, after step {note['step']} ({note['metric']} {note['value']:.4g})"
-        return str(folder / "best"), said
+        described = f"the best model of the run, after step {note['step']} ({note['metric']} {note['value']:.4g})"
+        return str(folder / "best"), described
     run = RunFolder(folder)
     if not (steps := run.checkpoint_steps()):
         raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")

@@ -1,4 +1,4 @@
-"""What is said and written of evaluations: a table, a verdict in words, rows with their completions, a summary."""
+"""The output of ``cohort eval``: a table, a verdict in words, rows with their completions, a summary."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rich.console import Console
 from rich.table import Table
 
 from cohort.config import GRPOConfig
-from cohort.evaluation.evaluate import NO_SHARES, Evaluation, Evaluator, eval_sampling
+from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling
 from cohort.evaluation.statistics import Comparison, Estimate, Floats, compare
 from cohort.runs import json_value, write_atomically
 
 Evaluations = Mapping[str, Evaluation]
 Comparisons = Mapping[str, Mapping[str, Comparison]]
 """By set and metric."""
-SAID = ("num_generations_eval", "pass_function", "pass_threshold", "bootstrap_samples", "confidence")
-"""Settings that the numbers of a summary depend on, beside the sampling."""
-OWN_COLUMNS = ("set", "samples", "pass_rate")
+SUMMARY_SETTINGS = ("num_generations_eval", "pass_function", "pass_threshold", "bootstrap_samples", "confidence")
+"""Settings in the summary beside the sampling."""
+OUTPUT_COLUMNS = ("set", "samples", "pass_rate")
 
 
 def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> Comparisons:
-    """Two models prompt by prompt, for every metric that both have."""
+    """Compare two models prompt by prompt, for every metric that both have."""
 
     def one(metric: str, first_P: Floats, second_P: Floats) -> Comparison:
         numbers = settings.eval
@@ -37,7 +37,7 @@ def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> C
             confidence=numbers.confidence,
             resamples=numbers.bootstrap_samples,
             seed=settings.run.seed,
-            share=metric not in NO_SHARES,
+            proportion=metric not in NOT_PROPORTIONS,
         )
 
     return {
@@ -51,7 +51,7 @@ def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> C
 
 
 def show(console: Console, found: Sequence[Evaluations], comparisons: Comparisons, settings: GRPOConfig) -> None:
-    """A table per set, and under it which model has the higher reward, if that is shown."""
+    """Print a table per set and, with two models, a verdict on the reward."""
     confidence = settings.eval.confidence
     for name, evaluation in found[0].items():
         prompts = evaluation.table.num_rows // settings.eval.num_generations_eval
@@ -84,9 +84,9 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
     """Which model is better, in words.
 
     Args:
-        comparison: of the rewards.
-        confidence: of its interval.
-        points: the rewards lie between 0 and 1: differences are said in points of a hundred.
+        comparison: the comparison of rewards.
+        confidence: confidence level of its interval.
+        points: whether rewards lie between 0 and 1, so that differences are in percentage points.
 
     >>> from cohort.evaluation import Estimate
     >>> print(verdict(Comparison(Estimate(0.031, 0.004, 0.058), 30, 80, 10, 0.02), 0.95, points=True))
@@ -109,15 +109,15 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
     sign = -1 if shown and difference.mean < 0 else 1
     low, high = sorted(sign * scale * bound for bound in (difference.low, difference.high))
     mean = f"{sign * scale * difference.mean:.3g}" + (" points" if points else "")
-    said = f"{'better' if sign > 0 else 'worse'} by {mean}" if shown else f"no difference shown: {mean}"
+    result = f"{'better' if sign > 0 else 'worse'} by {mean}" if shown else f"no difference shown: {mean}"
     counts = f"{comparison.wins} prompts better, {comparison.ties} equal, {comparison.losses} worse"
     interval = f"{_share(confidence)} interval {low:.3g} to {high:.3g}"
     interval = interval if difference.has_interval else f"the same on all {prompts:,}, no interval"
-    return f"reward: {said}, {interval} ({counts}; p = {comparison.p_value:.2g})"
+    return f"reward: {result}, {interval} ({counts}; p = {comparison.p_value:.2g})"
 
 
 def _share(confidence: float) -> str:
-    """A share as a percentage.
+    """A proportion as a percentage.
 
     >>> _share(0.95), _share(0.999)
     ('95%', '99.9%')
@@ -137,13 +137,13 @@ def _cell(estimate: Estimate | None, metric: str, *, signed: bool = False) -> st
 
 
 def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
-    """A line of JSON per prompt: its row's columns, its completions under ``samples``, and ``pass_rate``, the share of
-    its scored completions that are correct. A column of the row that has one of these names becomes ``row.NAME``.
+    """Write one JSON line per prompt: the row's columns, the completions as ``samples``, and ``pass_rate``, the share
+    of scored completions that are correct. A column of the row with one of these names is written as ``row.NAME``.
 
     Args:
-        file: where to.
-        evaluator: of which sets, and what is correct.
-        found: of each set.
+        file: path of the output.
+        evaluator: the evaluator of the sets.
+        found: the evaluation of each set.
     """
     settings, lines = evaluator.settings, []
     judge = f"rewards/{settings.pass_function or evaluator.rewards.names[0]}"
@@ -152,16 +152,16 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
         table = evaluation.table.drop_columns(unused).to_pylist()
         count = settings.num_generations_eval
         for index, first in enumerate(range(0, len(table), count)):
-            row, own = evaluator.sets[name].prompt(index, uid=index).columns, table[first : first + count]
-            scored = [one[judge] >= settings.pass_threshold for one in own if one[judge] is not None]
+            row, samples = evaluator.sets[name].prompt(index, uid=index).columns, table[first : first + count]
+            scored = [one[judge] >= settings.pass_threshold for one in samples if one[judge] is not None]
             line = {
-                **{(f"row.{key}" if key in OWN_COLUMNS else key): value for key, value in row.items()},
+                **{(f"row.{key}" if key in OUTPUT_COLUMNS else key): value for key, value in row.items()},
                 **({"set": name} if name else {}),
-                "samples": [_sample(one) for one in own],
+                "samples": [_sample(one) for one in samples],
                 "pass_rate": sum(scored) / len(scored) if scored else None,
             }
             lines.append(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
-    # What UTF-8 cannot hold, half a surrogate pair from a row, is escaped just as JSON would have it.
+    # Lone surrogates, which UTF-8 cannot encode, are escaped as JSON escapes them.
     text = "".join(lines).encode("utf-8", "backslashreplace").decode()
     write_atomically(Path(file).expanduser(), text)
 
@@ -179,21 +179,21 @@ def _sample(one: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(
     file: str, models: Sequence[str], found: Sequence[Evaluations], comparisons: Comparisons, settings: GRPOConfig
 ) -> None:
-    """All numbers as one JSON object."""
+    """Write all numbers as one JSON object."""
     summary = {
         "models": list(models),
         "data": settings.data.model_dump(mode="json")["eval"],
         "rewards": list(settings.reward.functions),
         "sampling": eval_sampling(settings).describe(),
-        "settings": {name: getattr(settings.eval, name) for name in SAID} | {"seed": settings.run.seed},
+        "settings": {name: getattr(settings.eval, name) for name in SUMMARY_SETTINGS} | {"seed": settings.run.seed},
         "metrics": [
             {key: value for name, one in each.items() for key, value in one.metrics(name).items()} for each in found
         ],
         "comparison": {
             f"eval/{name}/{metric}" if name else f"eval/{metric}": asdict(comparison)
             | {"shown": comparison.shown(settings.eval.confidence)}
-            for name, own in comparisons.items()
-            for metric, comparison in own.items()
+            for name, by_metric in comparisons.items()
+            for metric, comparison in by_metric.items()
         },
     }
     text = json.dumps(json_value(summary), indent=2, allow_nan=False, ensure_ascii=False)

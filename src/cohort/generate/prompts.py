@@ -9,6 +9,7 @@ from typing import Any
 
 from cohort.config import DataConfig
 from cohort.data import PromptSet, Row, file_format, load_rows
+from cohort.data.files import read_lines
 from cohort.errors import ConfigError, DataError
 from cohort.generate.request import Request, is_text
 from cohort.types import Prompt
@@ -69,14 +70,9 @@ def _standard_input() -> str:
 
 def _lines(path: Path) -> list[str]:
     """The lines of a text file that are not blank."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError(f"there is no prompts file {path}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    if not (lines := [line.removesuffix("\r") for line in text.split("\n") if line.strip()]):
+    if not path.exists():
+        raise DataError(f"there is no prompts file {path}")
+    if not (lines := [line.rstrip("\r\n") for _, line in read_lines(path) if line.strip()]):
         raise DataError(f"{path} has no prompts")
     return lines
 

@@ -1,4 +1,4 @@
-"""The terminal: what a run says at its start, and its progress."""
+"""The terminal: the description of a run at its start, and its progress."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from cohort.rollout import LocalEngine
 
 PLAIN_LINES = 20
-"""How many progress lines a whole run prints where there is no terminal."""
+"""Progress lines of a whole run without a terminal."""
 
 
 def announce(*paragraphs: str) -> None:
-    """Print, and flush: what is said at the start must be there when something fails later."""
+    """Print and flush, so that the text is there if something fails later."""
     for paragraph in paragraphs:
         print(paragraph, flush=True)
 
@@ -44,8 +44,7 @@ def describe_run(
     schedule: Schedule,
     config: GRPOConfig,
 ) -> str:
-    """The run in words: model, numerics, sampling, end tokens, the first prompt as the model sees it, rewards,
-    objective, schedule."""
+    """The run in words: model, numerics, sampling, end tokens, first prompt, rewards, objective, schedule."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
     count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
     share = "" if trained == count else f"{trained:,} of {count:,} parameters; "
@@ -65,7 +64,7 @@ def describe_run(
             explain(objective),
             f"update: {share}{policy.passes.description}; {budget}",
             f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
-            f"gradient norm cut to {optim.max_grad_norm:g}",
+            f"gradient norm clipped to {optim.max_grad_norm:g}",
             schedule.describe(),
             f"seed: {config.run.seed}",
         ]
@@ -73,17 +72,17 @@ def describe_run(
 
 
 def describe_prompt(prompt: Prompt) -> str:
-    """A prompt as the model reads it, line by line, and what of the answer it begins."""
+    """A prompt as the model reads it, line by line, and its prefill."""
     row = f"row {prompt.row_index}{f' of {prompt.source}' if prompt.source else ''}"
     lines = [f"first prompt ({row}, {len(prompt.token_ids):,} tokens), as the model reads it:"]
     lines += [f"  | {line}" for line in prompt.text.split("\n")]
     if prompt.prefill:
-        lines.append(f"  it ends with what the answer begins with: {prompt.prefill!r}")
+        lines.append(f"  it ends with the beginning of the answer: {prompt.prefill!r}")
     return "\n".join(lines)
 
 
 class _Bar(Progress):
-    """A progress bar with a line of its own for the metrics: a narrow terminal wraps them and keeps the bar whole."""
+    """A progress bar above a line of metrics, which a narrow terminal can wrap without breaking the bar."""
 
     line = "sampling the first rollout"
 
@@ -93,12 +92,12 @@ class _Bar(Progress):
 
 
 class StepDisplay:
-    """A progress bar on a terminal; elsewhere a line every twentieth of the run.
+    """A progress bar on a terminal, otherwise a line every twentieth of the run.
 
     Args:
-        steps: of the whole run.
+        steps: steps of the whole run.
         enabled: False shows nothing.
-        groups_can_die: False where equal rewards teach: then a share of dead groups says nothing.
+        groups_can_die: whether a group of equal rewards teaches nothing, so that the share of dead groups is shown.
     """
 
     def __init__(self, steps: int, *, enabled: bool = True, groups_can_die: bool = True) -> None:
@@ -122,7 +121,7 @@ class StepDisplay:
             self._bar.stop()
 
     def show(self, metrics: dict[str, Any]) -> None:
-        """Show a step, its evaluation if it had one, and, once, that a step had nothing to learn from."""
+        """Show a step, its evaluation, and once a warning when a step had no gradient."""
         if not self._enabled:
             return
         step, line = metrics["step"], step_line(metrics, groups_can_die=self._groups_can_die)
@@ -133,11 +132,11 @@ class StepDisplay:
             print(f"step {step}/{self._steps}  {line}", flush=True)
         if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
             self._warned = True
-            self._say(f"step {step}: {why_no_gradient(metrics)}")
+            self._print(f"step {step}: {why_no_gradient(metrics)}")
         if any(key.startswith("eval/") for key in metrics):
-            self._say(evaluation_line(metrics, f"after step {step}"))
+            self._print(evaluation_line(metrics, f"after step {step}"))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._bar:
             self._bar.console.print(text, highlight=False)
         else:
@@ -145,7 +144,7 @@ class StepDisplay:
 
 
 def evaluation_line(metrics: dict[str, Any], when: str) -> str:
-    """An evaluation's rewards, pass@k and maj@k with their intervals, set by set. The rest is in the file."""
+    """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set."""
     sets: dict[str, list[str]] = {}
     for key, mean in metrics.items():
         if not key.startswith("eval/") or not key.endswith("/mean"):
@@ -153,25 +152,26 @@ def evaluation_line(metrics: dict[str, Any], when: str) -> str:
         name, metric = split_metric(key)
         if metric not in ("length", "cut_share"):
             low, high = (metrics[key.removesuffix("mean") + end] for end in ("low", "high"))
-            said = f"{metric.removeprefix('rewards/')} {_number(mean)} ({_number(low)} to {_number(high)})"
-            sets.setdefault(name, []).append(said)
+            shown = f"{metric.removeprefix('rewards/')} {_number(mean)} ({_number(low)} to {_number(high)})"
+            sets.setdefault(name, []).append(shown)
     found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
     return f"evaluation {when}: " + "; ".join(found)
 
 
 def best_lines(summary: dict[str, Any]) -> list[str]:
-    """Which model was kept as the best, and that the run ended early; nothing where neither happened."""
+    """The best model and early stopping in words; empty without either."""
     lines = []
     if best := summary.get("best"):
         value = f"{best['metric']} {_number(best['value'])}"
         lines.append(f"best: {value} after step {best['step']}, kept in {summary['output_dir']}/best")
     if summary.get("stopped_early"):
-        lines.append(f"stopped early, after step {summary['steps']}: no evaluation was better for long enough")
+        step = summary["steps"]
+        lines.append(f"stopped early after step {step}: no better evaluation within eval.early_stopping_patience")
     return lines
 
 
 def split_metric(key: str) -> tuple[str, str]:
-    """The set and the metric of a key of an evaluation's mean.
+    """Split the key of an evaluation's mean into set and metric.
 
     >>> split_metric("eval/reward/mean"), split_metric("eval/gsm8k/rewards/math/mean")
     (('', 'reward'), ('gsm8k', 'rewards/math'))
@@ -196,31 +196,31 @@ CAUSES = {
 def why_no_gradient(metrics: dict[str, Any]) -> str:
     """Why a step's updates had no gradient, from its metrics."""
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
-        return "no update was made: in every group all rewards are equal, and objective.group_filter left them all out"
+        return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
     if metrics.get("reward/mean", 0.0) is None:
         functions = [
             key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1
         ]
-        return f"no update had a gradient: no completion was scored, as {_gave_nothing(functions, metrics)}"
+        return f"no update had a gradient: no completion was scored, because {_gave_nothing(functions, metrics)}"
     shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
     if not any(shares.values()):
         return "no update had a gradient (docs/metrics.md: tokens/..._share)"
     cause = max(shares, key=lambda name: shares[name])
     if cause == "no_advantage" and metrics.get("groups/dead_share") == 1:
-        return "no update had a gradient: in every group all rewards are equal, so they teach nothing"
+        return "no update had a gradient: every group has equal rewards, so there is nothing to learn"
     return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"
 
 
 def _gave_nothing(functions: list[str], metrics: dict[str, Any]) -> str:
-    """Functions that scored nothing, and how: by None, or by failing."""
+    """Functions that scored nothing, and whether they failed or returned None."""
     return " and ".join(
-        f"{name} {'failed on' if metrics.get(f'rewards/{name}/failed') else 'gave None for'} every one"
+        f"{name} {'failed on' if metrics.get(f'rewards/{name}/failed') else 'returned None for'} every one"
         for name in functions
     )
 
 
 def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
-    """A step's headline. Reward and what is behind it; never a loss, whose value says nothing here."""
+    """One line about a step. It has no loss, whose value means nothing in GRPO."""
     parts = [f"reward {_number(metrics['reward/mean'])}"]
     for key, value in metrics.items():
         if key.startswith("rewards/") and key.count("/") == 1:

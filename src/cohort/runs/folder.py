@@ -128,8 +128,8 @@ class RunFolder:
         if longer and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
             raise RunFolderError(
                 f"cannot resume {self.path} with another run.max_steps or run.num_epochs: the learning rate's schedule "
-                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run whose "
-                "model.path is the checkpoint"
+                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run with "
+                "the checkpoint as model.path"
             )
         return steps[-1]
 
@@ -216,8 +216,8 @@ class RunFolder:
         return self.path / "best"
 
     def save_best(self, models: Models, record: dict[str, Any]) -> None:
-        """Replace the best model. ``best/`` is always complete, and the one before is removed only when the new one has
-        its name; ``best_record`` recovers it after a kill in between."""
+        """Replace the best model. ``best/`` is always complete: the old one is removed after the new one has its name,
+        and ``best_record`` recovers it after a kill in between."""
         target, part, old = self.best, self.path / "best.part", self.path / "best.old"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()

@@ -1,5 +1,5 @@
-"""The state of the global random generators, which reward functions and dropout may use. Cohort's own draws are functions
-of keys and have no state."""
+"""The state of the global random generators, which reward functions and dropout may use. Cohort's own draws are
+functions of keys and have no state."""
 
 from __future__ import annotations
 
