@@ -47,10 +47,10 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
             "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
         ],
     ),
-    "a generator": (
-        "def evens(n):\n    for i in range(0, n, 2):\n        yield i",
+    "a generator with the name of a module": (
+        "def queue(n):\n    for i in range(0, n, 2):\n        yield i",
         ("range(0", "range(1"),
-        ["assert list(evens(7)) == [0, 2, 4, 6]", "assert next(iter(evens(3))) == 0"],
+        ["assert list(queue(7)) == [0, 2, 4, 6]", "assert next(iter(queue(3))) == 0"],
     ),
     "a class": (
         "class Empty(Exception): pass\nclass Stack:\n    def __init__(self): self.items = []\n"
