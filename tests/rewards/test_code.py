@@ -197,8 +197,8 @@ def test_shares():
     pairs = {"inputs": ["1", "2", "x"], "outputs": ["1", "3", "0"]}
     value, passed, why = score("print(int(input()))", pairs, partial=True)
     assert (value, passed, why) == (1 / 3, "1/3", "test 2: expected '3', got '2'")
-    value, passed, why = score("print(int(input()))", {"inputs": ["x"], "outputs": ["1"]})
-    assert (value, why[:30]) == (0.0, "test 1: failed: ValueError: in")
+    value, passed, why = score("print(int(input()))", {"inputs": ["x", "1"], "outputs": ["1", "1"]})
+    assert (value, passed, why[:30]) == (0.0, "0/2", "test 1: failed: ValueError: in")
 
 
 @needs_bwrap
