@@ -470,10 +470,10 @@ def test_limits_reach_the_program():
         ("assert f(", "SyntaxError"),
         (["assert f(1) == 1", "assert f("], "SyntaxError"),
         ("def check(candidate): assert candidate(1)", "entry_point"),
-        ("def test_it(fixture): assert f(1)", "must take nothing"),
+        ("def test_it(fixture): assert f(1)", "must have no parameters"),
         ("def verify():\n    assert f(1) == 2", "only in functions that nothing calls"),
         ("class TestF:\n    async def test_a(self): assert f(1)", "not be async"),
-        ("class TestF:\n    def test_a(self, tmp_path): assert f(1)", "nothing but self"),
+        ("class TestF:\n    def test_a(self, tmp_path): assert f(1)", "no parameters but self"),
         ("from contextlib import redirect_stdout\nassert f()", "does not reach the program"),
         ("from unittest.mock import patch\nwith patch('builtins.input'): assert f()", "does not reach the program"),
         ("import sys, io\nsys.stdin = io.StringIO('1')\nassert f()", r"use sys.stdin"),
@@ -488,14 +488,14 @@ def test_invalid_tests(tests, message):
 
 @needs_bwrap
 def test_tests_that_cannot_be_run_give_no_score():
-    with pytest.raises(DataError, match=r"hand over a function: only plain data"):
+    with pytest.raises(DataError, match="pass a function to the program"):
         score("def f(g):\n    return g(1)", ["assert f(lambda x: x) == 1"])
     in_a_case = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(f(len), 1)"
-    with pytest.raises(DataError, match="hand over a builtin_function_or_method"):
+    with pytest.raises(DataError, match="pass a builtin_function_or_method"):
         score("def f(g):\n    return g(1)", in_a_case)
     with pytest.raises(DataError, match="No module named 'pytest'"):
         score("def f(x): return x", "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1")
-    with pytest.raises(DataError, match="do not define test_a after all"):
+    with pytest.raises(DataError, match="the definition of test_a did not run"):
         score("def f(x): return x", "if False:\n    def test_a():\n        assert f(1) == 1")
     with pytest.raises(DataError, match="an empty program passes them"):
         score("def f(x): return x", "def run():\n    if f(1) != 2: raise Exception('no')")
