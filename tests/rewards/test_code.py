@@ -435,6 +435,9 @@ def test_a_stuck_test_and_the_next_one():
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
+    slow = "import time\nif input() == 'a': time.sleep(60)"
+    pairs = [{"input": "a", "output": ""}, {"input": "b", "output": ""}]
+    assert score(slow, pairs, test_timeout=1.0, timeout=20.0, partial=True)[1:] == ("1/2", "test 1: timeout")
     slow = "import time\ntime.sleep(60)"
     assert score(slow, [{"input": "", "output": ""}] * 20, timeout=0.7, test_timeout=0.3, partial=True)[1:] == (
         "0/20",
