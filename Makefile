@@ -1,17 +1,28 @@
 # Two commands on a fresh clone: `make demo` and `make test`. Both create .venv from pinned constraints.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test slow check format model clean
+.PHONY: demo quick test parity slow mutants check format model clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
 
+quick: .venv/dev.stamp
+	$(BIN)/python -m pytest -q tests/config tests/presets tests/objective tests/data
+
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -q
 
+parity: .venv/bench.stamp
+	$(BIN)/python -m pytest -q tests/parity
+
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+mutants: .venv/dev.stamp
+	$(BIN)/python scripts/mutants.py
 
 check: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -21,6 +32,7 @@ check: .venv/dev.stamp
 	$(BIN)/python scripts/check_limits.py
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python scripts/check_metrics.py
+	$(BIN)/python scripts/check_rooms.py
 
 format: .venv/dev.stamp
 	$(BIN)/ruff check --fix .
@@ -35,10 +47,14 @@ clean:
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/demo.stamp: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
+.venv/demo.stamp: .venv/bin/python pyproject.toml $(CONSTRAINTS)
+	$(PIP) -e .
 	touch $@
 
-.venv/dev.stamp: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+.venv/dev.stamp: .venv/bin/python pyproject.toml $(CONSTRAINTS)
+	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp
+
+.venv/bench.stamp: .venv/dev.stamp
+	$(PIP) -e '.[bench]'
+	touch $@

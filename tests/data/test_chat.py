@@ -169,7 +169,7 @@ def user(content):
         (QWEN3, TALK, {"chat_template_kwargs": {"thinkin": 1}}, {}, "row 0: the chat template reads no .* 'thinkin'"),
         (QWEN3, TALK, {}, {"chat_template_kwargs": {"thinkin": 1}}, "'thinkin'; it reads: .*enable_thinking, messages"),
         (CHATML, user([{"type": "image"}, {"type": "text"}]), {}, {}, "row 0: the content .* text, .* of type 'image'"),
-        (CHATML, user(5), {}, {}, "row 0: the content of a message must be text, .* of type 'int'"),
+        (CHATML, [*user(0), *TALK], {}, {}, "row 0: the content of a message must be text, .* of type 'int'"),
         (CHATML, user(""), {}, {}, "row 0: the prompt is empty: the last message, of role 'user'"),
         (CHATML, [*BEGUN[:1], {"role": "assistant", "content": ""}], {}, {}, "of role 'assistant', has no content"),
         (CHATML, "1+1", {}, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is for conv.* row 0 is text"),

@@ -13,6 +13,7 @@ from cohort.config import DataConfig, Source
 from cohort.data import DataCursor, LengthLimit, PromptSet, load_data, prompt_loader
 from cohort.data.loader import ReadPosition
 from cohort.data.mixture import Turns
+from cohort.data.order import Reached
 from cohort.errors import DataError
 from tests.data.templates import byte_tokenizer
 
@@ -239,6 +240,7 @@ def test_a_measured_curriculum_continues_from_its_cursor(num_rows, per_step, cou
 
 
 def test_the_state_of_a_cursor():
+    assert Reached is ReadPosition  # by its earlier name, older checkpoints are read
     cursor = DataCursor(3, ReadPosition([3], 1), np.array([1.0, np.nan]), {0: (1, np.array([1, 0]))})
     state = cursor.state_dict()
     assert list(state) == ["taken", "reached", "rewards", "passes"]  # the keys of checkpoints

@@ -96,7 +96,7 @@ def test_a_user_filter(tmp_path, monkeypatch):
     ("settings", "message"),
     [
         ({"columns": {"prompt": "question"}}, "data.columns names column 'question'; there are: q, level, rate, n"),
-        ({"columns": {"n": "q"}}, "data.columns renames a column to 'n', and a column of that name exists"),
+        ({"columns": {"n": "q"}}, "data.columns renames a column to 'n', which exists: rename that one too"),
         ({"columns": {"a": "q", "b": "q"}}, "data.columns gives one column two new names"),
         ({"filter": {"lvl": "hard"}}, "data.filter names column 'lvl'; there are: q, level, rate, n"),
         ({"filter": {"level": {"min": 1}}}, "row 0: data.filter asks for a number in column 'level', got 'easy'"),

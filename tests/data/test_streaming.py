@@ -256,5 +256,5 @@ def test_what_cannot_be_streamed(given, settings, message):
 
 def test_a_json_file_cannot_be_streamed(tmp_path):
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(DataError, match="cannot stream .*a.json, which is one JSON value: write it as .jsonl"):
+    with pytest.raises(DataError, match="cannot stream .*a.json, a single JSON value: write it as .jsonl"):
         streamed(str(tmp_path / "a.json"))

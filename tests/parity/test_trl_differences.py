@@ -67,7 +67,7 @@ def test_differs_cispo_with_the_default_bound():
     batch = random_batch(0)
     defaults = trl_loss(batch, old=False, loss_type="cispo")[1]
     assert_same(defaults, 0.2 * cohort_loss(PRESETS["cispo"], batch, old=False)[1])
-    with pytest.raises(ConfigError, match="must hold 1"):
+    with pytest.raises(ConfigError, match="must contain 1"):
         Cap(low=0.0, high=0.2)
 
 

@@ -161,16 +161,6 @@ def test_norms_of_any_size(dtype, size):
     assert_same(norm, dtype, leaves(inputs[1].detach().clone(), randn(37, seed=3)))
 
 
-@BOTH
-def test_inputs_and_gradients_in_another_order_of_memory(dtype):
-    x, update = randn(37, 9).T, randn(9, 74, seed=1, dtype=dtype)[:, ::2]
-    assert not x.is_contiguous()
-    assert not update.is_contiguous()
-    inputs = [*leaves(x, update), randn(37, seed=2).requires_grad_()]
-    assert_same(add_norm, dtype, inputs, transposed=True)
-    assert_same(norm, dtype, inputs[1:], transposed=True)
-
-
 @pytest.mark.parametrize(("bad", "dtype"), [(math.nan, FLOAT), (math.inf, HALF), (-math.inf, FLOAT)])
 def test_nan_and_infinity_stay_in_their_row(dtype, bad):
     sound = leaves(randn(5, 37), randn(5, 37, seed=1, dtype=dtype), randn(37, seed=2))
@@ -209,15 +199,6 @@ def test_rotation(shape, dtypes):
     inputs = leaves(randn(*shape, dtype=dtype))
     (out,) = assert_same(rotation(*tables(shape[0], shape[2])), narrow, inputs)
     assert out.dtype == narrow
-
-
-def test_rotation_of_another_order_of_memory():
-    (x,) = leaves(randn(2, 5, 24).transpose(0, 1))
-    assert not x.is_contiguous()
-    assert_same(rotation(*tables(5, 24)), FLOAT, [x], transposed=True)
-    (x,) = leaves(randn(5, 3 * 24).unflatten(-1, (3, 24))[:, 1:])  # a part of a wider product
-    assert not x.is_contiguous()
-    assert_same(rotation(*tables(5, 24)), FLOAT, [x])
 
 
 # The activation
@@ -286,12 +267,15 @@ def test_activation_of_nan_and_infinity(gelu, dtype):
         assert torch.equal(one[:, 3:], other[:, 3:])
 
 
-@ACTIVATIONS
-def test_activation_in_another_order_of_memory(gelu):
-    both = randn(10, 96)
-    inputs = leaves(both[:, :48], randn(48, 10, seed=1).T)
-    assert not any(each.is_contiguous() for each in inputs)
-    assert_same(gating(gelu), FLOAT, inputs, transposed=True)
+def test_other_orders_of_memory():
+    """Inputs, tables and gradients are made contiguous."""
+    rows = [randn(37, 9).T, randn(9, 74, seed=1)[:, ::2], randn(74, seed=2)[::2]]
+    heads, (cos, sin) = randn(9, 3 * 24).unflatten(-1, (3, 24))[:, 1:], (randn(24, 9, seed=seed).T for seed in (3, 4))
+    assert not any(each.is_contiguous() for each in (*rows, heads, cos, sin))
+    assert_same(norm, FLOAT, leaves(*(each.detach() for each in rows[1:])), transposed=True)
+    assert_same(add_norm, FLOAT, leaves(*(each.detach() for each in rows)), transposed=True)
+    assert_same(gating(False), FLOAT, leaves(*(each.detach() for each in rows[:2])), transposed=True)
+    assert_same(rotation(cos, sin), FLOAT, leaves(heads), transposed=True)
 
 
 # Threads
@@ -488,19 +472,6 @@ def test_shapes_that_do_not_fit_are_refused(call):
 def test_other_layouts_and_dtypes_are_refused(wrong):
     with pytest.raises(TypeError, match="a contiguous tensor on the CPU was expected"):
         KERNELS.norm(wrong, None, randn(8), 1e-6, FLOAT)
-
-
-def test_tables_in_another_order_of_memory():
-    """Views are made contiguous."""
-    cos, sin = (randn(8, 4, seed=seed).T for seed in (1, 2))
-    (x,) = leaves(randn(4, 2, 8))
-    torch.testing.assert_close(
-        fused().rotate(x, cos, sin), EXACT.rotate(x.double(), cos, sin).float(), rtol=0, atol=1e-6
-    )
-    factor = randn(16)[::2]
-    torch.testing.assert_close(
-        fused().norm(x, factor, 1e-6), EXACT.norm(x.double(), factor.double(), 1e-6).float(), rtol=0, atol=2e-6
-    )
 
 
 @pytest.mark.parametrize("token", [-1, 40, 10**6])

@@ -100,5 +100,5 @@ def test_a_run_with_the_loss(tmp_path, demo_tokenizer):
 
 
 def test_models_without_experts(tmp_path, demo_tokenizer):
-    with pytest.raises(ModelError, match="for mixture-of-experts models, and 'llama' is none"):
+    with pytest.raises(ModelError, match="needs a mixture-of-experts model, and 'llama' has no experts"):
         trainer(tiny_llama(len(demo_tokenizer)), demo_tokenizer, tmp_path / "run")

@@ -205,16 +205,9 @@ SENTENCES = {
     "en": "The train leaves at noon and arrives before the shops close. First we add the two numbers, then we divide.",
     "de": "Der Zug fährt mittags ab und kommt an, bevor die Läden schließen. Dann teilen wir die Zahl durch drei.",
     "fr": "Le train part à midi et arrive avant la fermeture des magasins. On divise ensuite le nombre par trois.",
-    "es": "El tren sale al mediodía y llega antes de que cierren las tiendas. Después dividimos el número por tres.",
-    "it": "Il treno parte a mezzogiorno e arriva prima della chiusura dei negozi. Poi dividiamo il numero per tre.",
-    "nl": "De trein vertrekt om twaalf uur en komt aan voordat de winkels sluiten. Daarna delen we door drie.",
-    "pt": "O trem parte ao meio-dia e chega antes de as lojas fecharem. Depois dividimos o número por três.",
     "ru": "Поезд отправляется в полдень и прибывает до закрытия магазинов. Потом мы делим число на три.",
     "zh": "火车中午出发,在商店关门之前到达。首先把这两个数字相加,然后再把结果除以三,就得到平均数。",
-    "ja": "電車は正午に出発し、店が閉まる前に到着します。次に、その数を三で割ります。",
-    "ko": "기차는 정오에 출발하여 상점이 문을 닫기 전에 도착합니다. 그런 다음 숫자를 셋으로 나눕니다.",
     "ar": "يغادر القطار عند الظهر ويصل قبل إغلاق المتاجر. ثم نقسم العدد على ثلاثة.",
-    "hi": "ट्रेन दोपहर में निकलती है और दुकानें बंद होने से पहले पहुँचती है। फिर हम संख्या को तीन से भाग देते हैं।",
 }
 
 

@@ -47,10 +47,10 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
             "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
         ],
     ),
-    "a generator": (
-        "def evens(n):\n    for i in range(0, n, 2):\n        yield i",
+    "a generator with the name of a module": (
+        "def queue(n):\n    for i in range(0, n, 2):\n        yield i",
         ("range(0", "range(1"),
-        ["assert list(evens(7)) == [0, 2, 4, 6]", "assert next(iter(evens(3))) == 0"],
+        ["assert list(queue(7)) == [0, 2, 4, 6]", "assert next(iter(queue(3))) == 0"],
     ),
     "a class": (
         "class Empty(Exception): pass\nclass Stack:\n    def __init__(self): self.items = []\n"
@@ -197,8 +197,8 @@ def test_shares():
     pairs = {"inputs": ["1", "2", "x"], "outputs": ["1", "3", "0"]}
     value, passed, why = score("print(int(input()))", pairs, partial=True)
     assert (value, passed, why) == (1 / 3, "1/3", "test 2: expected '3', got '2'")
-    value, passed, why = score("print(int(input()))", {"inputs": ["x"], "outputs": ["1"]})
-    assert (value, why[:30]) == (0.0, "test 1: failed: ValueError: in")
+    value, passed, why = score("print(int(input()))", {"inputs": ["x", "1"], "outputs": ["1", "1"]})
+    assert (value, passed, why[:30]) == (0.0, "0/2", "test 1: failed: ValueError: in")
 
 
 @needs_bwrap
@@ -435,6 +435,9 @@ def test_a_stuck_test_and_the_next_one():
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
+    slow = "import time\nif input() == 'a': time.sleep(60)"
+    pairs = [{"input": "a", "output": ""}, {"input": "b", "output": ""}]
+    assert score(slow, pairs, test_timeout=1.0, timeout=20.0, partial=True)[1:] == ("1/2", "test 1: timeout")
     slow = "import time\ntime.sleep(60)"
     assert score(slow, [{"input": "", "output": ""}] * 20, timeout=0.7, test_timeout=0.3, partial=True)[1:] == (
         "0/20",
@@ -470,10 +473,10 @@ def test_limits_reach_the_program():
         ("assert f(", "SyntaxError"),
         (["assert f(1) == 1", "assert f("], "SyntaxError"),
         ("def check(candidate): assert candidate(1)", "entry_point"),
-        ("def test_it(fixture): assert f(1)", "must take nothing"),
+        ("def test_it(fixture): assert f(1)", "must have no parameters"),
         ("def verify():\n    assert f(1) == 2", "only in functions that nothing calls"),
         ("class TestF:\n    async def test_a(self): assert f(1)", "not be async"),
-        ("class TestF:\n    def test_a(self, tmp_path): assert f(1)", "nothing but self"),
+        ("class TestF:\n    def test_a(self, tmp_path): assert f(1)", "no parameters but self"),
         ("from contextlib import redirect_stdout\nassert f()", "does not reach the program"),
         ("from unittest.mock import patch\nwith patch('builtins.input'): assert f()", "does not reach the program"),
         ("import sys, io\nsys.stdin = io.StringIO('1')\nassert f()", r"use sys.stdin"),
@@ -488,14 +491,14 @@ def test_invalid_tests(tests, message):
 
 @needs_bwrap
 def test_tests_that_cannot_be_run_give_no_score():
-    with pytest.raises(DataError, match=r"hand over a function: only plain data"):
+    with pytest.raises(DataError, match="pass a function to the program"):
         score("def f(g):\n    return g(1)", ["assert f(lambda x: x) == 1"])
     in_a_case = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(f(len), 1)"
-    with pytest.raises(DataError, match="hand over a builtin_function_or_method"):
+    with pytest.raises(DataError, match="pass a builtin_function_or_method"):
         score("def f(g):\n    return g(1)", in_a_case)
     with pytest.raises(DataError, match="No module named 'pytest'"):
         score("def f(x): return x", "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1")
-    with pytest.raises(DataError, match="do not define test_a after all"):
+    with pytest.raises(DataError, match="the definition of test_a did not run"):
         score("def f(x): return x", "if False:\n    def test_a():\n        assert f(1) == 1")
     with pytest.raises(DataError, match="an empty program passes them"):
         score("def f(x): return x", "def run():\n    if f(1) != 2: raise Exception('no')")

@@ -80,34 +80,6 @@ def test_a_function_receives_the_arguments_that_it_names_or_all_of_them():
     assert runner.score(groups()).by_function_SK.tolist() == [[1, 0], [1, 0], [2, 0], [2, 0]]
 
 
-def test_samples_groups_and_batches():
-    seen = []
-
-    def sample(completion, answer, prompt):
-        seen.append(("sample", completion, answer, prompt))
-        return 1
-
-    @reward(per="group")
-    def group(completions, answer, **_):
-        seen.append(("group", completions, answer))
-        return range(len(completions))
-
-    def batch(completions, answer, **_):
-        seen.append(("batch", completions, answer))
-        return [10] * len(completions)
-
-    scores = RewardRunner([sample, group, batch]).score(rollout(["a", "bb"], ["c"]))
-    assert scores.by_function_SK.tolist() == [[1, 0, 10], [1, 1, 10], [1, 0, 10]]
-    assert seen == [
-        ("sample", "a", "0", "0?"),
-        ("sample", "bb", "0", "0?"),
-        ("sample", "c", "1", "1?"),
-        ("group", ["a", "bb"], "0"),
-        ("group", ["c"], "1"),
-        ("batch", ["a", "bb", "c"], ["0", "0", "1"]),
-    ]
-
-
 def test_objects_partials_and_async_functions():
     class Judge:
         async def __call__(self, completion, bonus=0, **_):
@@ -132,6 +104,8 @@ def test_options_of_functions_classes_and_partials():
 
     options = call_options(Judge())
     assert (options.per, options.is_async, options.timeout, options.isolated) == ("group", True, 9.0, None)
+
+    assert call_options(lambda completions, completion=None: [1.0]).per == "batch"
 
     def ranks(completions, k):
         return [k] * len(completions)

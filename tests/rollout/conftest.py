@@ -5,6 +5,11 @@ import pytest
 from cohort.rollout.native import Kernels, Unavailable
 
 
+def drawn_ids(completion):
+    """The drawn tokens of a completion, to compare and to count."""
+    return tuple(completion.token_ids.tolist())
+
+
 class Way:
     """What tests make engines with: a test that asks for ``native`` runs once with each."""
 

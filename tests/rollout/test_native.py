@@ -15,7 +15,7 @@ import torch
 from cohort.native import build
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine
-from cohort.rollout.backend import Capacity
+from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Kernels, SlotCache, Unavailable
 from cohort.rollout.native.kernels import Gated, LayerCall, Residual
 from tests.conftest import tiny_llama

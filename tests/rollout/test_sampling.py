@@ -19,10 +19,12 @@ from transformers import (
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, RowSettings, Sampling, draw_tokens
-from cohort.rollout.sampling import BLOCK, invert, joined_support, keep_min_p, keep_top_k, keep_top_p, support_of
+from cohort.rollout.sampling import BLOCK, invert, keep_min_p, keep_top_k, keep_top_p, support_of
+from cohort.rollout.trajectory import joined_support
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.policy.test_support import outside
+from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_grammar import words
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
@@ -160,7 +162,7 @@ def test_a_row_is_the_same_alone_and_beside_rows_of_other_settings(dtype):
         torch.testing.assert_close(together.full_logps_S[row], alone.full_logps_S[0], rtol=0, atol=bound)
 
 
-def test_forbidden_tokens_are_never_drawn_and_what_is_forced_is_put_there():
+def test_forbidden_tokens_are_never_drawn():
     logits_V = some_logits(37, 4)
     forbidden_V = torch.arange(37) % 2 == 0
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -170,17 +172,6 @@ def test_forbidden_tokens_are_never_drawn_and_what_is_forced_is_put_there():
         wanted, full = reference(logits_V, sampling, forbidden=range(0, 37, 2))
         assert np.abs(np.bincount(drawn.tokens_S, minlength=37) - 1000 * np.exp(wanted)).max() <= 1 + 1e-6
         np.testing.assert_allclose(drawn.full_logps_S, full[drawn.tokens_S.numpy()], rtol=0, atol=1e-12)
-        forced = drawn_of(
-            logits_V,
-            sampling,
-            grid[:2],
-            forbidden_SV=forbidden_V.expand(2, -1),
-            forced_S=torch.tensor([4, -1]),  # a forced token may be a forbidden one
-        )
-        assert forced.tokens_S.tolist() == [4, drawn.tokens_S[1]]
-        assert forced.logps_S.tolist() == [0.0, drawn.logps_S[1]]
-        assert forced.full_logps_S.tolist() == pytest.approx([full[4], float(drawn.full_logps_S[1])], abs=1e-12)
-        assert forced.valid_S.all()
 
 
 # Parity with transformers
@@ -463,19 +454,19 @@ def every_completion(policy, sampling):
     found = {}
     unfinished = [((), (), ())]
     while unfinished:
-        logits = next_logits(policy, [(*PROMPT, *ids) for ids, _, _ in unfinished])
+        logits = next_logits(policy, [(*PROMPT, *drawn) for drawn, _, _ in unfinished])
         following = []
-        for (ids, logps, fulls), logits_V in zip(unfinished, logits, strict=True):
-            forbidden = {1, 2} if len(ids) < sampling.min_completion_length else set()
+        for (before, logps, fulls), logits_V in zip(unfinished, logits, strict=True):
+            forbidden = {1, 2} if len(before) < sampling.min_completion_length else set()
             if sampling.regex:
-                allowed = allowed_next(sampling.regex, "".join("abcd"[token - 3] for token in ids))
+                allowed = allowed_next(sampling.regex, "".join("abcd"[token - 3] for token in before))
                 forbidden = set(range(7)) - (allowed - forbidden if allowed - forbidden else allowed)
-            drawn, full = reference(logits_V, sampling, {*PROMPT, *ids}, forbidden)
-            if len(ids) < len(sampling.forced_ids):
-                drawn = np.where(np.arange(7) == sampling.forced_ids[len(ids)], 0.0, -np.inf)
+            drawn, full = reference(logits_V, sampling, {*PROMPT, *before}, forbidden)
+            if len(before) < len(sampling.forced_ids):
+                drawn = np.where(np.arange(7) == sampling.forced_ids[len(before)], 0.0, -np.inf)
             for token in np.flatnonzero(np.isfinite(drawn)).tolist():
-                longer = ((*ids, token), (*logps, drawn[token]), (*fulls, full[token]))
-                ends = token in (1, 2) or len(ids) + 1 == sampling.max_completion_length
+                longer = ((*before, token), (*logps, drawn[token]), (*fulls, full[token]))
+                ends = token in (1, 2) or len(before) + 1 == sampling.max_completion_length
                 if ends:
                     found[longer[0]] = longer[1:]
                 else:
@@ -499,6 +490,12 @@ THROUGH = {name: SETTINGS[name] for name in ("plain", "hot", "greedy", "top-k", 
 }
 
 
+def text_of(completion):
+    """Drawn and forced tokens."""
+    (segment,) = completion.segments
+    return tuple(segment.token_ids.tolist())
+
+
 @pytest.mark.parametrize("name", THROUGH)
 def test_completions_are_as_frequent_as_they_should_be_and_carry_their_probabilities(small, name):
     sampling = Sampling(LENGTH, **THROUGH[name])
@@ -508,17 +505,18 @@ def test_completions_are_as_frequent_as_they_should_be_and_carry_their_probabili
     assert sum(math.exp(sum(logps)) for logps, _ in wanted.values()) == pytest.approx(1)
     counts = dict.fromkeys(wanted, 0)
     for completion in group.completions:
-        counts[completion.token_ids] += 1
+        counts[text_of(completion)] += 1
     expected = [SAMPLES * math.exp(sum(logps)) for logps, _ in wanted.values()]
     # Four deviations above the mean: the draws are fixed, and a wrong distribution is off by tens.
     assert chi_square(list(counts.values()), expected) < 4
-    for completion in {c.token_ids: c for c in group.completions}.values():
-        logps, fulls = wanted[completion.token_ids]
-        assert completion.sampler_logps == pytest.approx(logps, abs=1e-5)  # float32, sums in another order
+    forced = len(sampling.forced_ids)
+    for completion in {drawn_ids(c): c for c in group.completions}.values():
+        logps, fulls = wanted[text_of(completion)]
+        assert text_of(completion) == sampling.forced_ids + drawn_ids(completion)
+        assert completion.sampler_logps == pytest.approx(logps[forced:], abs=1e-5)  # float32, sums in another order
         recorded = completion.sampler_logps if completion.full_logps is None else completion.full_logps
-        assert recorded == pytest.approx(fulls, abs=1e-5)
-        assert completion.num_forced == min(len(sampling.forced_ids), len(completion.token_ids))
-        ended = completion.token_ids[-1] in (1, 2)
+        assert recorded == pytest.approx(fulls[forced:], abs=1e-5)
+        ended = drawn_ids(completion)[-1] in (1, 2)
         assert completion.finish_reason is (FinishReason.EOS if ended else FinishReason.LENGTH)
 
 
@@ -532,20 +530,19 @@ def test_the_recorded_support_gives_the_trainer_the_samplers_log_probs(small, na
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     for _, completion in pairs:
         if completion.support is not None:
-            assert len(completion.support.counts_N) == len(completion.token_ids)
+            assert len(completion.support.counts_N) == len(drawn_ids(completion))
             assert len(completion.support.token_ids_U) == completion.support.counts_N.sum()
     with torch.no_grad():
         logps, *_ = small.logps(
             [p for p, _ in pairs],
-            [c.token_ids for _, c in pairs],
+            [text_of(c) for _, c in pairs],
             sampling.temperature,
             [c.support for _, c in pairs],
             sampling.repetition_penalty,
+            [[n >= len(sampling.forced_ids) for n in range(len(text_of(c)))] for _, c in pairs],
         )
-    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
-    drawn_N = torch.tensor([place >= c.num_forced for _, c in pairs for place in range(len(c.token_ids))])
-    torch.testing.assert_close(sampled[drawn_N], logps[drawn_N], rtol=0, atol=1e-5)  # float32
-    assert (sampled[~drawn_N] == 0).all()
+    sampled = torch.from_numpy(np.concatenate([c.sampler_logps for _, c in pairs]))
+    torch.testing.assert_close(sampled, logps.double(), rtol=0, atol=1e-5)  # float32
 
 
 def test_no_support_is_kept_where_it_is_not_asked_for(small):
@@ -560,5 +557,5 @@ def test_a_penalty_over_tokens_of_the_prompt_counts_them(small):
     (group,) = engine.generate(prompts(PROMPT), 400, Sampling(2, repetition_penalty=1e6), RNGKey(0, 0))
     logits_V = next_logits(small, [PROMPT])[0]
     wanted, _ = reference(logits_V, Sampling(2, repetition_penalty=1e6), PROMPT)
-    counts = np.bincount([c.token_ids[0] for c in group.completions], minlength=7)
+    counts = np.bincount([drawn_ids(c)[0] for c in group.completions], minlength=7)
     assert chi_square(counts, 400 * np.exp(wanted)) < 4  # four deviations; the draw is fixed

@@ -91,20 +91,15 @@ def folder_files(folder: Path, split: str) -> list[Path]:
     if len(subfolders) == 1 and not files:
         return folder_files(subfolders[0], split)
     if subfolders:
-        raise DataError(
-            f"the folder {folder} has subfolders ({_names(subfolders)}): set the path to one of them, or list each "
-            "as a source"
-        )
+        names = _names(subfolders)
+        raise DataError(f"the folder {folder} has subfolders ({names}): set one as the path, or list them as sources")
     if not files:
         raise DataError(f"the folder {folder} has no data files: expected at least one {EXPECTED}")
     first_words = {path: re.split("[-_.]", path.name.lower())[0] for path in files}
     with_split = [path for path in files if first_words[path] in SPLITS]
     if not with_split:
         if split not in ("train", "test"):
-            raise DataError(
-                f"the folder {folder} has no split {split!r}: the names of its files ({_names(files)}) begin with no "
-                "split"
-            )
+            raise DataError(f"the folder {folder} has no split {split!r}: no file name has one ({_names(files)})")
         return files
     if others := [path for path in files if path not in with_split]:
         raise DataError(

@@ -80,14 +80,12 @@ class PromptLoader(ABC):
         """
 
     @abstractmethod
-    def advance(
-        self, cursor: DataCursor, count: int, rewards: Mapping[int, float]
-    ) -> tuple[DataCursor, dict[str, int]]:
+    def advance(self, cursor: DataCursor, used: int, rewards: Mapping[int, float]) -> tuple[DataCursor, dict[str, int]]:
         """The cursor after a complete step, and the step's data metrics.
 
         Args:
             cursor: the cursor before the step.
-            count: number of prompts that the step used.
+            used: number of prompts that the step used.
             rewards: mean reward of each group, by uid.
         """
 

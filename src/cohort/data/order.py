@@ -45,11 +45,9 @@ class InMemoryLoader(PromptLoader):
         start = cursor.position + skip
         return [self.prompts.prompt(self._index(cursor, uid), uid=uid) for uid in range(start, start + count)]
 
-    def advance(
-        self, cursor: DataCursor, count: int, rewards: Mapping[int, float]
-    ) -> tuple[DataCursor, dict[str, int]]:
+    def advance(self, cursor: DataCursor, used: int, rewards: Mapping[int, float]) -> tuple[DataCursor, dict[str, int]]:
         """See ``PromptLoader``."""
-        end = cursor.position + count
+        end = cursor.position + used
         if self._rule != "measured":
             return DataCursor(end), {}
         # The order of a measured epoch is fixed when the epoch begins: later rewards must not change it.

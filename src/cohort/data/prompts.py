@@ -178,10 +178,8 @@ class PromptSet:
     @property
     def fingerprint(self) -> str:
         """Hash of the token ids of all prompts and the weights of the sources."""
-        sizes = map(len, self.ranges())
-        shares = [
-            (source.name, str(source.weight), size) for source, size in zip(self.data.sources, sizes, strict=True)
-        ]
+        sources = zip(self.data.sources, self.ranges(), strict=True)
+        shares = [(source.name, str(source.weight), len(prompts)) for source, prompts in sources]
         found = hashlib.sha256(repr(shares).encode())
         found.update(self.lengths.astype(np.int64).tobytes())
         for start, end in zip(self._starts, self._ends, strict=True):

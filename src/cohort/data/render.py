@@ -138,8 +138,8 @@ def _checked_messages(messages: list[Any], where: str) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
             raise DataError(f"{where}: expected a list of messages with 'role' and 'content', got {messages!r:.100}")
-        content = message.get("content") or ""
-        parts = content if isinstance(content, list) else [] if isinstance(content, str) else [content]
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [] if isinstance(content, str | None) else [content]
         for part in parts:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
@@ -189,6 +189,9 @@ def _is_tools(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value)
 
 
+IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+
+
 class Renderer:
     """Renders and tokenizes the prompts of one source.
 
@@ -218,29 +221,22 @@ class Renderer:
             DataError: a row cannot be a prompt, or the tokenizer refuses it.
         """
         contents = [self.maker.make(row, where) for row, where in zip(rows, row_names, strict=True)]
-        texts = [
-            content if isinstance(content, str) else self.chat.render(content, where)
-            for content, where in zip(contents, row_names, strict=True)
-        ]
+        pairs = zip(contents, row_names, strict=True)
+        texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in pairs]
         kinds = {isinstance(content, str) for content in contents}
-        if len(kinds) == 1:
-            try:
-                found: list[list[int]] = self._tokenizer(
-                    texts,
-                    add_special_tokens=kinds.pop(),
-                    return_attention_mask=False,
-                    return_token_type_ids=False,
-                    verbose=False,
-                )["input_ids"]
-            except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
-                if len(rows) == 1:
-                    raise DataError(
-                        f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}"
-                    ) from error
-            else:
-                if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
-                    raise DataError(f"{empty[0]}: the prompt has no tokens")
-                return found
+        if len(kinds) > 1:
+            return self._one_by_one(rows, row_names)
+        try:
+            found: list[list[int]] = self._tokenizer(texts, add_special_tokens=kinds.pop(), **IDS_ONLY)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
+            if len(rows) > 1:
+                return self._one_by_one(rows, row_names)
+            raise DataError(f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}") from error
+        if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
+            raise DataError(f"{empty[0]}: the prompt has no tokens")
+        return found
+
+    def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
         return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
 
     def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:

@@ -131,9 +131,7 @@ def check_renames(renames: Mapping[str, str], columns: Sequence[str], where: str
     if len(new_names) < len(renames):
         raise DataError(f"{where}: data.columns gives one column two new names: {dict(renames)}")
     if clash := [new for new in renames if new in columns and new not in new_names]:
-        raise DataError(
-            f"{where}: data.columns renames a column to {clash[0]!r}, and a column of that name exists: rename it too"
-        )
+        raise DataError(f"{where}: data.columns renames a column to {clash[0]!r}, which exists: rename that one too")
     return new_names
 
 

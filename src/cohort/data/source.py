@@ -58,9 +58,7 @@ def open_source(source: Any, where: str, split: str) -> Opener:
         files = _data_files(source, split)
         for file in files or []:
             if file_format(file) == ".json":
-                raise DataError(
-                    f"cannot stream {file}, which is one JSON value: write it as .jsonl, or unset streaming"
-                )
+                raise DataError(f"cannot stream {file}, a single JSON value: write it as .jsonl, or unset streaming")
         if files is not None:
             return lambda: itertools.chain.from_iterable(map(iterate_file, files))
         source, where = _load_dataset(source, split, streaming=True)

@@ -40,14 +40,9 @@ class StreamingLoader(PromptLoader):
         self._seek(cursor, cursor.position + skip)
         return [self._next_prompt() for _ in range(count)]
 
-    def advance(
-        self,
-        cursor: DataCursor,
-        count: int,
-        rewards: Mapping[int, float],  # noqa: ARG002 (of the base class)
-    ) -> tuple[DataCursor, dict[str, int]]:
+    def advance(self, cursor: DataCursor, used: int, rewards: Mapping[int, float]) -> tuple[DataCursor, dict[str, int]]:  # noqa: ARG002
         """See ``PromptLoader``. The metrics count the step's dropped and truncated rows."""
-        end = cursor.position + count
+        end = cursor.position + used
         self._seek(cursor, end)
         before, now = cursor.read or ReadPosition([]), copy.deepcopy(self._read)
         return DataCursor(end, now), {
@@ -126,9 +121,7 @@ class StreamingLoader(PromptLoader):
                 rows = buffer_shuffled(rows, self._config.shuffle_buffer, self._generator(epoch, lane))
             first = next(rows, None)
             if first is None:
-                raise DataError(
-                    f"{self.prompts.data.name}: an epoch over the data has no rows; can it be read only once?"
-                )
+                raise DataError(f"{self.prompts.data.name}: an epoch has no rows; can the data be read only once?")
             for row in itertools.chain([first], rows):
                 yield epoch, *row
 

@@ -1,4 +1,4 @@
-"""Denominators: how token terms become one number. Computed once per minibatch, never per microbatch."""
+"""Denominators of the sum over tokens. Computed once per minibatch, never per microbatch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def token_weights(
 
     Args:
         sequence_N: which completion each token belongs to, 0..S-1, shape ``[N]``.
-        num_sequences: S, all completions of the minibatch: also those of degenerate groups, and unscored ones.
-        aggregation: which denominator.
+        num_sequences: S, all completions of the minibatch, with those of degenerate groups and unscored ones.
+        aggregation: one of those above.
         group_S: group id of each completion; for "prompt_mean".
         length: L of "constant".
         counted_N: which tokens count, boolean, shape ``[N]``; None: all. The others have weight 0: ``|o_i|`` is the
@@ -38,8 +38,8 @@ def token_weights(
         count_empty: whether a completion without a token that counts counts in B (and a group without one in P). It
             contributes nothing either way.
 
-    Counts are exact: 64-bit, whatever the number of tokens. A minibatch without any token that counts has weights 0. A
-    microbatch takes its tokens' entries of this vector, so cutting a minibatch differently changes nothing.
+    Counts are exact 64-bit integers. The weights of a minibatch without a token that counts are 0. A microbatch uses
+    its tokens' entries of this vector, so the result does not depend on how a minibatch is cut.
 
     >>> token_weights(torch.tensor([0, 0, 0, 1]), 2)
     tensor([0.1667, 0.1667, 0.1667, 0.5000], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Weights that follow a target. Pure: a weight and a measurement give the next weight; the loop keeps it."""
+"""Weights that follow a target: pure functions from a weight and a measurement to the next weight."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def next_beta(kl: KL, beta: float, measured: float, completions: int) -> float:
 
 
 def next_entropy_coefficient(bonus: EntropyBonus, coefficient: float, measured: float) -> float:
-    """The entropy bonus's weight after an update: ``step`` more where the entropy is at most the target, ``step`` less
-    otherwise, never below 0.
+    """The entropy bonus's weight after an update: larger by ``step`` if the entropy is at most the target, else smaller
+    by ``step``, but not below 0.
 
     Source: Skywork-OR1 (arXiv 2505.22312).
 
@@ -42,8 +42,8 @@ def next_entropy_coefficient(bonus: EntropyBonus, coefficient: float, measured: 
 
 
 def entropy_weight(bonus: EntropyBonus | None, coefficient: float, measured: float | None) -> float:
-    """What the bonus is multiplied by in an update: with a target, only while the entropy measured in the update before
-    is at most the target; in the first, not at all."""
+    """The weight of the bonus in an update. With a target it is 0 unless the entropy of the previous update was at most
+    the target, and so 0 in the first update."""
     if bonus is None or (bonus.target is not None and (measured is None or measured > bonus.target)):
         return 0.0
     return coefficient

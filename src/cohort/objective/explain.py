@@ -17,7 +17,7 @@ from cohort.presets.trust_regions import Custom
 
 RATIOS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)
 PROBABILITY = 0.08
-"""The probability of the shown token under the policy it was drawn from, for rules that look at more than the ratio."""
+"""The probability of the shown token under the anchor, for rules that compare probabilities."""
 
 
 def coefficient_table(objective: Objective) -> list[tuple[float, float, float]]:

@@ -6,11 +6,11 @@ Per token, with D = ref_logps - logps at the sampled token:
     k2 = D^2 / 2                  biased, never negative; its gradient is the reverse KL's
     k3 = e^D - D - 1              unbiased when the tokens come from the policy, never negative
 
-Value and gradient are two questions. All three estimate the value of the *reverse* KL, KL(policy || reference). But
-using k3 as a loss, as DeepSeekMath does, gives the gradient of the *forward* KL, KL(reference || policy), state by
-state: d k3 / d logp = 1 - e^D, whose mean over the policy is the forward KL's gradient. The reverse KL's is k1. So a
-configuration names the gradient's direction, and the log shows the k1 and k3 means. Off-policy, neither estimates
-anything without an importance weight: ``kl_correction``.
+All three estimate the value of the *reverse* KL, KL(policy || reference). Their gradients are another matter: k3 used
+as a loss, as in DeepSeekMath, has the gradient of the *forward* KL, KL(reference || policy), at each prefix:
+``d k3 / d logp = 1 - e^D``, whose mean over the policy is that gradient. The multiplier of the reverse KL is k1. A
+configuration therefore names the direction of the gradient, and the log shows the means of k1 and k3. Off-policy,
+neither is an estimate without an importance weight, ``kl_correction``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cohort.objective.ratio import exp_clamped, leveled_log_ratio
 from cohort.presets.kl import KL, Direction
 
 MAX_LOG_GAP = 20.0
-"""D is held to +-20 before ``exp`` (e^20 = 4.9e8): beyond, e^D only overflows."""
+"""D is clamped to +-20 before ``exp`` (e^20 = 4.9e8), so that e^D does not overflow."""
 
 
 def k1(logps_N: Tensor, ref_logps_N: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ def kl_multiplier(
 
     Args:
         logps_N, ref_logps_N: current and reference log-probs of the sampled tokens, shape ``[N]``.
-        direction: whose gradient: KL(policy || reference) or KL(reference || policy).
-        scope: "token": the gradient of the conditional KL at each prefix, prefixes as they were drawn. "sequence": the
-            gradient of the KL between whole sequences, through the prefixes too.
+        direction: "reverse" for the gradient of KL(policy || reference), "forward" for that of KL(reference || policy).
+        scope: "token" for the gradient of the conditional KL at each prefix, with the prefixes as drawn; "sequence" for
+            the gradient of the KL between whole sequences, through the prefixes too.
         weight_N: an importance weight; see ``kl_correction``. None: 1.
         sequence_N: sequence ids, for scope "sequence".
 
@@ -99,13 +99,13 @@ def kl_multiplier(
 
 
 def kl_correction(kl: KL, log_ratio_N: Tensor, sequence_N: Tensor | None = None) -> Tensor | None:
-    """The importance weight of a KL whose tokens another policy drew, from the token log-ratios to that policy.
+    """The importance weight of a KL on tokens that another policy drew, from the token log-ratios to that policy.
 
         none  1     token_ratio  r_t     prefix_product  prod_{u <= t} r_u     sequence_weight  prod_u r_u
 
-    The token ratio makes the conditional KL at each prefix exact, with the drawing policy's prefixes; the prefix
-    product also the prefixes; the sequence weight is what scope "sequence" needs. With estimator "full" there is no
-    sampled token to correct for, so its prefix product leaves out the token's own ratio. Never the geometric mean: a
+    The token ratio corrects the conditional KL at each prefix, but keeps the prefixes of the policy that drew them. The
+    prefix product corrects the prefixes too. Scope "sequence" needs the sequence weight. Estimator "full" has no
+    sampled token to correct for, so its prefix product leaves out the token's own ratio. There is no geometric mean: a
     KL weighted by it is the gradient of nothing. Shape ``[N]``, or None for 1.
     """
     if kl.correction == "none":

@@ -1,4 +1,4 @@
-"""Importance ratios: how much likelier the current policy makes what the anchor drew.
+"""Importance ratios of the current policy to an anchor, the old policy or the sampler.
 
     token                 r_t = exp(l_t - a_t)
     sequence_mean         r   = exp(mean over the sequence of (l - a))      GSPO's geometric mean, one per sequence
@@ -6,8 +6,8 @@
     sequence_product      r   = exp(sum over the sequence of (l - a))       the probability ratio of the whole sequence
     prefix_product        r_t = exp(sum up to t of (l - a))                 ... and of the sequence up to the token
 
-with l the current log-probs and a the anchor's (the old policy's or the sampler's). What a rule makes of the ratio is
-in ``trust``. Tokens outside the loss are not part of a sequence.
+with l the current log-probs and a the anchor's. ``trust`` has the rules that use the ratio. Tokens outside the loss are
+not part of a sequence.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from cohort.objective.segments import prefix_sums, segment_count, segment_mean, segment_sum
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held to +-20 before ``exp``: float32 overflows at 88.7, and e^20 = 4.9e8 is past any use. The share of
-tokens whose own ratio is held is logged as ``ratio/held_share``, of those whose ratio at the objective's level is as
-``tokens/held_share``; both are 0 in a run that is not already lost."""
+"""Log-ratios are clamped to +-20 before ``exp``: float32 overflows at 88.7, and e^20 = 4.9e8 is past any use. The log
+has the share of tokens whose own ratio is clamped, ``ratio/held_share``, and of those whose ratio at the objective's
+level is, ``tokens/held_share``. Both are 0 in a healthy run."""
 
 
 def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:
 
 
 def exp_clamped(log_N: Tensor) -> Tensor:
-    """``exp`` of a log-ratio held to +-``MAX_LOG_RATIO``: finite whatever came."""
+    """``exp`` of a log-ratio clamped to +-``MAX_LOG_RATIO``; always finite."""
     return torch.exp(log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -42,7 +42,7 @@ def leveled_log_ratio(log_ratio_N: Tensor, level: str, sequence_N: Tensor | None
 
     Args:
         log_ratio_N: token log-ratios ``l - a``, shape ``[N]``.
-        level: which ratio.
+        level: one of those in the module's header.
         sequence_N: which sequence each token belongs to, shape ``[N]``; needed for every level but "token".
 
     >>> gaps, sequence = torch.tensor([0.2, 0.4, -1.0]), torch.tensor([0, 0, 1])

@@ -1,6 +1,6 @@
-"""Sums over the tokens of a sequence, on flat tensors. A sequence is an id: its tokens may lie in several rows.
+"""Sums over the tokens of a sequence, on flat tensors. A sequence is an id; its tokens may be in several segments.
 
-The order of a sequence's tokens is the order in which they stand on axis N.
+The tokens of a sequence are in their order on axis N.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def segment_mean(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
 
 
 def segment_count(index_N: Tensor) -> int:
-    """How many ids there are when they are 0..count-1: the highest one and 1; 0 without any.
+    """The number of ids 0..count-1: the highest id plus 1; 0 without any.
 
     >>> segment_count(torch.tensor([0, 0, 2]))
     3
@@ -34,7 +34,7 @@ def segment_count(index_N: Tensor) -> int:
 
 
 def grouped_order(values_S: Tensor, index_S: Tensor, *, descending: bool = False) -> Tensor:
-    """The places of the completions group by group, each group's sorted by value, earlier ones first where equal.
+    """The indices of the completions group by group, sorted by value within a group; equal ones keep their order.
     Shape ``[S]``.
 
     >>> grouped_order(torch.tensor([5.0, 1.0, 3.0, 2.0]), torch.tensor([0, 1, 0, 1]))
@@ -50,11 +50,11 @@ def index_in_run(sorted_keys: Tensor) -> Tensor:
     >>> index_in_run(torch.tensor([4, 4, 4, 7, 7]))
     tensor([0, 1, 2, 0, 1])
     """
-    place = torch.arange(len(sorted_keys), device=sorted_keys.device)
+    position = torch.arange(len(sorted_keys), device=sorted_keys.device)
     keys = sorted_keys.unsqueeze(-1).flatten(1)
-    starts = torch.ones_like(place, dtype=torch.bool)
+    starts = torch.ones_like(position, dtype=torch.bool)
     starts[1:] = (keys[1:] != keys[:-1]).any(dim=1)
-    return place - (torch.where(starts, place, 0).cummax(0).values if len(place) else place)
+    return position - (torch.where(starts, position, 0).cummax(0).values if len(position) else position)
 
 
 def prefix_sums(values_N: Tensor, index_N: Tensor) -> Tensor:
@@ -79,8 +79,7 @@ def suffix_sums(values_N: Tensor, index_N: Tensor, discount: float = 1.0) -> Ten
 
 
 def by_sign(up_N: Tensor, positive: float, negative: float, like_N: Tensor) -> Tensor:
-    """One of two numbers for each token, in the dtype of another tensor (``torch.where`` makes float32 of two plain
-    numbers, whatever they are used with).
+    """One of two numbers for each token, in the dtype of another tensor; ``torch.where`` would return float32.
 
     >>> by_sign(torch.tensor([True, False]), 0.2, 2.0, torch.zeros(2, dtype=torch.float64))
     tensor([0.2000, 2.0000], dtype=torch.float64)
@@ -89,8 +88,8 @@ def by_sign(up_N: Tensor, positive: float, negative: float, like_N: Tensor) -> T
 
 
 def _scan(values_N: Tensor, index_N: Tensor, discount: float) -> Tensor:
-    """Running discounted sums over runs of equal ids, by doubling: log2 of the longest run many passes. Each sum adds
-    only its own sequence's values, so a huge one elsewhere costs it no digits."""
+    """Running discounted sums over runs of equal ids, by doubling, in log2(longest run) passes. A sum adds only the
+    values of its own sequence, so that a huge value elsewhere costs it no digits."""
     sums_N = values_N.clone()
     longest = int(torch.bincount(index_N).max()) if index_N.numel() else 0
     step = 1

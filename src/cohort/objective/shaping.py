@@ -1,4 +1,4 @@
-"""Before the advantages: rewards shaped by length and likelihood, and the choice of groups and completions."""
+"""The steps before the advantages: shape rewards by length and likelihood, and choose completions."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
     """``R_i (1 - strength * rank_i / G)``, shape ``[S]``: rank_i is how many of the group are less likely than i.
 
     Args:
-        rule: its strength; 0 changes nothing.
+        rule: the strength; 0 changes nothing.
         rewards_S: NaN stays NaN. A reward of 0 stays 0, so wrong answers are not touched.
-        mean_logps_S: each completion's mean log-prob per token, as it was sampled.
+        mean_logps_S: each completion's mean log-prob per token under the sampler.
         group_S: group ids; G is the group's size.
 
     Raises:
-        RewardError: a reward is negative: being likely would make its penalty smaller.
+        RewardError: a reward is negative; a likely completion would then have a smaller penalty.
 
     Equal likelihoods share the lower rank, so the order of completions does not matter.
 
@@ -59,21 +59,21 @@ def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, gr
     """
     if bool((rewards_S < 0).any()):
         raise RewardError(
-            "unlikeliness needs rewards that are not negative: it would soften likely completions' penalty"
+            "unlikeliness needs rewards that are not negative: it would reduce the penalty of likely completions"
         )
     _, index_S, count_P = torch.unique(group_S, return_inverse=True, return_counts=True)
     order_S = grouped_order(mean_logps_S, index_S)
-    place_S = index_in_run(index_S[order_S])
-    # Where neighbours are equally likely, the place of the first of them.
-    place_in_tie_S = index_in_run(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
-    rank_S = torch.empty_like(place_S).scatter_(0, order_S, place_S - place_in_tie_S)
+    rank_in_group_S = index_in_run(index_S[order_S])
+    # Completions of equal likelihood share the rank of the first of them.
+    index_in_tie_S = index_in_run(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
+    rank_S = torch.empty_like(rank_in_group_S).scatter_(0, order_S, rank_in_group_S - index_in_tie_S)
     kept_S: Tensor = 1 - rule.strength * rank_S.double() / count_P[index_S]
     return rewards_S.double() * kept_S
 
 
 def top_k_of_group(rule: TopK, rewards_S: Tensor, lengths_S: Tensor, group_S: Tensor) -> Tensor:
-    """Which completions are the ``k`` best scored ones of their group, boolean, shape ``[S]``; earlier ones first where
-    equal. A group with fewer scored members keeps them all.
+    """Which completions are the ``k`` best scored ones of their group, boolean, shape ``[S]``; of equal ones, the
+    earlier. A group with fewer scored members keeps them all.
 
     Source: GFPO (arXiv 2508.09726).
 
@@ -85,6 +85,6 @@ def top_k_of_group(rule: TopK, rewards_S: Tensor, lengths_S: Tensor, group_S: Te
     better_S = -lengths_S if rule.metric == "shortest" else rewards_S.double() / lengths_S.clamp(min=1)
     better_S = better_S.masked_fill(torch.isnan(rewards_S), -torch.inf)
     order_S = grouped_order(better_S, group_S, descending=True)
-    place_S = index_in_run(group_S[order_S])
-    chosen_S = torch.empty_like(place_S, dtype=torch.bool).scatter_(0, order_S, place_S < rule.k)
+    rank_in_group_S = index_in_run(group_S[order_S])
+    chosen_S = torch.empty_like(rank_in_group_S, dtype=torch.bool).scatter_(0, order_S, rank_in_group_S < rule.k)
     return chosen_S & ~torch.isnan(rewards_S)

@@ -34,21 +34,7 @@ from cohort.objective.ratio import MAX_LOG_RATIO, exp_clamped, leveled_log_ratio
 from cohort.objective.segments import by_sign, suffix_sums
 from cohort.objective.user_function import call_user_function
 from cohort.plugins import load_function
-from cohort.presets.trust_regions import (
-    FIPO,
-    GMPO,
-    SAPO,
-    Cap,
-    Custom,
-    Gamma,
-    GradientPreservingClip,
-    KLMask,
-    Mask,
-    PPOClip,
-    Rule,
-    Taper,
-    TVMask,
-)
+from cohort.presets import trust_regions as rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +61,7 @@ class Ratios:
     """Of the single tokens."""
     sequence_N: Tensor | None
 
-    def sequences(self, rule: Rule) -> Tensor:
+    def sequences(self, rule: rules.Rule) -> Tensor:
         """The sequence ids that a rule needs."""
         if self.sequence_N is None:
             raise ValueError(f"trust region {rule.rule!r} needs sequence_N: which sequence each token belongs to")
@@ -83,7 +69,7 @@ class Ratios:
 
 
 def trust_region(
-    rule: Rule | None,
+    rule: rules.Rule | None,
     log_ratio_N: Tensor,
     advantages_N: Tensor,
     logps_N: Tensor,
@@ -108,14 +94,14 @@ def trust_region(
 
 
 @singledispatch
-def apply(rule: Rule | None, at: Ratios) -> Trusted:
+def apply(rule: rules.Rule | None, at: Ratios) -> Trusted:
     """The mathematics of a rule, registered for its class; for None, the ratio itself."""
     assert rule is None, f"no function is registered for {type(rule).__name__}"
     return Trusted(at.ratio_N, at.ratio_N * at.advantages_N, _sides(at.ratio_N))
 
 
 @apply.register
-def _ppo_clip(rule: PPOClip, at: Ratios) -> Trusted:
+def _ppo_clip(rule: rules.PPOClip, at: Ratios) -> Trusted:
     bounds = rule.low, rule.high, rule.dual
     below_N, above_N = ppo_clip_sides(at.ratio_N, at.advantages_N, *bounds)
     phi_N = at.ratio_N.masked_fill(below_N | above_N, 0)
@@ -124,7 +110,7 @@ def _ppo_clip(rule: PPOClip, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: Mask, at: Ratios) -> Trusted:
+def _(rule: rules.Mask, at: Ratios) -> Trusted:
     below_N, above_N = at.ratio_N < rule.low, at.ratio_N > rule.high
     if rule.signed:
         below_N, above_N = below_N & (at.advantages_N < 0), above_N & (at.advantages_N > 0)
@@ -132,13 +118,13 @@ def _(rule: Mask, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: Cap, at: Ratios) -> Trusted:
+def _(rule: rules.Cap, at: Ratios) -> Trusted:
     phi_N = at.ratio_N.clamp(rule.low, rule.high)
     return _constant_weight(phi_N, at, at.ratio_N < rule.low, at.ratio_N > rule.high)
 
 
 @apply.register
-def _(rule: SAPO, at: Ratios) -> Trusted:
+def _(rule: rules.SAPO, at: Ratios) -> Trusted:
     tau_N = by_sign(at.advantages_N > 0, rule.tau_positive, rule.tau_negative, at.ratio_N)
     gate_N = torch.sigmoid(tau_N * (at.ratio_N - 1))
     phi_N = at.ratio_N * 4 * gate_N * (1 - gate_N)  # sech^2(x / 2) = 4 sigmoid(x) (1 - sigmoid(x))
@@ -146,7 +132,7 @@ def _(rule: SAPO, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: Gamma, at: Ratios) -> Trusted:
+def _(rule: rules.Gamma, at: Ratios) -> Trusted:
     up_N = at.advantages_N >= 0
     k_N = by_sign(up_N, rule.k_positive, rule.k_negative, at.ratio_N)
     lambda_N = by_sign(up_N, rule.lambda_positive, rule.lambda_negative, at.ratio_N)
@@ -156,14 +142,14 @@ def _(rule: Gamma, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: TVMask, at: Ratios) -> Trusted:
+def _(rule: rules.TVMask, at: Ratios) -> Trusted:
     moved_N = torch.exp(at.logps_N) - torch.exp(at.logps_N - at.token_log_ratio_N)
     below_N, above_N = (at.advantages_N < 0) & (-moved_N > rule.low), (at.advantages_N > 0) & (moved_N > rule.high)
     return _silenced(at.ratio_N.clamp(max=rule.cap), at, below_N, above_N)
 
 
 @apply.register
-def _(rule: KLMask, at: Ratios) -> Trusted:
+def _(rule: rules.KLMask, at: Ratios) -> Trusted:
     token_N, a_N = at.token_log_ratio_N, at.advantages_N
     far_N = bernoulli_kl(at.logps_N - token_N, at.logps_N) > rule.threshold
     below_N, above_N = far_N & (a_N < 0) & (token_N < 0), far_N & (a_N > 0) & (token_N > 0)
@@ -171,7 +157,7 @@ def _(rule: KLMask, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: GMPO, at: Ratios) -> Trusted:
+def _(rule: rules.GMPO, at: Ratios) -> Trusted:
     token_N, a_N, sequence_N = at.token_log_ratio_N, at.advantages_N, at.sequences(rule)
     low, high = torch.tensor([rule.low, rule.high], dtype=token_N.dtype, device=token_N.device).log()
     below_N, above_N = (a_N < 0) & (token_N < low), (a_N > 0) & (token_N > high)
@@ -181,7 +167,7 @@ def _(rule: GMPO, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: FIPO, at: Ratios) -> Trusted:
+def _(rule: rules.FIPO, at: Ratios) -> Trusted:
     clipped = _ppo_clip(rule, at)
     future_N = suffix_sums(at.token_log_ratio_N, at.sequences(rule), discount=2 ** (-1 / rule.half_life))
     weight_N = exp_clamped(future_N).clamp(rule.weight_low, rule.weight_high)
@@ -191,14 +177,14 @@ def _(rule: FIPO, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: GradientPreservingClip, at: Ratios) -> Trusted:
+def _(rule: rules.GradientPreservingClip, at: Ratios) -> Trusted:
     below_N, above_N = ppo_clip_sides(at.ratio_N, at.advantages_N, rule.low, rule.high)
     phi_N = at.ratio_N.masked_fill(below_N, rule.beta_low * rule.low).masked_fill(above_N, rule.beta_high * rule.high)
     return Trusted(phi_N, phi_N * at.advantages_N, _sides(at.ratio_N, below_N, above_N))
 
 
 @apply.register
-def _(rule: Taper, at: Ratios) -> Trusted:
+def _(rule: rules.Taper, at: Ratios) -> Trusted:
     up_N = at.advantages_N >= 0
     low_N = by_sign(up_N, rule.positive_low, rule.negative_low, at.ratio_N)
     high_N = by_sign(up_N, rule.positive_high, rule.negative_high, at.ratio_N)
@@ -206,7 +192,7 @@ def _(rule: Taper, at: Ratios) -> Trusted:
 
 
 @apply.register
-def _(rule: Custom, at: Ratios) -> Trusted:
+def _(rule: rules.Custom, at: Ratios) -> Trusted:
     name = f"trust region {rule.function}"
     phi_N = call_user_function(custom_rule(rule.function), name, at.ratio_N, at.advantages_N)
     if not bool(phi_N.isfinite().all()):

@@ -1,4 +1,4 @@
-"""Calls of a user's own function inside the objective."""
+"""Calls of a user's function inside the objective."""
 
 from __future__ import annotations
 

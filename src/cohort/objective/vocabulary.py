@@ -1,7 +1,7 @@
 """Terms over the whole vocabulary: entropy, KL, and which tokens have the highest entropy.
 
-These are not weighted sums of token scores, so they have no place in the coefficients: they are differentiated through
-the logits, a chunk of tokens at a time.
+These terms are not weighted sums of token scores and therefore not part of the coefficients. They are differentiated
+through the logits, a chunk of tokens at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from cohort.presets.kl import Direction
 
 IMPOSSIBLE = -1e4
-"""A log-prob whose ``exp`` is 0 in every dtype, and that may be multiplied with any weight."""
+"""A finite log-prob whose ``exp`` is 0 in every dtype."""
 
 
 def entropy(log_probs_NV: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def entropy(log_probs_NV: Tensor) -> Tensor:
     >>> entropy(torch.zeros(1, 4).log_softmax(-1))
     tensor([1.3863])
     """
-    # 0 * -inf is not 0: finite before the product, in the value and in its gradient, whatever that is multiplied with.
+    # 0 * -inf is NaN, in the value and in the gradient: make the log-probs finite before the product.
     finite_NV = log_probs_NV.clamp(min=IMPOSSIBLE)
     return -(log_probs_NV.exp() * finite_NV).sum(-1)
 
@@ -40,10 +40,11 @@ def vocabulary_kl(
     Args:
         log_probs_NV: the policy's.
         ref_log_probs_NV: the reference's.
-        direction: which.
-        top_k: only the k likeliest tokens (of the policy for "reverse", of the reference for "forward") and one bucket
-            with the mass of the rest. Never more than the full KL, by the data-processing inequality; equal when the
-            two agree on the proportions inside the bucket. Without the bucket it would be no divergence at all.
+        direction: one of those above.
+        top_k: use only the k likeliest tokens (of the policy for "reverse", of the reference for "forward") and one
+            bucket with the mass of the rest. The result is at most the full KL, by the data-processing inequality, and
+            equal to it if the two agree on the proportions inside the bucket. Without the bucket it would not be a
+            divergence.
 
     >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
     >>> vocabulary_kl(p, q), vocabulary_kl(p, q, "forward")

@@ -1,4 +1,4 @@
-"""A causal language model as a policy: what it is, and the log-probabilities it gives to completions."""
+"""A causal language model as a policy: the log-probs of drawn tokens, and references to compare with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel
 from cohort.policy.distribution import Distribution
 from cohort.policy.head import CompletionStates, TokenLogps
-from cohort.policy.load import Precision
 from cohort.policy.passes import Passes, Prefixes
 from cohort.policy.rows import PackedRows
 from cohort.types import Support
@@ -31,12 +30,8 @@ class Policy(ComputeModel):
     """A model with the number of updates it has seen, and the log-probs that it gives to completions. See
     ``ComputeModel`` for its arguments."""
 
-    def __init__(
-        self, model: Any, precision: Precision, *, dropout: bool = False, adapter: str | None = TRAINED
-    ) -> None:
-        super().__init__(model, precision, dropout=dropout, adapter=adapter)
-        self.version = 0
-        """Optimizer updates that these weights have seen. Completions carry it."""
+    version = 0
+    """Optimizer updates that these weights have seen. Completions carry it."""
 
     @functools.cached_property
     def passes(self) -> Passes:
@@ -86,17 +81,17 @@ class Policy(ComputeModel):
             log-probs where gradients are enabled.
         """
         prompts = [tuple(ids) for ids in prompt_ids]
-        numbers = {ids: number for number, ids in enumerate(dict.fromkeys(prompts))}
-        rows = PackedRows.of([numbers[ids] for ids in prompts], completion_ids, supports, drawn)
-        prefixes = self.passes.read(list(numbers), attached=True)
+        index = {ids: number for number, ids in enumerate(dict.fromkeys(prompts))}
+        rows = PackedRows.of([index[ids] for ids in prompts], completion_ids, supports, drawn)
+        prefixes = self.passes.read(list(index), attached=True)
         return self.states(prefixes, rows, temperature, repetition_penalty).logps()
 
     def reference(self, *, moves: bool = False) -> Policy:
-        """The policy as it is now, to be compared with later. Of a model with adapters, the same model with them
-        switched off or, where they have been trained already, with a copy of them; else a frozen copy.
+        """The present policy, to compare later policies with. With adapters it is the same model without them, or with
+        a copy of them if they were trained already; otherwise it is a frozen copy.
 
         Args:
-            moves: it will be moved toward the policy: its weights are kept in the master dtype.
+            moves: whether it will be moved toward the policy. Its weights then stay in the master dtype.
         """
         if not has_adapters(self.model) or TRAINED not in self.model.peft_config:
             frozen = self.copy_frozen()
@@ -106,22 +101,22 @@ class Policy(ComputeModel):
         untouched = is_untouched(self.model)
         if not untouched:
             add_reference_adapter(self.model)
-        adapter = None if untouched else REFERENCE
-        seen = Policy(self.model, self.precision, dropout=self.dropout, adapter=adapter)
-        seen.version, seen.native_kernels = self.version, self.native_kernels
-        return seen
+        return self._like(self.model, adapter=None if untouched else REFERENCE)
 
     def copy_frozen(self) -> Policy:
-        """A copy of the policy as it is now, in memory, that needs no gradients."""
+        """A copy of the present policy, in memory, that needs no gradients."""
         model = copy.deepcopy(self.model)
         model.requires_grad_(False)
-        frozen = Policy(model, self.precision, dropout=self.dropout)
-        frozen.version, frozen.native_kernels = self.version, self.native_kernels
-        return frozen
+        return self._like(model, adapter=TRAINED)
+
+    def _like(self, model: Any, *, adapter: str | None) -> Policy:
+        other = Policy(model, self.precision, dropout=self.dropout, adapter=adapter)
+        other.version, other.native_kernels = self.version, self.native_kernels
+        return other
 
     @torch.no_grad()
     def move_toward(self, other: Policy, alpha: float) -> None:
-        """Move weight by weight: self <- alpha * other + (1 - alpha) * self (TR-DPO, arXiv 2404.09656, soft update)."""
+        """Update each weight: self <- alpha * other + (1 - alpha) * self (TR-DPO, arXiv 2404.09656, soft update)."""
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version

@@ -30,7 +30,7 @@ def experts_per_token(config: Any) -> int:
     found = getattr(config, "num_experts_per_tok", None)
     if not isinstance(found, int):
         raise ModelError(
-            f"model.router_aux_loss_coef is for mixture-of-experts models, and {config.model_type!r} is none: "
+            f"model.router_aux_loss_coef needs a mixture-of-experts model, and {config.model_type!r} has no experts: "
             "set it to 0"
         )
     return found

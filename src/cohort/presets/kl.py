@@ -45,14 +45,22 @@ class KL(Part):
             "kl.horizon belongs to an adaptive KL: set kl.target",
         )
         require(self.target is None or self.beta > 0, "kl.target moves beta: set beta to the weight to begin with")
-        self._check_estimator()
-        self._check_correction()
-        self._check_place()
+        require(self.top_k is None or self.estimator == "full", "kl.top_k belongs to kl.estimator 'full'")
+        require(
+            self.scope == "token" or self.correction in ("none", "sequence_weight"),
+            f"kl.scope 'sequence' with kl.correction {self.correction!r} is the gradient of no KL: set "
+            "kl.correction 'sequence_weight'",
+        )
+        require(
+            self.anchor == "old" or (self.correction != "none" and self.place == "loss"),
+            f"kl.anchor 'sampler' has no effect with kl.correction {self.correction!r} and kl.place {self.place!r}",
+        )
+        if self.estimator == "full":
+            self._check_full()
+        if self.place != "loss":
+            self._check_outside_of_the_loss()
 
-    def _check_estimator(self) -> None:
-        if self.estimator == "sampled":
-            require(self.top_k is None, "kl.top_k belongs to kl.estimator 'full'")
-            return
+    def _check_full(self) -> None:
         require(self.place == "loss", "kl.estimator 'full' differentiates the logits: set kl.place 'loss'")
         require(self.scope == "token", "kl.estimator 'full' is a sum over tokens: set kl.scope 'token'")
         require(
@@ -61,21 +69,7 @@ class KL(Part):
             "'prefix_product'",
         )
 
-    def _check_correction(self) -> None:
-        require(
-            self.scope == "token" or self.correction in ("none", "sequence_weight"),
-            f"kl.scope 'sequence' with kl.correction {self.correction!r} is the gradient of no KL: set "
-            "kl.correction 'sequence_weight'",
-        )
-        require(
-            self.anchor == "old" or self.correction != "none" or self.place != "loss",
-            "kl.anchor 'sampler' has no effect with kl.correction 'none'",
-        )
-
-    def _check_place(self) -> None:
-        if self.place == "loss":
-            return
-        require(self.anchor == "old", f"kl.anchor 'sampler' has no effect with kl.place {self.place!r}")
+    def _check_outside_of_the_loss(self) -> None:
         require(
             self.direction == "reverse",
             f"kl.place {self.place!r} gives the reverse KL's gradient only: k3 as a reward is the reverse minus the "

@@ -9,22 +9,9 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, Strict
 
 from cohort.errors import ConfigError
-from cohort.presets import words
+from cohort.presets import parts, words
 from cohort.presets.base import Checked, Part, PositiveInt, Weight, Word, kinds, nearest, one_of, require
 from cohort.presets.kl import KL, EntropyBonus
-from cohort.presets.parts import (
-    GROUP_BASELINES,
-    BatchStd,
-    GroupFilter,
-    GroupMean,
-    GroupStd,
-    Mismatch,
-    MismatchWeight,
-    Scale,
-    SignWeights,
-    SoftOverlong,
-    Unlikeliness,
-)
 from cohort.presets.settings import SHORTHANDS, merged
 from cohort.presets.trust_regions import TrustRegion
 
@@ -71,18 +58,18 @@ class Objective(Checked):
     """The difference from GRPO, in one line."""
 
     # Rewards to advantages: once per rollout.
-    soft_overlong: SoftOverlong | None = None
-    unlikeliness: Unlikeliness | None = None
+    soft_overlong: parts.SoftOverlong | None = None
+    unlikeliness: parts.Unlikeliness | None = None
     reward_aggregation: Annotated[str, one_of(words.REWARD_AGGREGATION)] = "sum_then_normalize"
     """How several rewards become one: sum and normalise; or normalise each in its group and sum; or that, and normalise
     the sums over the batch."""
-    group_filter: GroupFilter | None = None
+    group_filter: parts.GroupFilter | None = None
     baseline: Annotated[float | str, BeforeValidator(_check_baseline)] = "group_mean"
     """Subtracted from a reward. A number is a constant; "module:function" or "file.py:function" is a user's function
     of rewards and groups."""
-    scale: Scale | None = GroupStd()
+    scale: parts.Scale | None = parts.GroupStd()
     """The divisor of the centred reward."""
-    sign_weights: SignWeights | None = None
+    sign_weights: parts.SignWeights | None = None
     credit: Annotated[str, one_of(words.CREDIT)] = "outcome"
     """Which tokens a reward belongs to."""
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -97,7 +84,7 @@ class Objective(Checked):
     """The policy that the current one is divided by; "self" makes every ratio 1."""
     ratio_level: Annotated[str, one_of(words.RATIO_LEVEL)] = "token"
     trust_region: TrustRegion | None = None
-    mismatch: Annotated[tuple[Mismatch, ...], Strict(False)] = ()
+    mismatch: Annotated[tuple[parts.Mismatch, ...], Strict(False)] = ()
     top_entropy: Share = 1.0
     """Share of the minibatch's tokens, those of highest entropy, that the policy term uses."""
 
@@ -162,7 +149,7 @@ class Objective(Checked):
     @property
     def group_relative(self) -> bool:
         """Whether baseline or scale use the other completions of the group, and so need at least two."""
-        return self.baseline in GROUP_BASELINES or isinstance(self.scale, GroupStd | GroupMean)
+        return self.baseline in parts.GROUP_BASELINES or isinstance(self.scale, parts.GroupStd | parts.GroupMean)
 
     @property
     def kl_in_reward(self) -> bool:
@@ -173,7 +160,9 @@ class Objective(Checked):
     def kl_scaled_by_batch(self) -> bool:
         """Whether scale "batch_std" would divide the KL. REINFORCE++ is so by definition: returns to go with the KL in
         them, whitened over tokens."""
-        whitened = isinstance(self.scale, BatchStd) and self.scale.unit == "token" and self.credit == "return_to_go"
+        whitened = (
+            isinstance(self.scale, parts.BatchStd) and self.scale.unit == "token" and self.credit == "return_to_go"
+        )
         return self.kl_in_reward and not whitened
 
     @property
@@ -183,7 +172,7 @@ class Objective(Checked):
             return None
         if self.top_entropy < 1:
             return "top_entropy chooses"
-        by_token = any(isinstance(rule, MismatchWeight) and rule.level == "token" for rule in self.mismatch)
+        by_token = any(isinstance(rule, parts.MismatchWeight) and rule.level == "token" for rule in self.mismatch)
         return "a mismatch weight of level 'token' weighs" if by_token else None
 
     @property

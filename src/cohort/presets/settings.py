@@ -15,14 +15,7 @@ from cohort.presets.trust_regions import FIPO, PPOClip
 
 SHORTHANDS = ("beta", "epsilon", "epsilon_high")
 """Settings that stand for numbers inside a part."""
-K3_LEGACY = {
-    "direction": "forward",
-    "scope": "token",
-    "place": "loss",
-    "correction": "none",
-    "anchor": "old",
-    "estimator": "sampled",
-}
+K3_LEGACY = KL(direction="forward").model_dump(exclude={"beta", "top_k", "target", "horizon"})
 """What ``kl = "k3_legacy"`` stands for: k3 as a loss without a ratio, DeepSeekMath's."""
 KL_ESTIMATORS = (
     ": a KL is named by its gradient's direction and correction; k3 as a loss is kl = 'k3_legacy', k2 as a loss is "

@@ -79,11 +79,7 @@ TRUNCATED = {
     "zero": Word("cut completions have advantage 0, after the advantages of their whole group"),
     "penalize": Word("cut completions have {objective.truncated_penalty:g} subtracted from their advantage"),
 }
-RATIO_ANCHOR = {
-    "self": Word("policy / itself"),
-    "old": Word("policy / old"),
-    "sampler": Word("policy / sampler"),
-}
+RATIO_ANCHOR = {"self": Word("policy / itself"), "old": Word("policy / old"), "sampler": Word("policy / sampler")}
 RATIO_LEVEL = {
     "token": Word("per token"),
     "sequence_mean": Word("per sequence, the geometric mean of its tokens' ratios", _ONE_RATIO),
@@ -101,7 +97,4 @@ AGGREGATION = {
     "seq_sum": Word("sum over the tokens of a completion, mean over completions: 1/B"),
     "token_sum": Word("none: the sum over all tokens"),
 }
-DENOMINATOR = {
-    "base": Word("still count in"),
-    "after_masks": Word("are left out of"),
-}
+DENOMINATOR = {"base": Word("still count in"), "after_masks": Word("are left out of")}

@@ -59,34 +59,6 @@ def call_plain(function: Callable[..., Any], arguments: Mapping[str, Any], logs:
     return call
 
 
-async def call_async(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    logs: frozenset[str],
-    timeout: float | None,
-    slots: asyncio.Semaphore,
-) -> Call:
-    """Call an async function as soon as a slot is free. The timeout starts then.
-
-    Raises:
-        CallFailed: the call took too long. It is cancelled but not awaited, as it may ignore the cancellation.
-    """
-    async with slots:
-        call, start = Call(), time.perf_counter()
-        task = asyncio.ensure_future(_without_exit(function(**arguments, **call.logs(logs))))
-        try:
-            await asyncio.wait({task}, timeout=timeout)
-        finally:
-            if not task.done():
-                task.add_done_callback(lambda late: late.cancelled() or late.exception())  # mark as retrieved
-                task.cancel()
-        if not task.done():
-            raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
-        call.returned = task.result()
-        call.seconds = time.perf_counter() - start
-    return call
-
-
 class Caller:
     """Starts calls in the background, and caches results.
 
@@ -109,16 +81,14 @@ class Caller:
         where = "async" if function.is_async else f"in {count} worker process{'' if count == 1 else 'es'}"
         return where + (f", at most {function.timeout:g} s" if function.timeout else "")
 
-    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Call] | None:
-        """Start a call in the background; None for a function that runs in this thread.
+    def submit(self, function: Function, arguments: dict[str, Any]) -> Future[Call]:
+        """Start a call in the background.
 
         Raises:
             RewardError: the function cannot be sent to a worker process.
         """
-        if not function.in_background:
-            return None
         if function.is_async:
-            return _run_on_loop(call_async(function.call, arguments, function.logs, function.timeout, self._slots))
+            return _run_on_loop(self._await(function, arguments))
         if function.name not in self._isolated:
             self._isolated[function.name] = partial(call_plain, function.call, logs=function.logs)
         try:
@@ -128,6 +98,27 @@ class Caller:
                 f"{function} cannot run in a worker process: {error}. Define it in a module, or set reward.workers to "
                 "0 and leave reward.timeout unset"
             ) from error
+
+    async def _await(self, function: Function, arguments: dict[str, Any]) -> Call:
+        """Call an async function as soon as a slot is free. The timeout starts then.
+
+        Raises:
+            CallFailed: the call took too long. It is cancelled but not awaited, as it may ignore the cancellation.
+        """
+        async with self._slots:
+            call, start = Call(), time.perf_counter()
+            task = asyncio.ensure_future(_without_exit(function.call(**arguments, **call.logs(function.logs))))
+            try:
+                await asyncio.wait({task}, timeout=function.timeout)
+            finally:
+                if not task.done():
+                    task.add_done_callback(lambda late: late.cancelled() or late.exception())  # mark as retrieved
+                    task.cancel()
+            if not task.done():
+                raise CallFailed(f"took more than {function.timeout:g} s", timed_out=True)
+            call.returned = task.result()
+            call.seconds = time.perf_counter() - start
+        return call
 
     def cached(self, key: Any) -> Call | None:
         """The cached result of a call, if there is one."""
@@ -157,7 +148,7 @@ def cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any
     except Exception:  # columns may hold objects that cannot be pickled
         return None
     reason = completion.finish_reason
-    return function.name, prompt.token_ids, columns, tuple(completion.token_ids.tolist()), completion.text, reason
+    return function.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason
 
 
 def loop_responds(within: float) -> bool:

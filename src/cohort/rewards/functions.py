@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from cohort.errors import RewardError
@@ -99,9 +100,13 @@ class Function:
         results = [returned] if self.per == "sample" else _as_sequence(returned)
         if results is None:
             raise RewardError(f"{self} must return a list of numbers, got {type(returned).__name__}")
-        if (count := len(completions)) != len(results):
-            raise RewardError(f"{self} must return one reward per completion: {count}, got {len(results)}")
-        return [self._value(results[i], i, completion.num_tokens) for i, completion in enumerate(completions)]
+        if len(completions) != len(results):
+            raise RewardError(f"{self} must return one reward per completion: {len(completions)}, got {len(results)}")
+        pairs = zip(results, completions, strict=True)
+        return [
+            self._value(result, i, completion.num_tokens if self.per_token else 1)
+            for i, (result, completion) in enumerate(pairs)
+        ]
 
     def _value(self, result: Any, index: int, tokens: int) -> Value:
         if isinstance(result, BaseException):
@@ -153,12 +158,9 @@ def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
     ['max', 'min', 'max_2']
     """
     names: list[str] = []
-    for function in functions:
-        name = unique = function_name(function)
-        number = 2
-        while unique in names:
-            unique, number = f"{name}_{number}", number + 1
-        names.append(unique)
+    for name in map(function_name, functions):
+        numbered = (f"{name}_{number}" for number in count(2))
+        names.append(next(unique for unique in chain([name], numbered) if unique not in names))
     return names
 
 

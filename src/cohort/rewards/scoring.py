@@ -37,8 +37,8 @@ class Task:
     cache_key: Any = None
     future: Future[Call] | None = None
     """Set for a call that runs in the background."""
-    call: Call | None = None
-    """The outcome; None before the call and if the call raised."""
+    call: Call = field(default_factory=Call)
+    """The outcome; empty before the call and if the call raised."""
     values: list[Value] = field(default_factory=list)
     """One per completion; empty before the call."""
 
@@ -87,12 +87,11 @@ class Scoring:
         """Start the background calls that a completion makes possible. For ``rollout.Watch.on_completion``."""
         self._completions[prompt_index, sample] = completion
         group = [(prompt_index, g) for g in range(self._num_generations)]
-        for function in self._functions:
-            if function.in_background:
-                if function.per == "sample":
-                    self._begin(function, [(prompt_index, sample)])
-                elif function.per == "group" and all(position in self._completions for position in group):
-                    self._begin(function, group)
+        for function in (function for function in self._functions if function.in_background):
+            if function.per == "sample":
+                self._begin(function, [(prompt_index, sample)])
+            elif function.per == "group" and all(position in self._completions for position in group):
+                self._begin(function, group)
 
     def finish(self, groups: Sequence[Group]) -> Scores:
         """Make the remaining calls, wait for all calls, and combine the rewards.
@@ -139,7 +138,7 @@ class Scoring:
         task.cache_key = cache_key(function, groups[0].prompt, groups[0].completions[0])
         if (cached := self._caller.cached(task.cache_key)) is not None:
             self._accept(task, cached)
-        else:
+        elif function.in_background:
             task.future = self._caller.submit(function, self._arguments(task))
 
     def _arguments(self, task: Task) -> dict[str, Any]:
@@ -153,7 +152,7 @@ class Scoring:
             again: whether this is a retry, so that background calls are submitted again.
         """
         for task in tasks:
-            if again:
+            if again and task.function.in_background:
                 task.future = self._caller.submit(task.function, self._arguments(task))
         background = [task for task in tasks if task.future is not None]
         for task in tasks:
@@ -165,7 +164,7 @@ class Scoring:
 
     def _resolve(self, task: Task) -> None:
         """Wait for the result of a call, or make it in this thread, and store the values or the failure."""
-        task.call, function = None, task.function
+        task.call, function = Call(), task.function
         try:
             if task.future is None:
                 call = call_plain(function.call, self._arguments(task), function.logs)
@@ -258,8 +257,8 @@ def combine(
                 rewards[name][s] = value
         counts[f"rewards/{name}/failed"] += len(task.failures)
         counts[f"rewards/{name}/timeouts"] += sum(failure.timed_out for failure in task.failures)
-        counts[f"seconds/reward/{name}"] += task.call.seconds if task.call else 0.0
-        for metric, number in task.call.metrics if task.call else ():
+        counts[f"seconds/reward/{name}"] += task.call.seconds
+        for metric, number in task.call.metrics:
             logged.setdefault(metric, []).append(number)
         for column, values in _extras(task):
             stored = extras.setdefault(extra_column(functions, column, name), [None] * len(completions))
@@ -291,13 +290,11 @@ def _extras(task: Task) -> Iterator[tuple[str, Sequence[Any]]]:
     Raises:
         RewardError: another number of values was logged.
     """
-    for column, logged in task.call.extras if task.call else ():
+    for column, logged in task.call.extras:
         values = [logged] if task.function.per == "sample" else logged
         if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(task.positions):
-            raise RewardError(
-                f"{task.function} must log one value per completion as {column!r}: "
-                f"{len(task.positions)}, got {logged!r:.60}"
-            )
+            expected = f"{task.function} must log one value per completion as {column!r}: {len(task.positions)}"
+            raise RewardError(f"{expected}, got {logged!r:.60}")
         yield column, values
 
 

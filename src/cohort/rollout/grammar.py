@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from cohort.errors import ConfigError, ModelError
-from cohort.rollout.engine import Sampling
+from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -110,7 +110,7 @@ class Matcher:
     def __init__(self, grammar: Grammar, state: LLMatcher) -> None:
         self.grammar = grammar
         self._state = state
-        self._taken: list[int] = []
+        self._consumed: list[int] = []
         self._ended = False
         self._bits: NDArray[np.uint8] | None = None
 
@@ -146,13 +146,13 @@ class Matcher:
         # The library lets the text end where it cannot go on, though it is not complete.
         if self._state.is_error():
             raise ConfigError(
-                f"{self.grammar.name} allows no token after {self.grammar.text(self._taken)[-80:]!r}: the tokenizer "
+                f"{self.grammar.name} allows no token after {self.grammar.text(self._consumed)[-80:]!r}: the tokenizer "
                 f"cannot spell what must follow, or it is too complex ({_one_line(self._state.get_error())}); "
                 "use a simpler one"
             )
         return self._bits
 
-    def take(self, token_id: int) -> None:
+    def consume(self, token_id: int) -> None:
         """Go on by one token; an end token finishes.
 
         Raises:
@@ -160,12 +160,12 @@ class Matcher:
         """
         in_range = 0 <= token_id < self.grammar.vocab_size
         if self._ended or not in_range or not self._state.consume_token(token_id):
-            after = f"after {self.grammar.text(self._taken)[-80:]!r}" if self._taken else "as the first token"
+            after = f"after {self.grammar.text(self._consumed)[-80:]!r}" if self._consumed else "as the first token"
             raise ConfigError(
                 f"{self.grammar.name} does not allow token {token_id} ({self.grammar.text([token_id])!r}) {after}: "
                 "set forced_ids that begin a text it matches"
             )
-        self._taken.append(token_id)
+        self._consumed.append(token_id)
         self._bits = None
         self._ended = token_id in self.grammar.end_token_ids
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cohort.policy import penalized_where
-from cohort.rollout.engine import Sampling
-from cohort.types import Support
+from cohort.rollout.settings import Sampling
 
 BLOCK = 128
 """Tokens of the vocabulary that the search for a draw skips at a time."""
@@ -86,7 +85,6 @@ def draw_tokens(
     *,
     forbidden_SV: Tensor | None = None,
     seen_SV: Tensor | None = None,
-    forced_S: Tensor | None = None,
 ) -> Drawn:
     """Draw one token per row.
 
@@ -96,25 +94,19 @@ def draw_tokens(
         settings: of each row.
         forbidden_SV: what a grammar or a minimum length rules out, boolean; None: nothing.
         seen_SV: which tokens stand in the row's prompt or completion, for the repetition penalty.
-        forced_S: tokens that are put there instead of a draw; -1 where there is none. Their log-prob is 0.
 
     >>> one = RowSettings.of([Sampling(9)], torch.device("cpu"))
     >>> draw = draw_tokens(torch.log(torch.tensor([[0.25, 0.0, 0.75]])), torch.tensor([0.25], dtype=torch.float64), one)
     >>> draw.tokens_S, draw.logps_S
     (tensor([2]), tensor([-0.2877]))
     """
-    if not settings.reweights and forbidden_SV is None and forced_S is None:
+    if not settings.reweights and forbidden_SV is None:
         probs_SV = torch.softmax(_divided(logits_SV, settings), dim=-1)
         tokens_S, logps_S, valid_S = invert(probs_SV, uniforms_S)
         return Drawn(tokens_S, logps_S, logps_S, valid_S)
     scores_SV = _restricted(logits_SV, settings, forbidden_SV, seen_SV)
     tokens_S, logps_S, valid_S = invert(torch.softmax(scores_SV, dim=-1), uniforms_S)
     kept_SV = scores_SV > -torch.inf
-    if forced_S is not None:
-        is_forced_S = forced_S >= 0
-        tokens_S = torch.where(is_forced_S, forced_S, tokens_S)
-        logps_S = torch.where(is_forced_S, 0.0, logps_S)
-        kept_SV |= is_forced_S[:, None]
     full_SV = torch.log_softmax(_divided(logits_SV, settings), dim=-1)
     full_logps_S = full_SV.gather(-1, tokens_S[:, None])[:, 0]
     return Drawn(tokens_S, logps_S, full_logps_S, valid_S & full_logps_S.isfinite(), kept_SV)
@@ -244,14 +236,3 @@ def support_of(kept_SV: Tensor) -> list[tuple[np.ndarray, bool]]:
     rows, tokens = (index.cpu().numpy() for index in listed_SV.nonzero(as_tuple=True))
     pieces = np.split(tokens.astype(np.int32), np.searchsorted(rows, np.arange(1, len(kept_SV))))
     return list(zip(pieces, excluded_S.tolist(), strict=True))
-
-
-def joined_support(steps: Sequence[tuple[np.ndarray, bool]]) -> Support | None:
-    """A completion's support from its steps'; None where every step could draw everything."""
-    if all(excluded and not len(ids) for ids, excluded in steps):
-        return None
-    return Support(
-        np.concatenate([ids for ids, _ in steps]),
-        np.array([len(ids) for ids, _ in steps], np.int32),
-        np.array([excluded for _, excluded in steps], np.bool_),
-    )

@@ -130,8 +130,8 @@ class Link:
         answer = self.exchange(
             {
                 "operation": operation,
-                "arguments": wire.encode(list(arguments), self._hold),
-                "keywords": wire.encode(keywords, self._hold),
+                "arguments": wire.encode(list(arguments), self._refer),
+                "keywords": wire.encode(keywords, self._refer),
                 "seconds": signal.getitimer(signal.ITIMER_REAL)[0] * 0.9,
             }
         )
@@ -209,7 +209,7 @@ class Link:
             raise ValueError(f"unknown kind of data {kind!r}")
         return self._remotes.setdefault(number, Remote(self, int(number)))
 
-    def _hold(self, value: Any) -> list[Any]:
+    def _refer(self, value: Any) -> list[Any]:
         if isinstance(value, wire.Both):
             value = value.remote
         if isinstance(value, Remote):
@@ -217,7 +217,7 @@ class Link:
         if isinstance(value, (int, float, str, tuple)):
             return []  # plain data of the tests, of a subclass
         kind = value if isinstance(value, type) else type(value)
-        why = f"they hand over a {type(value).__name__}: only plain data can go to the program"
+        why = f"they pass a {type(value).__name__} to the program, which accepts only plain data"
         # the row is at fault, unless the program may have led the tests to do this
         if self._blame and not issubclass(kind, BaseException):
             self.unusable = why

@@ -161,7 +161,9 @@ def _plan_definition(node: Any, definitions: dict[str, Any], called: set[str], e
         return [_function_step(node.name, entry if required else None)]
     if any(node.name in _called(ast.walk(other)) for other in definitions.values() if other is not node):
         return []  # another function calls it with arguments
-    raise UnclearError(f"the test function {node.name} must take nothing, or the tested function (entry_point)")
+    raise UnclearError(
+        f"the test function {node.name} must have no parameters, or one for the tested function (entry_point)"
+    )
 
 
 def _methods(node: ast.ClassDef, definitions: dict[str, Any]) -> list[str]:
@@ -173,7 +175,9 @@ def _methods(node: ast.ClassDef, definitions: dict[str, Any]) -> list[str]:
     for method in node.body:
         if isinstance(method, FUNCTIONS) and method.name.startswith(("test", "runTest")):
             if isinstance(method, ast.AsyncFunctionDef) or len(method.args.args) - len(method.args.defaults) > 1:
-                raise UnclearError(f"the test {node.name}.{method.name} must take nothing but self, and not be async")
+                raise UnclearError(
+                    f"the test {node.name}.{method.name} must have no parameters but self, and not be async"
+                )
             found.append(method.name)
     return list(dict.fromkeys(found))
 
@@ -187,8 +191,8 @@ def _runner(*statements: ast.stmt) -> Callable[[dict[str, Any]], None]:
 
 
 def _defined(names: dict[str, Any], name: str) -> Any:
-    if name not in names:  # the definition is in a branch that did not run
-        raise UnclearError(f"the tests do not define {name} after all")
+    if name not in names:
+        raise UnclearError(f"the definition of {name} did not run")
     return names[name]
 
 

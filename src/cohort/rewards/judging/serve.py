@@ -47,7 +47,7 @@ class Objects:
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def hold(self, value: Any) -> list[Any]:
+    def refer(self, value: Any) -> list[Any]:
         """Keep an object, and return the JSON data that stands for it: always the same."""
         number = self._numbers.setdefault(id(value), len(self._kept))
         if number == len(self._kept):
@@ -89,15 +89,15 @@ def _answer(request: dict[str, Any], objects: Objects, module: ModuleType) -> di
         if isinstance(value, type) and issubclass(value, Exception):
             return {"exception": _class_names(value)}
         # types are objects like the program's functions, even built-in types
-        return {"value": objects.hold(value) if isinstance(value, type) else wire.encode(value, objects.hold)}
+        return {"value": objects.refer(value) if isinstance(value, type) else wire.encode(value, objects.refer)}
     arguments, keywords = (wire.decode(request[key], objects.find) for key in ("arguments", "keywords"))
     signal.setitimer(signal.ITIMER_REAL, max(request["seconds"], 0.001))
     value = OPERATIONS[operation](*arguments, **keywords)
-    answer = {"value": wire.encode(value, objects.hold)}
+    answer = {"value": wire.encode(value, objects.refer)}
     signal.setitimer(signal.ITIMER_REAL, 0)
     passed = [*arguments, *keywords.values()]
     if operation == "call" and any(isinstance(argument, wire.MUTABLE) for argument in passed):
-        after = wire.encode(passed, objects.hold)
+        after = wire.encode(passed, objects.refer)
         before = [*request["arguments"][1], *(item for _, item in request["keywords"][1])]
         answer["changed"] = None if json.dumps(before) == json.dumps(after[1]) else after
     return answer
@@ -109,8 +109,8 @@ def _error(error: BaseException, objects: Objects) -> dict[str, Any]:
     answer = {"error": _class_names(type(error)), "text": "", **empty}
     try:
         answer["text"] = str(error)[:1000]
-        answer["arguments"] = wire.encode([a[:1000] if type(a) is str else a for a in error.args], objects.hold)
-        answer["attributes"] = wire.encode(dict(vars(error)), objects.hold)
+        answer["arguments"] = wire.encode([a[:1000] if type(a) is str else a for a in error.args], objects.refer)
+        answer["attributes"] = wire.encode(dict(vars(error)), objects.refer)
         json.dumps(answer)
     except Exception:  # nested too deeply, for example
         answer |= empty

@@ -64,7 +64,7 @@ _add(_DATES, lambda v, _: v.isoformat(), lambda t, body, _: t.fromisoformat(body
 _add("datetime.timedelta", lambda v, _: [v.days, v.seconds, v.microseconds], lambda t, body, _: t(*body))
 
 
-def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:
+def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     """Encode a value as JSON data.
 
     Values of a subclass of a number, string or tuple, such as members of an ``IntEnum`` and named tuples, are encoded
@@ -73,9 +73,9 @@ def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:
 
     Args:
         value: any value.
-        hold: returns the JSON data that stands for an object that is not plain data.
+        refer: returns the JSON data that stands for an object that is not plain data.
 
-    >>> encode({"a": (1, {2.5})}, hold=list)
+    >>> encode({"a": (1, {2.5})}, refer=list)
     ['dict', [['a', ['tuple', [1, ['set', [2.5]]]]]]]
     """
     kind = type(value)
@@ -83,18 +83,18 @@ def encode(value: Any, hold: Callable[[Any], list[Any]]) -> Any:
         return value
     for plain in (int, float, str, tuple):
         if isinstance(value, plain) and kind is not tuple:
-            held = hold(value) if kind.__module__ != "numpy" else []
-            data = encode(_plain(plain, value), hold)
-            return ["both", [data, held]] if held else data
+            reference = refer(value) if kind.__module__ != "numpy" else []
+            data = encode(_plain(plain, value), refer)
+            return ["both", [data, reference]] if reference else data
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     if name in CODECS and _type(name) is kind:
-        return [name, CODECS[name][0](value, lambda item: encode(item, hold))]
+        return [name, CODECS[name][0](value, lambda item: encode(item, refer))]
     type_name = getattr(value, "__name__", "") if kind is type else ""
     if type_name and TYPES.get(type_name) is value:
         return ["type", type_name]
     if kind.__module__ == "numpy":  # arrays, and scalars that are not also Python numbers
-        return ["array", [str(value.dtype), encode(value.tolist(), hold)]]
-    return hold(value)
+        return ["array", [str(value.dtype), encode(value.tolist(), refer)]]
+    return refer(value)
 
 
 def _plain(kind: Any, value: Any) -> Any:
@@ -110,7 +110,7 @@ def _type(name: str) -> Any:
 
 
 def decode(data: Any, find: Callable[[list[Any]], Any]) -> Any:
-    """Decode JSON data. ``find`` returns the object for what ``hold`` returned.
+    """Decode JSON data. ``find`` returns the object for what ``refer`` returned.
 
     >>> decode(["tuple", [1, ["collections.deque", [2]]]], find=list)
     (1, deque([2]))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.rollout.backend import Capacity, order_after_removal
 from cohort.rollout.cache import TOKEN_MULTIPLE, round_up
+from cohort.rollout.capacity import Capacity, order_after_removal
 from cohort.rollout.native.kernels import TILE, StepCall
 
 
@@ -40,6 +40,7 @@ class SlotCache:
         self._heads, self._width, self._group, self._lanes = heads, width, group, lanes
         self._free_rows = list(range(capacity.rows))
         self._free_prompts = list(range(capacity.prompts))
+        self._parked: dict[int, tuple[int, int]] = {}  # by slot: the prompt's slot, tokens
         # Of each row: its slot, its prompt's, its tokens.
         self._row_slots, self._row_prompts, self._row_lengths = (np.zeros(0, np.int32) for _ in range(3))
         self._prompt_slots: list[int] = []
@@ -70,28 +71,30 @@ class SlotCache:
             self._prompt_lengths[self._prompt_slots[-1]] = length
         return first
 
-    def write_prompt(self, layer: int, prompt: int, k_LKD: Tensor, v_LKD: Tensor) -> None:
+    def write_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
         """A prompt's keys and values in one layer."""
-        slot, length, lanes = self._prompt_slots[prompt], len(k_LKD), self._lanes
+        slot, length, lanes = self._prompt_slots[prompt], len(k_XKD), self._lanes
         keys, values = self.prompts[:, layer, slot]
-        values[:, :length, : self._width] = v_LKD.transpose(0, 1)
+        values[:, :length, : self._width] = v_XKD.transpose(0, 1)
         blocks = -(-length // lanes)
-        whole = functional.pad(k_LKD, (0, 0, 0, 0, 0, blocks * lanes - length))
+        whole = functional.pad(k_XKD, (0, 0, 0, 0, 0, blocks * lanes - length))
         by_block = keys.view(self._heads, -1, self.padded, lanes)[:, :blocks, : self._width]
         by_block.copy_(whole.view(blocks, lanes, self._heads, self._width).permute(2, 0, 3, 1))
 
     def add_rows(self, prompts: Sequence[int]) -> None:
         """Rows without tokens, each after the given prompt."""
         slots = [self._free_rows.pop() for _ in prompts]
-        of_prompts = [self._prompt_slots[prompt] for prompt in prompts]
+        self._append_rows(slots, [self._prompt_slots[prompt] for prompt in prompts], [0] * len(prompts))
+
+    def _append_rows(self, slots: Sequence[int], prompts: Sequence[int], lengths: Sequence[int]) -> None:
         self._row_slots = np.append(self._row_slots, np.array(slots, np.int32))
-        self._row_prompts = np.append(self._row_prompts, np.array(of_prompts, np.int32))
-        self._row_lengths = np.append(self._row_lengths, np.zeros(len(slots), np.int32))
+        self._row_prompts = np.append(self._row_prompts, np.array(prompts, np.int32))
+        self._row_lengths = np.append(self._row_lengths, np.array(lengths, np.int32))
         self._stale = True
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """Forget rows; the last ones take their numbers."""
-        self._free_rows += self._row_slots[list(rows)].tolist()
+        self._free_rows += [slot for slot in self._row_slots[list(rows)].tolist() if slot not in self._parked]
         order = order_after_removal(rows, len(self._row_slots))
         self._row_slots, self._row_prompts = self._row_slots[order], self._row_prompts[order]
         self._row_lengths = self._row_lengths[order]
@@ -101,6 +104,49 @@ class SlotCache:
         """Forget prompts; the last ones take their numbers."""
         self._free_prompts += [self._prompt_slots[prompt] for prompt in prompts]
         self._prompt_slots = [self._prompt_slots[p] for p in order_after_removal(prompts, len(self._prompt_slots))]
+
+    def park(self, row: int) -> int:
+        """Keep the slot of a row when the row is removed; returns a handle."""
+        slot = int(self._row_slots[row])
+        self._parked[slot] = int(self._row_prompts[row]), int(self._row_lengths[row])
+        return slot
+
+    def resume(self, handles: Sequence[int]) -> None:
+        """Add rows with the keys and values of parked ones."""
+        prompts, lengths = zip(*(self._parked.pop(handle) for handle in handles), strict=True)
+        self._append_rows(handles, prompts, lengths)
+
+    def release(self, handle: int) -> None:
+        """Forget a parked row."""
+        del self._parked[handle]
+        self._free_rows.append(handle)
+
+    def position(self, row: int) -> int:
+        """Position of the next token of a row, its prompt counted."""
+        return int(self._prompt_lengths[self._row_prompts[row]] + self._row_lengths[row])
+
+    def append(self, layer: int, row: int, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values of further tokens of a row in one layer; returns those of the whole text. ``grow``
+        follows after the last layer."""
+        slot, prompt, start = int(self._row_slots[row]), int(self._row_prompts[row]), int(self._row_lengths[row])
+        own = self.own[:, layer, slot]
+        tokens = torch.arange(start, start + len(k_LKD))
+        keys = own[0].view(self._heads, -1, self.padded, self._lanes)
+        keys[:, tokens // self._lanes, : self._width, tokens % self._lanes] = k_LKD.to(own.dtype)
+        own[1, :, start : start + len(v_LKD), : self._width] = v_LKD.transpose(0, 1)
+        before = self._read(self.prompts[:, layer, prompt], int(self._prompt_lengths[prompt]))
+        after = self._read(own, start + len(k_LKD))
+        return torch.cat([before[0], after[0]]), torch.cat([before[1], after[1]])
+
+    def grow(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Count tokens that were appended."""
+        self._row_lengths[list(rows)] += np.array(lengths, np.int32)
+
+    def _read(self, slot: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values of a slot, ``[length, K, D]``."""
+        blocks = slot[0].view(self._heads, -1, self.padded, self._lanes)[:, : -(-length // self._lanes), : self._width]
+        keys = blocks.permute(1, 3, 0, 2).reshape(-1, self._heads, self._width)
+        return keys[:length], slot[1, :, :length, : self._width].transpose(0, 1)
 
     def next_step(self) -> StepCall:
         """Where the rows stand in the coming step, in which each gets one more token. The caller sets how scores are

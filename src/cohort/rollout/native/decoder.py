@@ -11,7 +11,7 @@ from cohort.policy.anatomy import Layer, Norm
 from cohort.rollout.cache import ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall
-from cohort.rollout.weights import LayerWeights, Weights
+from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
@@ -25,7 +25,7 @@ class Decoder:
     """
 
     def __init__(
-        self, kernels: Kernels, weights: Weights, cache: SlotCache, ropes: dict[str, tuple[Tensor, Tensor]]
+        self, kernels: Kernels, weights: DecoderWeights, cache: SlotCache, ropes: dict[str, tuple[Tensor, Tensor]]
     ) -> None:
         self._kernels, self._weights, self._cache = kernels, weights, cache
         self._anatomy = anatomy = weights.anatomy
