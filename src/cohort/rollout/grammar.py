@@ -119,7 +119,7 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but an end token may follow; also true once one has been taken.
+        """Whether nothing but an end token may follow; also true after an end token.
 
         Raises:
             ConfigError: as ``fill``.
