@@ -21,7 +21,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RefillBackend, StaticBackend
 from cohort.rollout.lean import LeanBackend
-from tests.rollout.conftest import Way, drawn_ids
+from tests.rollout.conftest import Way, cover, drawn_ids
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.
@@ -263,19 +263,6 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(family, native):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decode_is_prefill_and_a_shared_prompt_is_the_prompt_given_to_each(family, native):
-    backend = in_float32(family)[1].backend
-    tokens_ST = continuations()
-    shared = decoded(backend, PROMPTS, OWNERS, tokens_ST)
-    apart = decoded(backend, [PROMPTS[owner] for owner in OWNERS], range(len(OWNERS)), tokens_ST)
-    assert gaps(shared, apart).max() < 1e-5  # float32
-    for step in (1, 16, STEPS):
-        texts = [(*PROMPTS[owner], *tokens[:step]) for owner, tokens in zip(OWNERS, tokens_ST.tolist(), strict=True)]
-        longer = decoded(backend, texts, range(len(texts)), tokens_ST[:, :0])
-        assert gaps(shared[:, step], longer[:, 0]).max() < 1e-5  # float32
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_refilled_rows_are_rows_alone_and_agree_with_the_trainer(family, native):
     policy, _ = in_float32(family)
     runs = []
@@ -433,8 +420,7 @@ ADAPTER_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("change", ADAPTER_CHANGES)
+@pytest.mark.parametrize(("change", "precision"), cover(list(ADAPTER_CHANGES), [FLOAT32, BFLOAT16]))
 def test_adapters_may_change_after_the_engine_was_made(change, precision, native):
     pytest.importorskip("peft")
     policy = lora_policy(precision=precision, adapters=("default", "other"))
@@ -620,9 +606,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("change", "precision", "family"), cover(list(CHANGES), [FLOAT32, BFLOAT16], ["llama", "llama", "gemma3"])
+)
 def test_changes_of_the_weights_are_seen_at_once(family, precision, change, native):
     if family == "gemma3" and change in {"the head replaced", "the embedding replaced", "a module replaced"}:
         pytest.skip("its head is its embedding")
@@ -674,8 +660,10 @@ def new_tensors(before):
     return [tensor for tensor in found if tensor.layout is torch.strided]
 
 
-@pytest.mark.parametrize("family", ["llama biased, tied, ungrouped, llama3", "gemma2", "qwen3 ratio 3"])
-@pytest.mark.parametrize("precision", [FLOAT32, FLOAT64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    cover(["llama biased, tied, ungrouped, llama3", "gemma2", "qwen3 ratio 3"], [FLOAT32, FLOAT64]),
+)
 def test_no_copy_of_the_weights_is_held_where_none_is_needed(family, precision):
     policy = policy_of(family, precision)
     before = {id(tensor) for tensor in live_tensors()}

@@ -24,7 +24,7 @@ from cohort.rollout.trajectory import joined_support
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.policy.test_support import outside
-from tests.rollout.conftest import drawn_ids
+from tests.rollout.conftest import cover, drawn_ids
 from tests.rollout.test_grammar import words
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
@@ -106,8 +106,7 @@ def some_logits(vocabulary, seed, dtype=torch.float64):
     return 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("vocabulary", [2, 37, 128, 300])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "vocabulary"), cover(list(SETTINGS), [37, 300, 2, 128]))
 def test_every_token_has_its_share_of_the_numbers_in_0_to_1(name, vocabulary):
     sampling = Sampling(1, **SETTINGS[name])
     logits_V = some_logits(vocabulary, seed=vocabulary)
@@ -189,13 +188,13 @@ def tied_logits(seed, rows=200, vocabulary=53):
     return logits_SV
 
 
-@pytest.mark.parametrize("k", [1, 2, 7, 52, 53, 60])
+@pytest.mark.parametrize("k", [1, 7, 53, 60])
 def test_top_k_is_transformers(k):
     logits_SV = tied_logits(k)
     assert torch.equal(keep_top_k(logits_SV, torch.full((200,), k)), processed(TopKLogitsWarper(k), logits_SV))
 
 
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.77, 0.9, 0.999])
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.999])
 def test_top_p_is_transformers(p):
     logits_SV = tied_logits(3)
     ours = keep_top_p(logits_SV, torch.full((200, 1), p))
@@ -205,7 +204,7 @@ def test_top_p_is_transformers(p):
     assert torch.equal(ours.sort(-1).values, theirs.sort(-1).values)
 
 
-@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("p", [0.001, 0.5, 1.0])
 def test_min_p_is_transformers(p):
     logits_SV = tied_logits(4)
     assert torch.equal(
@@ -213,7 +212,7 @@ def test_min_p_is_transformers(p):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_settings_together_are_transformers_in_its_order(seed):
     generator = torch.Generator().manual_seed(seed)
     logits_SV = 3 * torch.randn(50, 53, generator=generator, dtype=torch.float64)
@@ -265,8 +264,9 @@ def test_a_set_that_reaches_p_exactly_is_not_enlarged():
 # Draws
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocabulary", [1, 2, 5, 127, 128, 129, 255, 256, 257, 1000])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), cover([1, 2, 127, 128, 129, 256, 1000], [torch.float32, torch.float64])
+)
 def test_the_ends_of_0_to_1_draw_the_first_and_the_last_token_that_can_be_drawn(vocabulary, dtype):
     logits_V = some_logits(vocabulary, 8, dtype)
     ends = [0.0, 2**-53, LAST, 1 - 2**-52]
@@ -373,9 +373,10 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("vocabulary", [37, 128])
-@pytest.mark.parametrize("name", ["plain", "greedy", "top-k", "top-p", "min-p", "all"])
-@pytest.mark.parametrize("bad", BAD_ROWS)
+@pytest.mark.parametrize(
+    ("bad", "name", "vocabulary"),
+    [(bad, *rest) for bad in BAD_ROWS for rest in (("plain", 37), ("greedy", 128), ("top-p", 37), ("all", 128))],
+)
 def test_a_row_of_no_numbers_is_not_valid_and_harms_no_other(bad, name, vocabulary):
     logits_SV = torch.stack([some_logits(vocabulary, seed, torch.float32) for seed in range(4)])
     seen_SV = torch.arange(vocabulary).expand(4, -1) % 3 == 0
@@ -404,7 +405,7 @@ def test_a_row_that_may_draw_nothing_is_not_valid():
 # What is recorded
 
 
-@pytest.mark.parametrize("vocabulary", [2, 5, 37, 300])
+@pytest.mark.parametrize("vocabulary", [2, 37])
 def test_support_lists_are_the_kept_sets(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     shares = torch.rand(64, 1, generator=generator)

@@ -155,7 +155,6 @@ class Engine(Protocol):
     @property
     def unfinished(self) -> int:
         """Number of trajectories that are queued, being decoded or parked."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """Queue trajectories; returns their numbers. Requests of one prompt that follow each other share its prefill.
@@ -164,7 +163,6 @@ class Engine(Protocol):
             DataError: a prompt is empty, has unknown token ids, or exceeds the model's context with its completion.
             ConfigError: a grammar does not compile, or a forced token is unknown.
         """
-        ...
 
     def stream(self, watch: Watch | None = None) -> Generator[Turn]:
         """Decode, and yield each turn when it ends.
@@ -172,7 +170,6 @@ class Engine(Protocol):
         Ends when nothing is left to decode: every trajectory has ended, is parked, or waits for memory that parked ones
         hold. Call it again after ``extend``, ``release`` or ``submit``; they may also be called while it is suspended.
         """
-        ...
 
     def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
         """Continue a parked trajectory after given tokens, which are not drawn and get no log-probabilities.
@@ -189,15 +186,12 @@ class Engine(Protocol):
             ConfigError: the trajectory is not parked.
             DataError: no room is left for a drawn token, a token id is unknown, or a rewrite gives no tokens.
         """
-        ...
 
     def release(self, trajectory: int) -> None:
         """End a parked trajectory and free what was kept for it. No effect on one that is not parked."""
-        ...
 
     def reset(self) -> None:
         """Drop all trajectories."""
-        ...
 
     def update_weights(self, version: int) -> None:
         """Sample with the trainer's present weights from now on, and report them as ``version``.
@@ -205,20 +199,16 @@ class Engine(Protocol):
         Raises:
             ConfigError: trajectories are unfinished; what was computed for them belongs to the previous weights.
         """
-        ...
 
     def sleep(self) -> None:
         """Free memory between rollouts, as far as the engine can. Raises ``ConfigError`` if trajectories are
         unfinished."""
-        ...
 
     def wake(self) -> None:
         """Undo ``sleep``."""
-        ...
 
     def close(self) -> None:
         """Drop all trajectories and free everything that the engine holds. Idempotent."""
-        ...
 
     def generate(
         self,

@@ -46,36 +46,28 @@ class ModelRunner(Protocol):
 
     def prefill(self, prefixes: dict[int, Sequence[int]]) -> None:
         """Read new prefixes, given by number."""
-        ...
 
     def drop(self, prefixes: Sequence[int]) -> None:
         """Forget prefixes."""
-        ...
 
     def add(self, trajectories: Sequence[Trajectory], waiting: int | None) -> None:
         """New rows after those there are: first parked trajectories, then those that begin after their prefix. Reads
         and clears their ``unread`` tokens. ``waiting`` is a prefix from which more trajectories will begin."""
-        ...
 
     def draw(self) -> Draw:
         """Draw the next token of every row."""
-        ...
 
     def step(self) -> None:
         """Read the tokens that were drawn for the rows that are left."""
-        ...
 
     def park(self, row: int) -> int:
         """Keep what was computed for a row that is about to be removed; returns a handle."""
-        ...
 
     def release(self, handle: int) -> None:
         """Forget a parked row."""
-        ...
 
     def remove(self, rows: Sequence[int]) -> None:
         """Remove rows."""
-        ...
 
 
 class Scheduler:

@@ -1,5 +1,5 @@
-"""Keys and values of a rollout as the native kernels read them. Rows and prompts stay in the slot that they were given:
-taking one out moves nothing."""
+"""Keys and values as the native kernels read them. Rows and prompts stay in the slot that they were given: removing one
+moves nothing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cohort.rollout.native.kernels import TILE, StepCall
 
 
 class SlotCache:
-    """Keys and values of the prompts and of the rows, preallocated. Memory not in use is neither cleared nor read.
+    """Keys and values of the prompts and rows, preallocated. Unused memory is neither cleared nor read.
 
     Args:
-        capacity: how much is held at most.
+        capacity: how much is stored at a time.
         layers, heads, width: of the model; ``heads`` are key-value heads.
-        dtype: of what is held, float32 or bfloat16.
+        dtype: of the stored numbers, float32 or bfloat16.
         group: query heads per key-value head.
-        lanes: numbers in one of the kernels' vectors.
+        lanes: numbers per vector of the kernels.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class SlotCache:
             round_up(length, TOKEN_MULTIPLE) for length in (capacity.completion_length, capacity.prompt_length)
         )
         self.own = torch.empty(2, layers, capacity.rows, heads, own_tokens, self.padded, dtype=dtype)
-        """Keys and values of the rows' slots; see decode.c for how they lie."""
+        """Keys and values of the rows' slots; decode.c describes the layout."""
         self.prompts = torch.empty(2, layers, capacity.prompts, heads, prompt_tokens, self.padded, dtype=dtype)
         """Keys and values of the prompts' slots."""
         self._heads, self._width, self._group, self._lanes = heads, width, group, lanes
         self._free_rows = list(range(capacity.rows))
         self._free_prompts = list(range(capacity.prompts))
         self._parked: dict[int, tuple[int, int]] = {}  # by slot: the prompt's slot, tokens
-        # Of each row: its slot, its prompt's, its tokens.
+        # Of each row: its slot, its prompt's slot, its number of tokens.
         self._row_slots, self._row_prompts, self._row_lengths = (np.zeros(0, np.int32) for _ in range(3))
         self._prompt_slots: list[int] = []
         self._prompt_lengths = np.zeros(capacity.prompts, np.int32)  # of the slots
@@ -56,15 +56,15 @@ class SlotCache:
             half=dtype == torch.bfloat16,
         )
         self._stale = True
-        self._held: tuple[object, ...] = ()  # what the step points to
+        self._referenced: tuple[object, ...] = ()  # the step points to them
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is memory for."""
-        return sum(held.shape[2] * held.shape[4] for held in (self.own, self.prompts))
+        """Tokens for which memory is allocated."""
+        return sum(part.shape[2] * part.shape[4] for part in (self.own, self.prompts))
 
     def add_prompts(self, lengths: Sequence[int]) -> int:
-        """Make room for prompts; the first one's number."""
+        """Make room for prompts; returns the number of the first."""
         first = len(self._prompt_slots)
         for length in lengths:
             self._prompt_slots.append(self._free_prompts.pop())
@@ -72,7 +72,7 @@ class SlotCache:
         return first
 
     def write_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
-        """A prompt's keys and values in one layer."""
+        """Store a prompt's keys and values in one layer."""
         slot, length, lanes = self._prompt_slots[prompt], len(k_XKD), self._lanes
         keys, values = self.prompts[:, layer, slot]
         values[:, :length, : self._width] = v_XKD.transpose(0, 1)
@@ -82,7 +82,7 @@ class SlotCache:
         by_block.copy_(whole.view(blocks, lanes, self._heads, self._width).permute(2, 0, 3, 1))
 
     def add_rows(self, prompts: Sequence[int]) -> None:
-        """Rows without tokens, each after the given prompt."""
+        """Add rows without tokens, each after the given prompt."""
         slots = [self._free_rows.pop() for _ in prompts]
         self._append_rows(slots, [self._prompt_slots[prompt] for prompt in prompts], [0] * len(prompts))
 
@@ -149,8 +149,8 @@ class SlotCache:
         return keys[:length], slot[1, :, :length, : self._width].transpose(0, 1)
 
     def next_step(self) -> StepCall:
-        """Where the rows stand in the coming step, in which each gets one more token. The caller sets how scores are
-        scaled."""
+        """The arguments of the coming step, in which each row gets one more token. The caller sets the scaling of
+        scores."""
         self._row_lengths += 1
         threads = torch.get_num_threads()
         if self._stale or threads != self._step.threads:
@@ -162,7 +162,7 @@ class SlotCache:
         step = self._step
         order = np.argsort(self._row_prompts, kind="stable").astype(np.int32)
         counts = np.unique(self._row_prompts, return_counts=True)[1].tolist()
-        most = max(1, TILE // self._group)  # rows that are worked on together
+        most = max(1, TILE // self._group)  # rows of one work item
         while most > 1 and sum(-(-count // most) for count in counts) * self._heads < 2 * threads:
             most //= 2
         items, first = [], 0
@@ -176,4 +176,4 @@ class SlotCache:
         step.row_slots, step.row_prompts = self._row_slots.ctypes.data, self._row_prompts.ctypes.data
         step.row_lengths = self._row_lengths.ctypes.data
         step.scratch, step.scratch_size, step.threads = scratch.data_ptr(), size, threads
-        self._held = (order, items_N2, scratch)
+        self._referenced = (order, items_N2, scratch)
