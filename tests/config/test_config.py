@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from cohort.config import (
@@ -310,6 +311,7 @@ def test_sampling_follows_the_settings():
 # Written settings --------------------------------------------------------------------------------------------------------
 
 
+@hypothesis_settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.builds(
         dict,
