@@ -96,7 +96,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
-        for part in ("src", "tests", "examples"):
+        for part in ("src", "tests", "examples", "docs"):
             shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         survivors, killers = 0, set()

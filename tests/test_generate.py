@@ -18,7 +18,7 @@ from cohort.generate import run as run_module
 from cohort.generate.show import InOrder, TextStream, record
 from cohort.policy import Policy, Precision, end_token_ids, load_model
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling
-from cohort.rollout.rows import decode
+from cohort.rollout.trajectory import decode
 from cohort.types import Completion, FinishReason, Group
 from tests.conftest import DEMO_MODEL
 from tests.test_cli import byte_tokenizer, model_folder  # noqa: F401  (a fixture)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cohort.plugins import load_function
-from cohort.workers import CallFailed, Workers
+from cohort.workers import CallFailed, Workers, _Process
 
 
 def double(x):
@@ -189,6 +189,13 @@ def test_closing_ends_all_calls_and_the_next_call_starts_afresh():
     assert not alive(before)
     assert workers.submit(double, {"x": 2}).result() == 4
     workers.close()
+
+
+def test_a_closed_pool_starts_no_process_for_a_call_that_was_about_to_begin():
+    process = _Process()
+    process.stop(for_good=True)
+    with pytest.raises(CallFailed, match="the workers were stopped"):
+        process.call((0, b""), {}, None)
 
 
 def test_an_idle_worker_that_died_is_replaced(workers):

@@ -17,7 +17,7 @@ from cohort.policy import context_length, load_policy, load_tokenizer, read_conf
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import local_engine
+from cohort.rollout import LocalEngine, check_capabilities, local_engine
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 
@@ -65,6 +65,7 @@ class GRPOTrainer:
         self.args = config = GRPOConfig() if args is None else args
         if not isinstance(config, GRPOConfig):
             raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
+        check_capabilities(LocalEngine, config)
         model = config.model.path if model is None else model
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from cohort.config import (
@@ -257,7 +258,7 @@ def test_values_out_of_range(name):
         ({"streaming": True}, "data.streaming reads data of unknown length: set run.max_steps"),
         ({"select": "5"}, "data.select: expected a slice like '100:200' or '::10', got '5'"),
         ({"select": "1:2:3:4"}, "expected a slice"),
-        ({"select": "::-1"}, "a slice's step must be 1 or more"),
+        ({"select": "::0"}, "a slice's step must be 1 or more"),
         ({"filter": {"n": {"mn": 1}}}, r"column 'n': expected a value, a list of values, or a range"),
         ({"filter": {"n": {"min": True}}}, r"column 'n': expected a value, a list of values, or a range"),
         ({"filter": {"n": []}}, "column 'n': an empty list matches no row"),
@@ -310,6 +311,7 @@ def test_sampling_follows_the_settings():
 # Written settings --------------------------------------------------------------------------------------------------------
 
 
+@hypothesis_settings(deadline=None)  # a busy machine is not a failure
 @given(
     st.builds(
         dict,

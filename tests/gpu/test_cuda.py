@@ -25,7 +25,7 @@ def test_sampler_and_trainer_agree(compute, tolerance):
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     with torch.no_grad():
         logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
-    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps]).cuda()
+    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps], dtype=torch.float32).cuda()
     torch.testing.assert_close(sampled, logps, rtol=0, atol=tolerance)
 
 
@@ -46,7 +46,7 @@ def test_slots_and_budgets_change_no_greedy_completion():
         LocalEngine(policy, LetterTokenizer(), (1,), **limits).generate(prompts, 3, Sampling(20, 0.0), RNGKey(0, 0))
         for limits in ({}, {"max_batch_size": 2}, {"cache_tokens": 120})
     ]
-    ids = [[c.token_ids for g in groups for c in g.completions] for groups in runs]
+    ids = [[c.token_ids.tolist() for g in groups for c in g.completions] for groups in runs]
     assert ids[0] == ids[1] == ids[2]
 
 

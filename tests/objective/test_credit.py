@@ -172,6 +172,8 @@ def test_unlikeliness_in_an_objective_is_of_the_mean_log_prob():
     # Sums -3 and -2.2, but means -1 and -1.1: the first is the likelier. Group 8: means -2 and -1.
     logps = doubles(-1.0, -1.2, -1.0, -2.0, -1.0, -1.0, -1.0)
     check(token_advantages(objective, outcomes(sampler_logps_N=logps)), *spread([2.25, 1.0, 0.0, 3.0]))
+    unknown = doubles(-1.0, -1.2, -1.0, -2.0, NAN, -1.0, -1.0)  # the mean is over the known tokens
+    check(token_advantages(objective, outcomes(sampler_logps_N=unknown)), *spread([2.25, 1.0, 0.0, 3.0]))
     with pytest.raises(ValueError, match="sampler_logps_N is needed for unlikeliness"):
         token_advantages(objective, outcomes())
 
@@ -332,6 +334,12 @@ def test_reinforce_pp_by_hand():
     # Returns: R less 0.1 times the KL still to come.
     returns = doubles(3 - 0.11, 1 - 0.07, 3 - 0.10, 0 - 0.04, 1 - 0.05, 4 - 0.06, 3 - 0.07)
     check(got, *((returns - returns.mean()) / returns.std()).tolist())
+
+
+def test_whitened_returns_are_those_of_the_rewards_before_centring():
+    objective = PRESETS["reinforce_pp"].replace(beta=0.0, discount=0.5, scale={"epsilon": 0.0})
+    returns = doubles(0.75, 0.5, 1.5, 0.0, 1.0, 4.0, 3.0)
+    check(token_advantages(objective, outcomes()), *((returns - returns.mean()) / returns.std()).tolist())
 
 
 @pytest.mark.parametrize("ddof", [0, 1])

@@ -204,6 +204,8 @@ def test_a_description_says_what_was_changed():
     assert "changed" not in describe(PRESETS["dapo"].replace(epsilon=0.2, epsilon_high=0.28, beta=0))
     line = describe(PRESETS["dapo"].replace(beta=0.1, truncated="zero")).splitlines()[1]
     assert line.split(maxsplit=1) == ["changed", "truncated mask -> zero, kl.beta 0 -> 0.1"]
+    last = describe(PRESETS["dapo"].replace(trust_region="cap", group_filter={"max_rounds": 2})).splitlines()[-1]
+    assert last.split(maxsplit=1) == ["source", "DAPO, arXiv 2503.14476; CISPO (arXiv 2506.13585)"]
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
             "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
         ],
     ),
-    "a generator": (
-        "def evens(n):\n    for i in range(0, n, 2):\n        yield i",
+    "a generator with the name of a module": (
+        "def queue(n):\n    for i in range(0, n, 2):\n        yield i",
         ("range(0", "range(1"),
-        ["assert list(evens(7)) == [0, 2, 4, 6]", "assert next(iter(evens(3))) == 0"],
+        ["assert list(queue(7)) == [0, 2, 4, 6]", "assert next(iter(queue(3))) == 0"],
     ),
     "a class": (
         "class Empty(Exception): pass\nclass Stack:\n    def __init__(self): self.items = []\n"
@@ -197,8 +197,8 @@ def test_shares():
     pairs = {"inputs": ["1", "2", "x"], "outputs": ["1", "3", "0"]}
     value, passed, why = score("print(int(input()))", pairs, partial=True)
     assert (value, passed, why) == (1 / 3, "1/3", "test 2: expected '3', got '2'")
-    value, passed, why = score("print(int(input()))", {"inputs": ["x"], "outputs": ["1"]})
-    assert (value, why[:30]) == (0.0, "test 1: failed: ValueError: in")
+    value, passed, why = score("print(int(input()))", {"inputs": ["x", "1"], "outputs": ["1", "1"]})
+    assert (value, passed, why[:30]) == (0.0, "0/2", "test 1: failed: ValueError: in")
 
 
 @needs_bwrap
@@ -435,6 +435,9 @@ def test_a_stuck_test_and_the_next_one():
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
+    slow = "import time\nif input() == 'a': time.sleep(60)"
+    pairs = [{"input": "a", "output": ""}, {"input": "b", "output": ""}]
+    assert score(slow, pairs, test_timeout=1.0, timeout=20.0, partial=True)[1:] == ("1/2", "test 1: timeout")
     slow = "import time\ntime.sleep(60)"
     assert score(slow, [{"input": "", "output": ""}] * 20, timeout=0.7, test_timeout=0.3, partial=True)[1:] == (
         "0/20",

@@ -1,5 +1,7 @@
 """Reward models: the output of a sequence classifier for prompt and completion."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -58,8 +60,10 @@ def test_a_conversation_is_rendered_by_the_template_of_the_model(demo_tokenizer)
     written = [{"role": "assistant", "content": "3"}]
     begun = [*asked, {"role": "assistant", "content": "carry "}]
     # The prefill is part of the message: added by the template, or a message to continue.
+    judge.tokenizer = Mock(wraps=demo_tokenizer)
     for prompt in (asked, begun):
         assert judge([prompt], [written], prefills=["carry "]) == pytest.approx(expected, abs=1e-6)
+    assert judge.tokenizer.call_args.kwargs == {"add_special_tokens": False}  # the template wrote them
 
 
 def test_a_completion_that_does_not_fit_is_unscored_not_truncated(demo_tokenizer, runner_of):

@@ -5,6 +5,16 @@ import pytest
 from cohort.rollout.native import Kernels, Unavailable
 
 
+def drawn_ids(completion):
+    """The drawn tokens of a completion, to compare and to count."""
+    return tuple(completion.token_ids.tolist())
+
+
+def cover(*lists):
+    """Tuples in which each value of each list stands at least once; shorter lists are repeated. For parametrize."""
+    return [tuple(values[n % len(values)] for values in lists) for n in range(max(map(len, lists)))]
+
+
 class Way:
     """What tests make engines with: a test that asks for ``native`` runs once with each."""
 

@@ -46,7 +46,7 @@ def test_sampler_and_trainer_agree(family):
     with torch.no_grad():
         logps, *_ = policy.logps([p for p, _ in pairs], [c.token_ids for _, c in pairs], 1.0)
     sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
-    torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32, sums in another order
+    torch.testing.assert_close(sampled, logps.double(), rtol=0, atol=1e-5)  # float32, sums in another order
 
 
 def test_recurrent_models_are_sampled_too_and_the_way_is_named():
@@ -59,4 +59,4 @@ def test_recurrent_models_are_sampled_too_and_the_way_is_named():
     with torch.no_grad():
         logps, *_ = policy.logps([PROMPTS[0]] * 4, [c.token_ids for c in group.completions], 1.0)
     sampled = torch.tensor([lp for c in group.completions for lp in c.sampler_logps])
-    torch.testing.assert_close(sampled, logps, rtol=0, atol=1e-5)  # float32, sums in another order
+    torch.testing.assert_close(sampled, logps.double(), rtol=0, atol=1e-5)  # float32, sums in another order

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from cohort.errors import ConfigError, ModelError
+from cohort.rollout import Sampling
 from cohort.rollout import grammar as grammar_module
-from cohort.rollout.engine import Sampling
 from cohort.rollout.grammar import Grammar, special_ids, token_bytes
 
 ENDS = (1, 2)
@@ -80,7 +80,7 @@ def allowed(matcher):
 def after(grammar, token_ids):
     matcher = grammar.matcher()
     for token in token_ids:
-        matcher.take(token)
+        matcher.consume(token)
     return matcher
 
 
@@ -94,13 +94,13 @@ def walk(grammar, rng, longest, towards=()):
         if matcher.finished:
             assert may == set(ends)
         if ends and rng.random() < 0.3:
-            matcher.take(rng.choice(ends))
+            matcher.consume(rng.choice(ends))
             assert matcher.finished
             return taken
         text = sorted(may - set(grammar.end_token_ids)) or ends
         liked = [token for token in text if token in towards]
         token = rng.choice(liked if liked and rng.random() < 0.6 else text)
-        matcher.take(token)
+        matcher.consume(token)
         if token in grammar.end_token_ids:
             return taken
         taken.append(token)
@@ -159,7 +159,7 @@ def test_the_mask_is_what_leads_to_a_match_and_nothing_else(tokenizer, pattern):
         assert matcher.finished == (not living), text
         for token in set(range(len(tokenizer))) - living - complete:
             with pytest.raises(ConfigError):
-                after(whole, prefix).take(token)
+                after(whole, prefix).consume(token)
         seen += 1
         if len(prefix) < 3:
             queue += [(*prefix, token) for token in living]
@@ -191,7 +191,7 @@ def test_masks_over_a_byte_level_vocabulary_are_the_partial_matches(byte_level, 
             if matcher.finished:
                 break
             token = rng.choice(sorted(may & set(texts)))
-            matcher.take(token)
+            matcher.consume(token)
             text += texts[token]
 
 
@@ -347,7 +347,7 @@ def test_end_tokens_are_those_given_and_end_it(byte_level):
     assert ended.finished
     assert allowed(ended) == {2}
     with pytest.raises(ConfigError, match=r"regex 'ab\?' does not allow token \d+ \('b'\) after 'a"):
-        ended.take(b)
+        ended.consume(b)
     # A word can be an end token too; then it is no text.
     word = grammar(byte_level, "[ab]*", ends=(1, b))
     assert allowed(word.matcher()) >= {1, b}
@@ -360,7 +360,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed_and_fewer_logits_leave_token
     assert allowed(padded.matcher()) == set(ENDS) | set(range(3, 9))
     for token in (9, 39, 40, -1, 10**9):
         with pytest.raises(ConfigError, match=f"does not allow token {token} "):
-            padded.matcher().take(token)
+            padded.matcher().consume(token)
     assert allowed(grammar(tokenizer, ".*", vocab_size=6).matcher()) == set(ENDS) | {3, 4, 5}
 
 
@@ -490,9 +490,9 @@ def test_a_schema_that_the_tokenizer_cannot_spell_to_its_end():
 def test_forced_tokens_that_the_grammar_forbids_are_told():
     tokenizer = words(*ABC)
     with pytest.raises(ConfigError, match=r"regex 'b\+' does not allow token 3 \('a'\) as the first token"):
-        grammar(tokenizer, "b+").matcher().take(3)
+        grammar(tokenizer, "b+").matcher().consume(3)
     with pytest.raises(ConfigError, match=r"does not allow token 1 .*after 'a'"):
-        after(grammar(tokenizer, "ab"), [3]).take(1)
+        after(grammar(tokenizer, "ab"), [3]).consume(1)
 
 
 def test_no_constraint_and_no_end_token():

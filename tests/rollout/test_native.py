@@ -15,10 +15,11 @@ import torch
 from cohort.native import build
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine
-from cohort.rollout.backend import Capacity
+from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Kernels, SlotCache, Unavailable
 from cohort.rollout.native.kernels import Gated, LayerCall, Residual
 from tests.conftest import tiny_llama
+from tests.rollout.conftest import cover
 from tests.rollout.test_local_engine import LetterTokenizer
 
 try:
@@ -142,9 +143,9 @@ def test_attention_is_the_formula(case, dtype):
         torch.testing.assert_close(attention.step(qkv).double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("group", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("group", "window", "dtype"), cover([1, 2, 3, 7], [None, 7, 7, None], [torch.float32, torch.bfloat16])
+)
 def test_a_row_has_the_same_bits_alone_and_on_one_thread(group, window, dtype):
     whole = Attention(2, group, 24, dtype, LENGTHS, OWNERS, 20, window=window, plain=False)
     narrow = Attention(2, group, 24, dtype, LENGTHS, OWNERS, 20, window=window, plain=False)
@@ -195,9 +196,9 @@ def test_slots_are_used_again():
 SHAPES = [(1, 8), (3, 20), (8, 256), (70, 576)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "after", "dtype"), cover(SHAPES * 2, [False, True, True], [torch.float32, torch.bfloat16])
+)
 def test_residual_and_norm(shape, after, dtype):
     x, update, factors = randn(*shape), randn(*shape, seed=1).to(dtype), randn(2, shape[1], seed=2)
     out, stream = torch.empty(shape, dtype=dtype), x.clone()
@@ -213,9 +214,9 @@ def test_residual_and_norm(shape, after, dtype):
     torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "gelu", "dtype"), cover(SHAPES * 2, [False, True, True], [torch.float32, torch.bfloat16])
+)
 def test_activation(shape, gelu, dtype):
     rows, width = shape
     both = 5 * randn(rows, 2 * width).to(dtype)

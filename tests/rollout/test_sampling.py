@@ -19,10 +19,12 @@ from transformers import (
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, RowSettings, Sampling, draw_tokens
-from cohort.rollout.sampling import BLOCK, invert, joined_support, keep_min_p, keep_top_k, keep_top_p, support_of
+from cohort.rollout.sampling import BLOCK, invert, keep_min_p, keep_top_k, keep_top_p, support_of
+from cohort.rollout.trajectory import joined_support
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.policy.test_support import outside
+from tests.rollout.conftest import cover, drawn_ids
 from tests.rollout.test_grammar import words
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
@@ -104,8 +106,7 @@ def some_logits(vocabulary, seed, dtype=torch.float64):
     return 2 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("vocabulary", [2, 37, 128, 300])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "vocabulary"), cover(list(SETTINGS), [37, 300, 2, 128]))
 def test_every_token_has_its_share_of_the_numbers_in_0_to_1(name, vocabulary):
     sampling = Sampling(1, **SETTINGS[name])
     logits_V = some_logits(vocabulary, seed=vocabulary)
@@ -160,7 +161,7 @@ def test_a_row_is_the_same_alone_and_beside_rows_of_other_settings(dtype):
         torch.testing.assert_close(together.full_logps_S[row], alone.full_logps_S[0], rtol=0, atol=bound)
 
 
-def test_forbidden_tokens_are_never_drawn_and_what_is_forced_is_put_there():
+def test_forbidden_tokens_are_never_drawn():
     logits_V = some_logits(37, 4)
     forbidden_V = torch.arange(37) % 2 == 0
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -170,17 +171,6 @@ def test_forbidden_tokens_are_never_drawn_and_what_is_forced_is_put_there():
         wanted, full = reference(logits_V, sampling, forbidden=range(0, 37, 2))
         assert np.abs(np.bincount(drawn.tokens_S, minlength=37) - 1000 * np.exp(wanted)).max() <= 1 + 1e-6
         np.testing.assert_allclose(drawn.full_logps_S, full[drawn.tokens_S.numpy()], rtol=0, atol=1e-12)
-        forced = drawn_of(
-            logits_V,
-            sampling,
-            grid[:2],
-            forbidden_SV=forbidden_V.expand(2, -1),
-            forced_S=torch.tensor([4, -1]),  # a forced token may be a forbidden one
-        )
-        assert forced.tokens_S.tolist() == [4, drawn.tokens_S[1]]
-        assert forced.logps_S.tolist() == [0.0, drawn.logps_S[1]]
-        assert forced.full_logps_S.tolist() == pytest.approx([full[4], float(drawn.full_logps_S[1])], abs=1e-12)
-        assert forced.valid_S.all()
 
 
 # Parity with transformers
@@ -198,13 +188,13 @@ def tied_logits(seed, rows=200, vocabulary=53):
     return logits_SV
 
 
-@pytest.mark.parametrize("k", [1, 2, 7, 52, 53, 60])
+@pytest.mark.parametrize("k", [1, 7, 53, 60])
 def test_top_k_is_transformers(k):
     logits_SV = tied_logits(k)
     assert torch.equal(keep_top_k(logits_SV, torch.full((200,), k)), processed(TopKLogitsWarper(k), logits_SV))
 
 
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.77, 0.9, 0.999])
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.999])
 def test_top_p_is_transformers(p):
     logits_SV = tied_logits(3)
     ours = keep_top_p(logits_SV, torch.full((200, 1), p))
@@ -214,7 +204,7 @@ def test_top_p_is_transformers(p):
     assert torch.equal(ours.sort(-1).values, theirs.sort(-1).values)
 
 
-@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("p", [0.001, 0.5, 1.0])
 def test_min_p_is_transformers(p):
     logits_SV = tied_logits(4)
     assert torch.equal(
@@ -222,7 +212,7 @@ def test_min_p_is_transformers(p):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_settings_together_are_transformers_in_its_order(seed):
     generator = torch.Generator().manual_seed(seed)
     logits_SV = 3 * torch.randn(50, 53, generator=generator, dtype=torch.float64)
@@ -274,8 +264,9 @@ def test_a_set_that_reaches_p_exactly_is_not_enlarged():
 # Draws
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("vocabulary", [1, 2, 5, 127, 128, 129, 255, 256, 257, 1000])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), cover([1, 2, 127, 128, 129, 256, 1000], [torch.float32, torch.float64])
+)
 def test_the_ends_of_0_to_1_draw_the_first_and_the_last_token_that_can_be_drawn(vocabulary, dtype):
     logits_V = some_logits(vocabulary, 8, dtype)
     ends = [0.0, 2**-53, LAST, 1 - 2**-52]
@@ -382,9 +373,10 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("vocabulary", [37, 128])
-@pytest.mark.parametrize("name", ["plain", "greedy", "top-k", "top-p", "min-p", "all"])
-@pytest.mark.parametrize("bad", BAD_ROWS)
+@pytest.mark.parametrize(
+    ("bad", "name", "vocabulary"),
+    [(bad, *rest) for bad in BAD_ROWS for rest in (("plain", 37), ("greedy", 128), ("top-p", 37), ("all", 128))],
+)
 def test_a_row_of_no_numbers_is_not_valid_and_harms_no_other(bad, name, vocabulary):
     logits_SV = torch.stack([some_logits(vocabulary, seed, torch.float32) for seed in range(4)])
     seen_SV = torch.arange(vocabulary).expand(4, -1) % 3 == 0
@@ -413,7 +405,7 @@ def test_a_row_that_may_draw_nothing_is_not_valid():
 # What is recorded
 
 
-@pytest.mark.parametrize("vocabulary", [2, 5, 37, 300])
+@pytest.mark.parametrize("vocabulary", [2, 37])
 def test_support_lists_are_the_kept_sets(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     shares = torch.rand(64, 1, generator=generator)
@@ -463,19 +455,19 @@ def every_completion(policy, sampling):
     found = {}
     unfinished = [((), (), ())]
     while unfinished:
-        logits = next_logits(policy, [(*PROMPT, *ids) for ids, _, _ in unfinished])
+        logits = next_logits(policy, [(*PROMPT, *drawn) for drawn, _, _ in unfinished])
         following = []
-        for (ids, logps, fulls), logits_V in zip(unfinished, logits, strict=True):
-            forbidden = {1, 2} if len(ids) < sampling.min_completion_length else set()
+        for (before, logps, fulls), logits_V in zip(unfinished, logits, strict=True):
+            forbidden = {1, 2} if len(before) < sampling.min_completion_length else set()
             if sampling.regex:
-                allowed = allowed_next(sampling.regex, "".join("abcd"[token - 3] for token in ids))
+                allowed = allowed_next(sampling.regex, "".join("abcd"[token - 3] for token in before))
                 forbidden = set(range(7)) - (allowed - forbidden if allowed - forbidden else allowed)
-            drawn, full = reference(logits_V, sampling, {*PROMPT, *ids}, forbidden)
-            if len(ids) < len(sampling.forced_ids):
-                drawn = np.where(np.arange(7) == sampling.forced_ids[len(ids)], 0.0, -np.inf)
+            drawn, full = reference(logits_V, sampling, {*PROMPT, *before}, forbidden)
+            if len(before) < len(sampling.forced_ids):
+                drawn = np.where(np.arange(7) == sampling.forced_ids[len(before)], 0.0, -np.inf)
             for token in np.flatnonzero(np.isfinite(drawn)).tolist():
-                longer = ((*ids, token), (*logps, drawn[token]), (*fulls, full[token]))
-                ends = token in (1, 2) or len(ids) + 1 == sampling.max_completion_length
+                longer = ((*before, token), (*logps, drawn[token]), (*fulls, full[token]))
+                ends = token in (1, 2) or len(before) + 1 == sampling.max_completion_length
                 if ends:
                     found[longer[0]] = longer[1:]
                 else:
@@ -499,6 +491,12 @@ THROUGH = {name: SETTINGS[name] for name in ("plain", "hot", "greedy", "top-k", 
 }
 
 
+def text_of(completion):
+    """Drawn and forced tokens."""
+    (segment,) = completion.segments
+    return tuple(segment.token_ids.tolist())
+
+
 @pytest.mark.parametrize("name", THROUGH)
 def test_completions_are_as_frequent_as_they_should_be_and_carry_their_probabilities(small, name):
     sampling = Sampling(LENGTH, **THROUGH[name])
@@ -508,17 +506,18 @@ def test_completions_are_as_frequent_as_they_should_be_and_carry_their_probabili
     assert sum(math.exp(sum(logps)) for logps, _ in wanted.values()) == pytest.approx(1)
     counts = dict.fromkeys(wanted, 0)
     for completion in group.completions:
-        counts[completion.token_ids] += 1
+        counts[text_of(completion)] += 1
     expected = [SAMPLES * math.exp(sum(logps)) for logps, _ in wanted.values()]
     # Four deviations above the mean: the draws are fixed, and a wrong distribution is off by tens.
     assert chi_square(list(counts.values()), expected) < 4
-    for completion in {c.token_ids: c for c in group.completions}.values():
-        logps, fulls = wanted[completion.token_ids]
-        assert completion.sampler_logps == pytest.approx(logps, abs=1e-5)  # float32, sums in another order
+    forced = len(sampling.forced_ids)
+    for completion in {drawn_ids(c): c for c in group.completions}.values():
+        logps, fulls = wanted[text_of(completion)]
+        assert text_of(completion) == sampling.forced_ids + drawn_ids(completion)
+        assert completion.sampler_logps == pytest.approx(logps[forced:], abs=1e-5)  # float32, sums in another order
         recorded = completion.sampler_logps if completion.full_logps is None else completion.full_logps
-        assert recorded == pytest.approx(fulls, abs=1e-5)
-        assert completion.num_forced == min(len(sampling.forced_ids), len(completion.token_ids))
-        ended = completion.token_ids[-1] in (1, 2)
+        assert recorded == pytest.approx(fulls[forced:], abs=1e-5)
+        ended = drawn_ids(completion)[-1] in (1, 2)
         assert completion.finish_reason is (FinishReason.EOS if ended else FinishReason.LENGTH)
 
 
@@ -532,20 +531,19 @@ def test_the_recorded_support_gives_the_trainer_the_samplers_log_probs(small, na
     pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
     for _, completion in pairs:
         if completion.support is not None:
-            assert len(completion.support.counts_N) == len(completion.token_ids)
+            assert len(completion.support.counts_N) == len(drawn_ids(completion))
             assert len(completion.support.token_ids_U) == completion.support.counts_N.sum()
     with torch.no_grad():
         logps, *_ = small.logps(
             [p for p, _ in pairs],
-            [c.token_ids for _, c in pairs],
+            [text_of(c) for _, c in pairs],
             sampling.temperature,
             [c.support for _, c in pairs],
             sampling.repetition_penalty,
+            [[n >= len(sampling.forced_ids) for n in range(len(text_of(c)))] for _, c in pairs],
         )
-    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
-    drawn_N = torch.tensor([place >= c.num_forced for _, c in pairs for place in range(len(c.token_ids))])
-    torch.testing.assert_close(sampled[drawn_N], logps[drawn_N], rtol=0, atol=1e-5)  # float32
-    assert (sampled[~drawn_N] == 0).all()
+    sampled = torch.from_numpy(np.concatenate([c.sampler_logps for _, c in pairs]))
+    torch.testing.assert_close(sampled, logps.double(), rtol=0, atol=1e-5)  # float32
 
 
 def test_no_support_is_kept_where_it_is_not_asked_for(small):
@@ -560,5 +558,5 @@ def test_a_penalty_over_tokens_of_the_prompt_counts_them(small):
     (group,) = engine.generate(prompts(PROMPT), 400, Sampling(2, repetition_penalty=1e6), RNGKey(0, 0))
     logits_V = next_logits(small, [PROMPT])[0]
     wanted, _ = reference(logits_V, Sampling(2, repetition_penalty=1e6), PROMPT)
-    counts = np.bincount([c.token_ids[0] for c in group.completions], minlength=7)
+    counts = np.bincount([drawn_ids(c)[0] for c in group.completions], minlength=7)
     assert chi_square(counts, 400 * np.exp(wanted)) < 4  # four deviations; the draw is fixed

@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from cohort.errors import ModelError
 from cohort.objective import PRESETS
@@ -77,6 +78,13 @@ def test_trying_changes_nothing():
         assert torch.equal(before, parameter)
         assert parameter.grad is None
     assert not policy.model.training
+
+
+def test_probes_stay_within_a_short_context():
+    """A model with learned positions fails beyond its context."""
+    config = GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=48)
+    policy = Policy(GPT2LMHeadModel(config), SINGLE)
+    assert find_budget(policy, None, 20, 20).predicted_bytes > 0
 
 
 def test_the_budget_follows_the_free_memory(monkeypatch):

@@ -142,6 +142,8 @@ class Job:
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
         count, key = self.request.count, RNGKey(self.request.seed or 0, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
+        if stream and self.request.prefix:  # its tokens are not drawn, so on_token is not called for them
+            write_stdout("".join(map(stream.add, self.samplings[0].forced_ids)))
 
         def on_token(event: TokenEvent) -> None:
             meter.tokens += 1

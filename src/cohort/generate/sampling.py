@@ -79,7 +79,7 @@ def with_prefix(request: Request, sampling: Sampling, tokenizer: Any, config: An
 
         matcher = Grammar.of(tokenizer, sampling, ends, vocabulary).matcher()
         for token in forced:
-            matcher.take(token)
+            matcher.consume(token)
     return sampling
 
 

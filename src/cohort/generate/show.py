@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.data import Row
-from cohort.rollout.rows import decode
 from cohort.rollout.stops import REPLACEMENT
+from cohort.rollout.trajectory import decode
 from cohort.types import Completion, FinishReason, Prompt, Segment
 
 LOOKBACK = 16

@@ -244,11 +244,11 @@ def _by_token(counted_S: Tensor, lengths_S: Tensor | None) -> Tensor:
     return torch.arange(len(counted_S), device=counted_S.device).repeat_interleave(lengths_S * counted_S)
 
 
-def batch_std(values_M: Tensor, ddof: int) -> Tensor | None:
+def batch_std(values: Tensor, ddof: int) -> Tensor | None:
     """Standard deviation of all values; None where they are all equal or too few to have one."""
-    if values_M.numel() <= max(ddof, 1) or values_M.max() == values_M.min():
+    if values.numel() <= max(ddof, 1) or values.max() == values.min():
         return None
-    return values_M.std(correction=ddof)
+    return values.std(correction=ddof)
 
 
 def combined_advantages(

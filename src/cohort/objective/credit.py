@@ -133,8 +133,8 @@ def process_advantages(token_rewards_N: Tensor, group_S: Tensor, sequence_N: Ten
     """
     is_step_N = ~torch.isnan(token_rewards_N)
     normal_N = torch.zeros(token_rewards_N.shape, dtype=torch.float64, device=token_rewards_N.device)
-    group_M = group_S[sequence_N[is_step_N]]
-    normal_N[is_step_N] = outcome_advantages(token_rewards_N[is_step_N], group_M, scale=scale)
+    groups = group_S[sequence_N[is_step_N]]
+    normal_N[is_step_N] = outcome_advantages(token_rewards_N[is_step_N], groups, scale=scale)
     return suffix_sums(normal_N, sequence_N)
 
 

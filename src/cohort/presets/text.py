@@ -27,7 +27,7 @@ def describe(objective: Objective) -> str:
         ("KL", _text(objective, "kl")),
         ("entropy", _text(objective, "entropy")),
         ("mean", _mean(objective)),
-        ("source", objective.source),
+        ("source", "; ".join(filter(None, (objective.source, *_sources_of_other_rules(objective))))),
     ]
     title = f"objective {objective.identity}" + (f": {objective.summary}" if objective.summary else "")
     return "\n".join([title, *(f"  {name:<12} {text}" for name, text in lines if text)])
@@ -35,8 +35,7 @@ def describe(objective: Objective) -> str:
 
 def changes_from_preset(objective: Objective) -> list[str]:
     """The parts that differ from the row of the table that the objective is named after."""
-    row = next((row for row in TABLE if row.identity == objective.identity), objective)
-    before, changed = row.settings(), []
+    before, changed = _row(objective).settings(), []
     for name, value in objective.settings().items():
         was = before[name]
         if value == was or (name == "aggregation_length" and was is None):  # follows from the rollout's limit
@@ -47,6 +46,16 @@ def changes_from_preset(objective: Objective) -> list[str]:
         else:
             changed.append(f"{name} {_short(was)} -> {_short(value)}")
     return changed
+
+
+def _row(objective: Objective) -> Objective:
+    return next((row for row in TABLE if row.identity == objective.identity), objective)
+
+
+def _sources_of_other_rules(objective: Objective) -> list[str]:
+    """The papers of the parts with another rule than in the preset."""
+    pairs = zip(objective.settings().values(), _row(objective).settings().values(), strict=True)
+    return [new.source for new, old in pairs if isinstance(new, Part) and new.rule != getattr(old, "rule", None)]
 
 
 def _short(value: object) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from cohort.config import RewardConfig
 from cohort.errors import RewardError
-from cohort.rewards.contract import call_options, parameters_of, reward
+from cohort.rewards.contract import reward
+from cohort.rewards.functions import Function
 from cohort.rewards.specs import resolve_reward
 
 
@@ -42,21 +44,16 @@ def soft_overlong(
 
 
 @lru_cache(maxsize=64)
-def _judge(spec: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """A reward function by name, and the names of its arguments; None if it accepts all.
+def _judge(spec: str) -> Function:
+    """A reward function by name.
 
     Raises:
         RewardError: the function is not per sample, or is async.
     """
-    function = resolve_reward(spec)
-    options = call_options(function)
-    if options.per != "sample" or options.is_async:
+    function = Function(resolve_reward(spec), spec, 1.0, RewardConfig())
+    if function.per != "sample" or function.is_async:
         raise RewardError(f"must name a reward that sees one sample and is not async, got {spec!r}")
-    parameters = parameters_of(function)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return function, None
-    bound = getattr(function, "keywords", {})  # a setting is never read from a column
-    return function, frozenset(p.name for p in parameters if p.name not in bound)
+    return function
 
 
 def _checked(spec: str) -> str:
@@ -95,9 +92,8 @@ def cosine_length(
     >>> [cosine_length("So 4.", [0] * tokens, max_length=100, answer=4) for tokens in (0, 50, 100)]
     [1.0, 0.75, -1.0]
     """
-    function, names = _judge(correct)
-    arguments = {"completion": completion, "completion_ids": completion_ids, **columns}
-    judged = function(**{name: value for name, value in arguments.items() if names is None or name in names})
+    judge = _judge(correct)
+    judged = judge.call(**judge.accepted({"completion": completion, "completion_ids": completion_ids, **columns}))
     if judged is None:
         return None
     tokens = len(completion_ids)

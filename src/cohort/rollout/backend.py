@@ -1,104 +1,81 @@
-"""What turns tokens into logits for the sampler: the protocol that the lean path and the generic paths share."""
+"""What turns tokens into logits for the sampler: the interface that the lean path and the generic paths share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from cohort.rollout.capacity import Capacity
+
 PREFILL_TOKENS = 4096
-"""Tokens that go through the model at a time outside decoding (a longer text goes alone). Memory only."""
+"""Tokens that go through the model at a time outside decoding (a longer text goes alone). Affects memory only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How much a call of ``generate`` may hold at a time."""
+class Backend:
+    """Keys and values of prompts and of rows, both numbered densely from 0. A row is a trajectory that is being
+    decoded.
 
-    rows: int
-    """Completions decoded at a time."""
-    prompts: int
-    """Prompts whose keys and values are held at a time."""
-    prompt_length: int
-    """Tokens of the longest prompt."""
-    completion_length: int
-    """Tokens of the longest completion."""
-
-    @property
-    def cells(self) -> int:
-        """Tokens whose keys and values are held."""
-        return self.rows * self.completion_length + self.prompts * self.prompt_length
-
-
-class Backend(Protocol):
-    """Holds prompts and rows, both numbered densely from 0. A row is a completion being written.
-
-    Removing: whatever is removed, the last takes its place. ``order_after_removal`` says the same to the caller.
+    When entries are removed, the last ones take their numbers; ``order_after_removal`` tells the caller how.
     """
 
     refills: bool
     """Whether rows may be added while others are being decoded."""
     mixed_lengths: bool
-    """Whether prompts of different length may be taken in together."""
+    """Whether prompts of different length may be prefilled together."""
+    keeps_rows: bool = False
+    """Whether rows can be parked: ``park``, ``resume``, ``release`` and ``extend`` work."""
     token_multiple: int
-    """What lengths are rounded up to in memory."""
+    """Lengths are rounded up to a multiple of this in memory."""
     description: str
-    """What it is, in words, for the start of a run."""
+    """Shown at the start of a run."""
 
     @property
     def token_bytes(self) -> int:
-        """Memory of one token's keys and values."""
-        ...
+        """Memory of the keys and values of one token; 0 if none are kept."""
+        return 0
 
     def begin(self, capacity: Capacity) -> None:
-        """Make room."""
-        ...
+        """Allocate memory."""
 
     def end(self) -> None:
-        """Give it back."""
-        ...
+        """Free it."""
+
+    def sleep(self) -> None:
+        """Free what is kept between calls and can be made again."""
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Take in prompts after those held; the logits of their first next tokens, ``[len(prompts), V]``."""
-        ...
+        """Read prompts, numbered after those held; the logits of their next tokens, ``[len(prompts), V]``."""
+        raise NotImplementedError
 
     def add_rows(self, prompts: Sequence[int]) -> None:
-        """New rows after those there are, each a completion of the given held prompt."""
-        ...
+        """New rows after those there are, each a continuation of the given prompt."""
+        raise NotImplementedError
 
     def step(self, tokens_S: Tensor) -> Tensor:
-        """Give every row the token drawn for it; the logits of the next ones, ``[S, V]``."""
-        ...
+        """Read one token for every row; the logits of the next ones, ``[S, V]``."""
+        raise NotImplementedError
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """Forget rows."""
-        ...
+        raise NotImplementedError
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
-        """Forget prompts that no row uses any more."""
-        ...
+        """Forget prompts that no row uses, parked ones included."""
+        raise NotImplementedError
 
+    def park(self, row: int) -> int:
+        """Keep the keys and values of a row, which is removed next; returns a handle."""
+        raise NotImplementedError
 
-def moves_for_removal(removed: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Which entries move where, ``(from, to)``, when some of ``count`` entries go and the last ones fill the gaps.
+    def resume(self, handles: Sequence[int]) -> None:
+        """New rows after those there are, with the keys and values of parked ones. The handles end."""
+        raise NotImplementedError
 
-    >>> moves_for_removal([1, 4], 5)
-    [(3, 1)]
-    """
-    gone = set(removed)
-    left = count - len(gone)
-    movers = [entry for entry in range(left, count) if entry not in gone]
-    return list(zip(movers, sorted(hole for hole in gone if hole < left), strict=True))
+    def release(self, handle: int) -> None:
+        """Forget a parked row."""
+        raise NotImplementedError
 
-
-def order_after_removal(removed: Sequence[int], count: int) -> list[int]:
-    """The places that entries had which stay, in the order that they have afterwards.
-
-    >>> order_after_removal([1, 4], 5)
-    [0, 3, 2]
-    """
-    order = list(range(count))
-    for source, place in moves_for_removal(removed, count):
-        order[place] = source
-    return order[: count - len(set(removed))]
+    def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Read tokens for some rows; the logits of their next tokens, ``[len(rows), V]``."""
+        raise NotImplementedError

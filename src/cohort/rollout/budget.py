@@ -1,4 +1,4 @@
-"""How many completions are decoded at a time: what fits into the memory that keys and values may take."""
+"""How many trajectories are decoded at a time: as many as fit into the memory for keys and values."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from cohort.errors import ConfigError
-from cohort.rollout.backend import Capacity
 from cohort.rollout.cache import round_up
+from cohort.rollout.capacity import Capacity
 
 FREE_SHARE = 0.5
-"""Share of the free memory that keys and values may take where no budget is set: activations need room too."""
+"""Share of the free memory for keys and values when no budget is set; activations need the rest."""
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux says what a container may use."""
+"""Where Linux reports the memory limits of a container."""
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free now on a device; None where the system does not say."""
+    """Memory that is free now on a device. None: unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -46,7 +46,8 @@ def _left_in_container() -> float:
 
 def plan(
     prompt_lengths: Sequence[int],
-    num_generations: int,
+    trajectories: int,
+    prefix_length: int,
     completion_length: int,
     *,
     max_rows: int,
@@ -55,31 +56,33 @@ def plan(
     token_multiple: int,
     device: torch.device,
 ) -> Capacity:
-    """The most rows that fit, with room for the prompts they come after.
+    """The most rows that fit, with room for the prompts that they follow.
 
     Args:
-        prompt_lengths: of all prompts of the call.
-        num_generations: completions of each.
+        prompt_lengths: tokens of each prompt.
+        trajectories: how many there are, of all prompts.
+        prefix_length: tokens of the longest text that is prefilled: a prompt, or a history.
         completion_length: tokens of the longest completion.
-        max_rows: rows at a time, at most.
-        max_tokens: tokens whose keys and values may be held; None: from the memory that is free now.
-        token_bytes: memory of one token's keys and values; 0 where nothing is held.
-        token_multiple: what lengths are rounded up to in memory.
-        device: where they are held.
+        max_rows: maximum number of rows.
+        max_tokens: tokens whose keys and values may be kept. None: from the memory that is free now.
+        token_bytes: memory of the keys and values of one token; 0 if none are kept.
+        token_multiple: lengths are rounded up to a multiple of this in memory.
+        device: where keys and values are kept.
 
     Raises:
         ConfigError: not even one completion fits.
     """
     free = free_bytes(device) if max_tokens is None and token_bytes else None
     limit = max_tokens if free is None else int(free * FREE_SHARE) // token_bytes
-    longest, length = (round_up(tokens, token_multiple) for tokens in (max(prompt_lengths), completion_length))
+    longest, length = (round_up(tokens, token_multiple) for tokens in (prefix_length, completion_length))
+    per_prompt = max(1, trajectories // len(prompt_lengths))
 
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
-        prompts = min(len(prompt_lengths), 2 * math.ceil(rows / num_generations))
+        prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))
         return Capacity(rows, prompts, longest, length)
 
-    fitting = min(max_rows, len(prompt_lengths) * num_generations)
+    fitting = min(max_rows, trajectories)
     if limit is None or capacity(fitting).cells <= limit:
         return capacity(fitting)
     low, high = 1, fitting  # cells grow with rows

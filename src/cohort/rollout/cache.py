@@ -1,21 +1,22 @@
-"""Keys and values of a rollout: a prompt's once for its group, a row's own beside it. Preallocated, densely packed."""
+"""Keys and values of prompts, stored once per group, and of rows. Preallocated, densely packed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from cohort.rollout.backend import Capacity, moves_for_removal, order_after_removal
+from cohort.rollout.capacity import Capacity, moves_for_removal, order_after_removal
 
 ROW_MULTIPLE = 8
-"""Rows are computed in multiples of this. CPU matrix products sum a row the same way for every such number of rows."""
+"""Rows are computed in multiples of this: then CPU matrix products sum each row in the same order."""
 TOKEN_MULTIPLE = 32
-"""Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, then zeros."""
+"""Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, and zeros after."""
 CLEARED_TOKENS = 64
-"""Rows are cleared so many tokens at a time, before they come into use."""
+"""Memory of rows is cleared this many tokens at a time, before its first use."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -24,12 +25,12 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class GroupCache:
-    """Keys and values of the prompts and of the rows of a ``LeanBackend``.
+    """Keys and values of the prompts and rows of a ``LeanBackend``, in torch tensors.
 
     Args:
-        capacity: how much is held at most.
+        capacity: how much is stored at a time.
         layers, heads, width: of the model; ``heads`` are key-value heads.
-        dtype, device: of what is held.
+        dtype, device: of the stored tensors.
         group: query heads per key-value head.
     """
 
@@ -47,7 +48,7 @@ class GroupCache:
         own_length = round_up(capacity.completion_length, TOKEN_MULTIPLE)
         prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
         self._heads, self._width, self._group, self._device = heads, width, group, device
-        # Not cleared as a whole: memory that is never used is never touched.
+        # Not cleared as a whole: unused memory is never touched.
         self._own = torch.empty(2, layers, capacity.rows, heads, own_length, width, dtype=dtype, device=device)
         self._prompts = torch.empty(
             2, layers, capacity.prompts, heads, prompt_length, width, dtype=dtype, device=device
@@ -56,30 +57,32 @@ class GroupCache:
         self._row_prompt: list[int] = []
         self._row_length: list[int] = []
         self._prompt_length: list[int] = []
+        self._parked: dict[int, tuple[Tensor, int, int]] = {}  # keys and values, prompt, length
+        self._handles = count()
         self._layout: Layout | None = None
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is memory for."""
-        return sum(held.shape[2] * held.shape[4] for held in (self._own, self._prompts))
+        """Tokens for which memory is allocated."""
+        return sum(part.shape[2] * part.shape[4] for part in (self._own, self._prompts))
 
     def add_prompts(self, lengths: Sequence[int]) -> int:
-        """Make room for prompts; the first one's number."""
+        """Make room for prompts; returns the number of the first."""
         first = len(self._prompt_length)
         for prompt, length in enumerate(lengths, first):
-            self._prompts[:, :, prompt, :, length:].zero_()  # what is masked must still be a number
+            self._prompts[:, :, prompt, :, length:].zero_()  # masked memory must not hold NaN
         self._prompt_length += lengths
         self._layout = None
         return first
 
-    def write_prompt(self, layer: int, prompt: int, k_LKD: Tensor, v_LKD: Tensor) -> None:
-        """A prompt's keys and values in one layer."""
-        length = k_LKD.shape[0]
-        self._prompts[0, layer, prompt, :, :length] = k_LKD.transpose(0, 1)
-        self._prompts[1, layer, prompt, :, :length] = v_LKD.transpose(0, 1)
+    def write_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
+        """Store a prompt's keys and values in one layer."""
+        length = k_XKD.shape[0]
+        self._prompts[0, layer, prompt, :, :length] = k_XKD.transpose(0, 1)
+        self._prompts[1, layer, prompt, :, :length] = v_XKD.transpose(0, 1)
 
     def add_rows(self, prompts: Sequence[int]) -> None:
-        """Rows without tokens, each after the given prompt."""
+        """Add rows without tokens, each after the given prompt."""
         first = len(self._row_prompt)
         self._own[:, :, first : first + len(prompts), :, : self._cleared].zero_()
         self._row_prompt += prompts
@@ -87,27 +90,70 @@ class GroupCache:
         self._layout = None
 
     def remove_rows(self, rows: Sequence[int]) -> None:
-        """Forget rows; the last ones take their places."""
-        for source, place in moves_for_removal(rows, len(self._row_prompt)):
-            self._own[:, :, place, :, : self._cleared] = self._own[:, :, source, :, : self._cleared]
+        """Forget rows; the last ones take their numbers."""
+        for source, target in moves_for_removal(rows, len(self._row_prompt)):
+            self._own[:, :, target, :, : self._cleared] = self._own[:, :, source, :, : self._cleared]
         order = order_after_removal(rows, len(self._row_prompt))
         self._row_prompt = [self._row_prompt[row] for row in order]
         self._row_length = [self._row_length[row] for row in order]
         self._layout = None
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
-        """Forget prompts; the last ones take their places, and rows are told."""
+        """Forget prompts; the last ones take their numbers."""
         moves = moves_for_removal(prompts, len(self._prompt_length))
-        for source, place in moves:
-            self._prompts[:, :, place] = self._prompts[:, :, source]
+        for source, target in moves:
+            self._prompts[:, :, target] = self._prompts[:, :, source]
         order = order_after_removal(prompts, len(self._prompt_length))
         self._prompt_length = [self._prompt_length[prompt] for prompt in order]
         moved = dict(moves)
         self._row_prompt = [moved.get(prompt, prompt) for prompt in self._row_prompt]
+        for handle, (kept, prompt, length) in self._parked.items():
+            self._parked[handle] = kept, moved.get(prompt, prompt), length
+        self._layout = None
+
+    def park(self, row: int) -> int:
+        """Copy the keys and values of a row; returns a handle."""
+        handle, length = next(self._handles), self._row_length[row]
+        self._parked[handle] = self._own[:, :, row, :, :length].clone(), self._row_prompt[row], length
+        return handle
+
+    def resume(self, handles: Sequence[int]) -> None:
+        """Add rows with the keys and values of parked ones."""
+        for handle in handles:
+            kept, prompt, length = self._parked.pop(handle)
+            self.add_rows([prompt])
+            self._own[:, :, len(self._row_prompt) - 1, :, :length] = kept
+            self._row_length[-1] = length
+
+    def release(self, handle: int) -> None:
+        """Forget a parked row."""
+        del self._parked[handle]
+
+    def position(self, row: int) -> int:
+        """Position of the next token of a row, its prompt counted."""
+        return self._prompt_length[self._row_prompt[row]] + self._row_length[row]
+
+    def append(self, layer: int, row: int, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values of further tokens of a row in one layer; returns those of the whole text. ``grow``
+        follows after the last layer."""
+        start, prompt = self._row_length[row], self._row_prompt[row]
+        end = start + len(k_LKD)
+        self._clear_to(end)
+        whole = []
+        for new, own, of_prompts in zip((k_LKD, v_LKD), self._own[:, layer, row], self._prompts[:, layer], strict=True):
+            own[:, start:end] = new.transpose(0, 1)
+            before = of_prompts[prompt, :, : self._prompt_length[prompt]]
+            whole.append(torch.cat([before, own[:, :end]], dim=1).transpose(0, 1))
+        return whole[0], whole[1]
+
+    def grow(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Count tokens that were appended."""
+        for row, length in zip(rows, lengths, strict=True):
+            self._row_length[row] += length
         self._layout = None
 
     def next_layout(self) -> Layout:
-        """How the rows lie in the coming step, in which each gets one more token."""
+        """The layout of the coming step, in which each row gets one more token."""
         if self._layout is None:
             self._layout = Layout(
                 self._row_prompt,
@@ -122,37 +168,40 @@ class GroupCache:
         else:
             self._layout.advance()
         self._row_length = [length + 1 for length in self._row_length]
-        if (wanted := self._layout.own_length) > self._cleared:
-            fresh = min(round_up(wanted, CLEARED_TOKENS), self._own.shape[-2])
-            self._own[..., self._cleared : fresh, :].zero_()
-            self._cleared = fresh
+        self._clear_to(self._layout.own_length)
         return self._layout
 
+    def _clear_to(self, length: int) -> None:
+        if length > self._cleared:
+            fresh = min(round_up(length, CLEARED_TOKENS), self._own.shape[-2])
+            self._own[..., self._cleared : fresh, :].zero_()
+            self._cleared = fresh
+
     def write_rows(self, layer: int, layout: Layout, k_SKD: Tensor, v_SKD: Tensor) -> None:
-        """The keys and values of every row's newest token in one layer."""
+        """Store the keys and values of each row's newest token in one layer."""
         for own, new in zip(self._own[:, layer], (k_SKD, v_SKD), strict=True):
             own.view(-1, self._width).index_copy_(0, layout.writes, new.reshape(-1, self._width).to(own.dtype))
 
     def own(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows in one layer, ``[S K, T, D]`` each."""
-        held = self._own[:, layer, : layout.count, :, : layout.own_length].flatten(1, 2)
-        return held[0], held[1]
+        rows = self._own[:, layer, : layout.count, :, : layout.own_length].flatten(1, 2)
+        return rows[0], rows[1]
 
     def prompts(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompts in one layer, ``[R K, L, D]`` each."""
-        held = self._prompts[:, layer, : layout.prompts, :, : layout.prompt_length].flatten(1, 2)
-        return held[0], held[1]
+        """Keys and values of the prompts in one layer, ``[P K, X, D]`` each."""
+        prompts = self._prompts[:, layer, : layout.prompts, :, : layout.prompt_length].flatten(1, 2)
+        return prompts[0], prompts[1]
 
 
 class Layout:
-    """Where the rows stand in a decode step: positions, masks, and the way from row order to groups and back.
+    """Positions and masks of the rows in a decode step, and the way from row order to groups and back.
 
     Args:
         row_prompt: each row's prompt.
-        row_length: its own tokens so far; the step adds one.
-        prompt_lengths: tokens of each prompt held.
+        row_length: its tokens so far; the step adds one.
+        prompt_lengths: tokens of each prompt.
         heads, group_rows: key-value heads, and query heads of each.
-        own_capacity: tokens that a row has room for.
+        own_capacity: tokens for which a row has room.
         device, dtype: of indices and of masks.
     """
 
@@ -169,9 +218,9 @@ class Layout:
         dtype: torch.dtype,
     ) -> None:
         self.count = len(row_prompt)
-        """S: how many rows there are."""
+        """S: number of rows."""
         self.padding = -len(row_prompt) % ROW_MULTIPLE
-        """How many more are computed outside attention."""
+        """Number of padding rows outside attention."""
         self.prompts = len(prompt_lengths)
         self.prompt_length = round_up(max(prompt_lengths), TOKEN_MULTIPLE)
         self._longest = max(row_length)
@@ -182,12 +231,12 @@ class Layout:
         positions = [prompt_lengths[p] + t for p, t in zip(row_prompt, row_length, strict=True)]
         self._furthest = max(positions)
         self.positions = torch.tensor(positions + [0] * self.padding, device=device)
-        """Of the step's tokens, in the whole sequence; padded."""
+        """Position of each row's new token in the whole sequence; padded."""
         row_heads = torch.arange(self.count * heads, device=device).view(self.count, heads)
         self.writes = (row_heads * own_capacity + self._own_S[:, None]).view(-1)
-        """Where their keys and values go: entries of ``[S K T]``."""
+        """Where its keys and values are stored: indices of ``[S K T]``."""
         self._set_groups(row_prompt, heads, device)
-        self._prompt_lengths_R = torch.tensor(list(prompt_lengths), device=device)
+        self._prompt_lengths_P = torch.tensor(list(prompt_lengths), device=device)
         self._ragged_prompts = min(prompt_lengths) < self.prompt_length
         self._own_masks: dict[int | None, Tensor | None] = {}
         self._prompt_masks: dict[int | None, Tensor | None] = {}
@@ -196,22 +245,22 @@ class Layout:
         of_prompt: list[list[int]] = [[] for _ in range(self.prompts)]
         for row, prompt in enumerate(row_prompt):
             of_prompt[prompt].append(row)
-        # Queries of one prompt are rows of one product: as many as are a multiple of four, for ROW_MULTIPLE's reason.
+        # Queries of one prompt are the rows of one product, padded to a multiple of four for ROW_MULTIPLE's reason.
         step = 4 // math.gcd(4, self._group_rows)
         self.most_rows = round_up(max(map(len, of_prompt)), step)
-        gather_RM = [[*rows, *[0] * (self.most_rows - len(rows))] for rows in of_prompt]
+        gather_PM = [[*rows, *[0] * (self.most_rows - len(rows))] for rows in of_prompt]
         scatter_S = [0] * self.count
         for prompt, rows in enumerate(of_prompt):
-            for place, row in enumerate(rows):
-                scatter_S[row] = prompt * heads * self.most_rows + place
+            for index, row in enumerate(rows):
+                scatter_S[row] = prompt * heads * self.most_rows + index
         heads_K = torch.arange(heads, device=device)
-        self._rows_RM = torch.tensor(gather_RM, device=device)
-        # Of entries [S, K]: which makes up [R, K, M]; and back.
-        self._gather = (self._rows_RM[:, None] * heads + heads_K[:, None]).flatten()
+        self._rows_PM = torch.tensor(gather_PM, device=device)
+        # Indices that turn entries [S, K] into [P, K, M], and back.
+        self._gather = (self._rows_PM[:, None] * heads + heads_K[:, None]).flatten()
         self._scatter = (torch.tensor(scatter_S, device=device)[:, None] + heads_K * self.most_rows).flatten()
 
     def advance(self) -> None:
-        """One token further, with the same rows."""
+        """Go on by one token, with the same rows."""
         for tensor in (self._own_S, self.positions, self.writes):
             tensor.add_(1)
         self._longest += 1
@@ -221,20 +270,20 @@ class Layout:
 
     @property
     def own_length(self) -> int:
-        """T: tokens of the longest row with the step's, rounded up."""
+        """T: tokens of the longest row, the step's included, rounded up."""
         return min(round_up(self._longest + 1, TOKEN_MULTIPLE), self._own_capacity)
 
     def by_prompt(self, entries: Tensor) -> Tensor:
-        """Row order ``[S K, G, w]`` to groups: ``[R K, M G, w]``."""
+        """Row order ``[S K, group, w]`` to groups: ``[P K, M group, w]``."""
         grouped = entries.index_select(0, self._gather)
         return grouped.view(-1, self.most_rows * self._group_rows, entries.shape[-1])
 
     def by_row(self, grouped: Tensor) -> Tensor:
-        """Groups ``[R K, M G, w]`` to row order, ``[S K, G, w]``."""
+        """Groups ``[P K, M group, w]`` to row order, ``[S K, group, w]``."""
         return grouped.view(-1, self._group_rows, grouped.shape[-1]).index_select(0, self._scatter)
 
     def own_mask(self, window: int | None) -> Tensor | None:
-        """What of its own tokens a row does not see, ``[S K, 1, T]``: -inf there, else 0."""
+        """Mask over a row's own tokens, ``[S K, 1, T]``: -inf for those that it does not see, else 0."""
         window = None if window is None or self._longest < window else window
         if window not in self._own_masks:
             keys_T = torch.arange(self.own_length, device=self._own_S.device)
@@ -244,21 +293,21 @@ class Layout:
         return self._own_masks[window]
 
     def prompt_mask(self, window: int | None) -> Tensor | None:
-        """What of its prompt a row does not see, ``[R K, M G or 1, L]``; None: it sees all."""
+        """Mask over the prompts' tokens, ``[P K, M group or 1, X]``. None: each row sees its whole prompt."""
         window = None if window is None or self._furthest < window else window
         if window not in self._prompt_masks:
             self._prompt_masks[window] = self._make_prompt_mask(window)
         return self._prompt_masks[window]
 
     def _make_prompt_mask(self, window: int | None) -> Tensor | None:
-        keys_L = torch.arange(self.prompt_length, device=self._own_S.device)
-        within_RL = keys_L < self._prompt_lengths_R[:, None]
+        keys_X = torch.arange(self.prompt_length, device=self._own_S.device)
+        within_PX = keys_X < self._prompt_lengths_P[:, None]
         if window is None:
             if not self._ragged_prompts:
                 return None
-            return self._mask(within_RL.repeat_interleave(self._heads, dim=0)[:, None])
-        back_RML = self.positions[self._rows_RM][..., None] - keys_L
-        seen = (within_RL[:, None] & (back_RML < window)).repeat_interleave(self._group_rows, dim=1)
+            return self._mask(within_PX.repeat_interleave(self._heads, dim=0)[:, None])
+        back_PMX = self.positions[self._rows_PM][..., None] - keys_X
+        seen = (within_PX[:, None] & (back_PMX < window)).repeat_interleave(self._group_rows, dim=1)
         return self._mask(seen.repeat_interleave(self._heads, dim=0))
 
     def _mask(self, seen: Tensor) -> Tensor:

@@ -10,13 +10,16 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, UnsupportedModel
 from cohort.policy.trial import first_correct, own_logits, relative_gap, token_source
-from cohort.rollout.backend import Backend, Capacity
-from cohort.rollout.generic import RecomputeBackend, RefillBackend, TurnsBackend, cache_kind
+from cohort.rollout.backend import Backend
+from cohort.rollout.capacity import Capacity
+from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from cohort.rollout.lean import LeanBackend
 
 TRIAL_LENGTHS = (11, 5)
 """Lengths of the prompts of a trial, in tokens."""
 TRIAL_STEPS = 3
+TRIAL_GIVEN = 4
+"""Tokens that are given to a parked row."""
 
 
 def choose_backend(policy: Policy, *, native_kernels: bool = True) -> Backend:
@@ -47,19 +50,20 @@ def _candidates(
     if kind == "attention":
         yield "transformers' cache, rows refilled", lambda: RefillBackend(policy)
     if kind is not None:
-        yield "transformers' cache, in turns", lambda: TurnsBackend(policy, mixed_lengths=kind != "recurrent")
+        yield "transformers' cache, static batches", lambda: StaticBackend(policy, mixed_lengths=kind != "recurrent")
     yield "without a cache", lambda: RecomputeBackend(policy)
 
 
 @torch.no_grad()
 def logit_gap(backend: Backend, policy: Policy) -> float:
-    """``relative_gap`` to the model's own forward pass on a few random tokens: prefilled, decoded, and with two rows on
-    one prompt."""
+    """``relative_gap`` to the model's own forward pass on a few random tokens: prefilled, decoded, with two rows on one
+    prompt, and given to a row that was parked."""
     tokens = token_source(policy)
     prompts = [tokens(length) for length in TRIAL_LENGTHS if backend.mixed_lengths or length == TRIAL_LENGTHS[0]]
     owners = [*range(len(prompts)), 0]
     texts = [list(prompts[owner]) for owner in owners]
-    backend.begin(Capacity(len(owners), len(prompts), TRIAL_LENGTHS[0], TRIAL_STEPS))
+    given = tokens(TRIAL_GIVEN)
+    backend.begin(Capacity(len(owners), len(prompts), TRIAL_LENGTHS[0], TRIAL_STEPS + TRIAL_GIVEN))
     try:
         steps = [backend.prefill(prompts)[owners]]
         backend.add_rows(owners)
@@ -68,7 +72,15 @@ def logit_gap(backend: Backend, policy: Policy) -> float:
             for text, token in zip(texts, new, strict=True):
                 text.append(token)
             steps.append(backend.step(torch.tensor(new, device=policy.device)))
+        logits = [torch.stack(steps, 1).flatten(0, 1)]
+        if backend.keeps_rows:
+            handle = backend.park(0)
+            backend.remove_rows([0])
+            backend.resume([handle])
+            logits.append(backend.extend([len(owners) - 1], [given]))
     finally:
         backend.end()
-    expected = torch.cat([own_logits(policy, text, TRIAL_STEPS) for text in texts])
-    return relative_gap(torch.stack(steps, 1).flatten(0, 1), expected)
+    expected = [own_logits(policy, text, TRIAL_STEPS) for text in texts]
+    if backend.keeps_rows:
+        expected.append(own_logits(policy, [*texts[0], *given], 1))
+    return relative_gap(torch.cat(logits), torch.cat(expected))

@@ -1,169 +1,214 @@
-"""The engine protocol: prompts in, groups of completions out. Everything that samples stands behind it."""
+"""The engine protocol: what the trainer, evaluation and ``cohort generate`` ask of anything that samples.
+
+An engine is given requests and hands back each trajectory when its turn ends. ``generate`` is the loop over that for
+completions of one turn. No signature here mentions a tensor or the policy: an engine may run in another process.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from typing import ClassVar, Protocol
 
-from cohort.config import RolloutConfig
+from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
 from cohort.rollout.philox import RNGKey
+from cohort.rollout.settings import Sampling
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """What a completion is drawn with. Complete: a model's own generation defaults are never read.
+class Capabilities:
+    """What an engine can do. The trainer checks them before it loads a model."""
 
-    The logits go through these in this order, which is transformers': repetition penalty, what a grammar or the minimum
-    length forbids, temperature, top-k, top-p, min-p. What is left is renormalised and drawn from.
+    shared_weights: bool = False
+    """It samples with the trainer's own parameters: ``update_weights`` moves no data."""
+    keyed_draws: bool = False
+    """Each draw is a function of the request's ``RNGKey``, prompt, sample and position, and of nothing else."""
+    support: bool = False
+    """It records the tokens that each draw could have given: ``Completion.support``."""
+    repetition_penalty: bool = False
+    """It applies a repetition penalty as the trainer does."""
+    grammars: bool = False
+    """It samples under a regular expression or a JSON schema."""
+    continuation: bool = False
+    """``extend`` works: a trajectory can have several turns."""
+
+
+def required_capabilities(config: GRPOConfig) -> dict[str, str]:
+    """The capabilities that a run needs, each with the setting that needs it.
+
+    >>> required_capabilities(GRPOConfig())
+    {}
+    """
+    sampling = Sampling.of(config.rollout)
+    needed = {}
+    if sampling.constrained:
+        needed["grammars"] = f"rollout.{'regex' if sampling.json_schema is None else 'json_schema'} is set"
+    if sampling.repetition_penalty != 1:
+        needed["repetition_penalty"] = f"rollout.repetition_penalty is {sampling.repetition_penalty:g}"
+    if sampling.truncates and sampling.record_support:
+        needed["support"] = (
+            "rollout.replay_sampling is on, and top_k, top_p, min_p, min_completion_length or a grammar excludes tokens"
+        )
+    return needed
+
+
+def check_capabilities(engine: type[Engine], config: GRPOConfig) -> None:
+    """Refuse settings that an engine cannot serve.
 
     Raises:
-        ConfigError: a number is out of its range, a stop string is empty, or two settings exclude each other.
+        ConfigError: lists every missing capability and the setting that needs it.
     """
-
-    max_completion_length: int
-    """Tokens after which a completion is cut."""
-    temperature: float = 1.0
-    """Divides the logits. 0: the likeliest token is taken, and every other has probability 0."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion."""
-    top_k: int = 0
-    """Draw from the k likeliest tokens only (and those as likely as the k-th). 0: all."""
-    top_p: float = 1.0
-    """Draw from the smallest set of likeliest tokens whose probabilities reach p. 1: all."""
-    min_p: float = 0.0
-    """Draw from tokens at least so many times as likely as the likeliest. 0: all."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens that stand in the prompt or the completion are divided by it where positive and multiplied where
-    negative (arXiv 1909.05858). 1: off."""
-    min_completion_length: int = 0
-    """No end token is drawn, and no stop string is looked for, before so many tokens."""
-    forced_ids: tuple[int, ...] = ()
-    """Token ids that every completion begins with."""
-    regex: str | None = None
-    """The completion's text matches this regular expression as a whole, unless it is cut."""
-    json_schema: str | None = None
-    """The completion's text is JSON that this schema accepts, unless it is cut. As JSON text."""
-    record_support: bool = True
-    """Keep what each token was drawn from where that is not the whole vocabulary, so that an update can draw the same
-    line (``Completion.support``)."""
-
-    def __post_init__(self) -> None:
-        def check(holds: bool, name: str, expected: str) -> None:
-            if not holds:
-                raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-        check(self.max_completion_length >= 1, "max_completion_length", "at least 1")
-        check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or above")
-        check(self.top_k >= 0, "top_k", "0 (off) or above")
-        check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
-        check(0 <= self.min_p <= 1, "min_p", "between 0 (off) and 1")
-        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0; 1 is off")
-        check(
-            0 <= self.min_completion_length <= self.max_completion_length,
-            "min_completion_length",
-            f"between 0 and max_completion_length ({self.max_completion_length})",
-        )
-        check(isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of strings, none of them empty")
-        check(
-            len(self.forced_ids) <= self.max_completion_length,
-            "forced_ids",
-            f"at most max_completion_length ({self.max_completion_length}) tokens",
-        )
-        check(all(token >= 0 for token in self.forced_ids), "forced_ids", "token ids, none below 0")
-        if self.regex is not None and self.json_schema is not None:
-            raise ConfigError("regex and json_schema exclude each other: set one of them")
-
-    @classmethod
-    def of(cls, config: RolloutConfig) -> Sampling:
-        """What the settings say: in training and in evaluation alike."""
-        return cls(
-            max_completion_length=config.max_completion_length,
-            temperature=config.temperature,
-            stop=config.stop,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            min_completion_length=config.min_completion_length,
-            regex=config.regex,
-            json_schema=config.json_schema,
-            record_support=config.replay_sampling,
+    missing = [
+        f"{name} ({reason})"
+        for name, reason in required_capabilities(config).items()
+        if not getattr(engine.capabilities, name)
+    ]
+    if missing:
+        able = [field.name for field in fields(Capabilities) if getattr(engine.capabilities, field.name)]
+        raise ConfigError(
+            f"{engine.__name__} lacks what these settings need: {'; '.join(missing)}. It has: "
+            f"{', '.join(able) or 'none of the optional capabilities'}. Change the settings, or use another engine"
         )
 
-    def describe(self) -> str:
-        """Every setting that a draw depends on, those that are off too.
 
-        >>> Sampling(256, top_p=0.9).describe().split(", no grammar")[0]
-        'temperature 1, top-k off, top-p 0.9, min-p off, repetition penalty off'
-        """
-        numbers = (
-            ("top-k", self.top_k, 0),
-            ("top-p", self.top_p, 1),
-            ("min-p", self.min_p, 0),
-            ("repetition penalty", self.repetition_penalty, 1),
-        )
-        grammar = "no grammar" if self.json_schema is None else f"JSON schema {self.json_schema}"
-        return ", ".join(
-            [
-                f"temperature {self.temperature:g}" if self.temperature else "greedy",
-                *(f"{name} {'off' if value == off else format(value, 'g')}" for name, value, off in numbers),
-                grammar if self.regex is None else f"regex {self.regex!r}",
-                f"stop strings {list(self.stop) or 'none'}",
-                f"{self.min_completion_length} to {self.max_completion_length} tokens",
-            ]
-        )
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One trajectory to sample."""
 
-    @property
-    def reweights(self) -> bool:
-        """Whether the distribution drawn from can differ from the full softmax at the same temperature."""
-        return self.truncates or self.repetition_penalty != 1
+    prompt: Prompt
+    sample: int
+    """Which completion of the prompt this is, 0..G-1."""
+    sampling: Sampling
+    key: RNGKey
+    prompt_index: int = 0
+    """The caller's index of the prompt; only reported back."""
+    continues: bool = False
+    """Whether the trajectory may have further turns: when a turn ends, the engine keeps what it has computed until
+    ``extend`` or ``release``."""
 
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens may be left out of a draw."""
-        limits = (self.top_k > 0, self.top_p < 1, self.min_p > 0, self.min_completion_length > 0)
-        return any(limits) or self.temperature == 0 or self.constrained
 
-    @property
-    def constrained(self) -> bool:
-        """Whether a grammar says what may be drawn."""
-        return self.regex is not None or self.json_schema is not None
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a trajectory that has ended."""
+
+    trajectory: int
+    """The number that ``submit`` returned."""
+    request: Request
+    completion: Completion
+    """The whole trajectory so far, earlier turns included; its finish reason is that of this turn."""
+    num_drawn: int
+    """Tokens that the policy drew in this turn: the last ones of ``completion.token_ids``."""
+    room: int
+    """Tokens, given and drawn, that may still follow; 0 when the trajectory cannot be extended."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A token that has just been drawn, for who watches."""
+    """A token that has just been drawn."""
 
     prompt_index: int
-    """Which of the prompts given to ``generate``."""
+    """``Request.prompt_index``; in ``generate``, the index of the prompt."""
     sample: int
-    """Which of the prompt's completions, 0..G-1."""
+    """Which completion of the prompt, 0..G-1."""
     position: int
-    """Which token of the completion, from 0."""
+    """Index of the token in the completion."""
     token_id: int
     logp: float
     finish_reason: FinishReason | None
-    """Set on the completion's last token."""
+    """Set on the last token of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What someone outside wants to know of a call of ``generate`` while it runs. Changes no draw."""
+    """Callbacks of a running ``generate`` or ``stream``. They change no draw.
+
+    ``generate()`` is not reentrant; do not call it from a Watch callback. ``submit``, ``extend`` and ``release`` may be
+    called.
+    """
 
     on_token: Callable[[TokenEvent], None] | None = None
-    """Called for every token."""
+    """Called for each drawn token."""
     on_completion: Callable[[int, int, Completion], None] | None = None
-    """Called with prompt index, sample and completion as soon as a completion ends."""
+    """Called by ``generate`` with prompt index, sample and completion when a completion ends. Not called for
+    completions that were cancelled before their first token."""
     cancelled: Callable[[], bool] | None = None
-    """Asked before every decode step. True: what is unfinished ends there, with finish reason ``cancelled``."""
+    """Called before each decode step. If it returns True, every trajectory that is queued or being decoded ends with
+    finish reason ``cancelled``."""
 
 
 class Engine(Protocol):
-    """Draws completions from the current policy."""
+    """Samples trajectories from the current policy.
+
+    A trajectory is submitted, decoded, and handed back by ``stream`` when its turn ends. One whose request
+    ``continues`` is then parked: it waits, with what was computed for it, until ``extend`` gives it tokens to go on
+    after or ``release`` ends it. The same requests under the same weights give the same tokens, whatever else is
+    decoded at the same time (up to the rounding of matrix products of another shape).
+
+    Classes that inherit from this protocol get ``generate``.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    @property
+    def unfinished(self) -> int:
+        """Number of trajectories that are queued, being decoded or parked."""
+
+    def submit(self, requests: Sequence[Request]) -> list[int]:
+        """Queue trajectories; returns their numbers. Requests of one prompt that follow each other share its prefill.
+
+        Raises:
+            DataError: a prompt is empty, has unknown token ids, or exceeds the model's context with its completion.
+            ConfigError: a grammar does not compile, or a forced token is unknown.
+        """
+
+    def stream(self, watch: Watch | None = None) -> Generator[Turn]:
+        """Decode, and yield each turn when it ends.
+
+        Ends when nothing is left to decode: every trajectory has ended, is parked, or waits for memory that parked ones
+        hold. Call it again after ``extend``, ``release`` or ``submit``; they may also be called while it is suspended.
+        """
+
+    def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
+        """Continue a parked trajectory after given tokens, which are not drawn and get no log-probabilities.
+
+        End tokens and stop strings in given tokens have no effect.
+
+        Args:
+            trajectory: its number.
+            token_ids: what follows the tokens so far.
+            rewrite: ``token_ids`` replace all tokens so far instead. The trajectory continues in a new segment, which
+                follows the prompt.
+
+        Raises:
+            ConfigError: the trajectory is not parked.
+            DataError: no room is left for a drawn token, a token id is unknown, or a rewrite gives no tokens.
+        """
+
+    def release(self, trajectory: int) -> None:
+        """End a parked trajectory and free what was kept for it. No effect on one that is not parked."""
+
+    def reset(self) -> None:
+        """Drop all trajectories."""
+
+    def update_weights(self, version: int) -> None:
+        """Sample with the trainer's present weights from now on, and report them as ``version``.
+
+        Raises:
+            ConfigError: trajectories are unfinished; what was computed for them belongs to the previous weights.
+        """
+
+    def sleep(self) -> None:
+        """Free memory between rollouts, as far as the engine can. Raises ``ConfigError`` if trajectories are
+        unfinished."""
+
+    def wake(self) -> None:
+        """Undo ``sleep``."""
+
+    def close(self) -> None:
+        """Drop all trajectories and free everything that the engine holds. Idempotent."""
 
     def generate(
         self,
@@ -173,16 +218,49 @@ class Engine(Protocol):
         key: RNGKey,
         watch: Watch | None = None,
     ) -> list[Group]:
-        """``num_generations`` completions of each prompt, in the prompts' order.
-
-        The same prompts, settings and key under the same weights give the same completions, whatever else is decoded
-        beside them (up to the rounding of a differently shaped matrix product).
+        """``num_generations`` completions of one turn for each prompt, in the order of the prompts.
 
         Args:
             prompts: what to complete.
             num_generations: completions per prompt.
-            sampling: one for all, or one per prompt.
+            sampling: one for all prompts, or one per prompt.
             key: of the random numbers.
-            watch: who wants to be told while it runs.
+            watch: callbacks.
+
+        Raises:
+            DataError, ConfigError: see ``submit``; or the engine has unfinished trajectories.
         """
-        ...
+        if num_generations < 1:
+            raise ConfigError(f"num_generations must be at least 1, got {num_generations}")
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(samplings) != len(prompts):
+            raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts: give one, or one each")
+        if self.unfinished:
+            raise ConfigError(
+                f"this engine is sampling already ({self.unfinished} unfinished trajectories): generate() is not "
+                "reentrant; do not call it from a Watch callback, or use a second engine"
+            )
+        on_completion = watch.on_completion if watch else None
+        completions: list[list[Completion | None]] = [[None] * num_generations for _ in prompts]
+        try:
+            self.submit(
+                [
+                    Request(prompt, sample, one, key, prompt_index=index)
+                    for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
+                    for sample in range(num_generations)
+                ]
+            )
+            with closing(self.stream(watch)) as turns:
+                for turn in turns:
+                    index, sample = turn.request.prompt_index, turn.request.sample
+                    completions[index][sample] = turn.completion
+                    never_begun = turn.completion.finish_reason is FinishReason.CANCELLED and not turn.num_drawn
+                    if on_completion and not never_begun:
+                        on_completion(index, sample, turn.completion)
+        except BaseException:
+            self.reset()
+            raise
+        return [
+            Group(prompt, tuple(one for one in done if one is not None))
+            for prompt, done in zip(prompts, completions, strict=True)
+        ]

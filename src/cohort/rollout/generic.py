@@ -1,8 +1,8 @@
-"""Sampling through transformers' own forward pass, for models that the lean path does not know.
+"""Sampling through transformers' own forward pass, for models that the lean path does not support.
 
-Three ways, from the best to the one that always works: rows join and leave a running batch (models whose cache is
-attention alone), a batch runs until its last row ends (any other cache), everything is computed anew at each token (no
-cache that could be used).
+Three backends, from the best to the one that always works: rows join and leave a running batch (caches of keys and
+values alone), a batch runs until its last row ends (any other cache), each token computes the whole text again (no
+usable cache). None of them parks rows: the scheduler prefills the history of a continued trajectory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy import Policy
-from cohort.rollout.backend import PREFILL_TOKENS, Capacity, order_after_removal
+from cohort.rollout.backend import PREFILL_TOKENS, Backend
+from cohort.rollout.capacity import order_after_removal
 
 
 @torch.no_grad()
 def cache_kind(policy: Policy) -> Literal["attention", "windowed", "recurrent"] | None:
-    """What a model's cache holds: keys and values of all tokens; of a window of them in some layers; states that one
-    token after the other changes. None: it gives no cache that its next call takes."""
+    """What a model's cache holds: keys and values of all tokens; of a window of them in some layers; recurrent states.
+    None: the model returns no cache that its next call accepts."""
     if "past_key_values" not in policy.forward_arguments:
         return None
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -37,8 +38,8 @@ def cache_kind(policy: Policy) -> Literal["attention", "windowed", "recurrent"] 
     return "windowed" if kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
 
 
-class _WithCache:
-    """What the two ways with a cache share: a left-padded batch of rows."""
+class _CachedBackend(Backend):
+    """Base of the two backends with a cache: a left-padded batch of rows."""
 
     mixed_lengths = True
     token_multiple = 1
@@ -50,17 +51,14 @@ class _WithCache:
 
     @property
     def token_bytes(self) -> int:
-        """An estimate from the model's settings: attention in every layer."""
+        """See ``Backend``. An estimate from the model's settings: attention in every layer."""
         config = self.policy.model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
         if not isinstance(heads, int) or not layers or not hidden:
-            return 0  # no budget can be worked out: max_batch_size alone decides
+            return 0  # unknown: max_batch_size alone limits the batch
         width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
         return int(layers * 2 * heads * width * self.policy.precision.compute.itemsize)
-
-    def begin(self, capacity: Capacity) -> None:
-        """See ``Backend``. transformers' cache grows as it needs to."""
 
     def end(self) -> None:
         """See ``Backend``."""
@@ -98,16 +96,16 @@ class _WithCache:
     def _select(self, rows: Sequence[int]) -> None:
         index = torch.tensor(rows, dtype=torch.long, device=self._mask.device)
         self._mask = self._mask[index]
-        # Taking rows by index is what every kind of cache layer can do: attention, sliding window, recurrent.
+        # Every kind of cache layer can select rows: attention, sliding window, recurrent.
         self._cache.reorder_cache(index)
 
 
-class TurnsBackend(_WithCache):
-    """Any cache of transformers: prompts shared by their groups, a turn ends with its last row.
+class StaticBackend(_CachedBackend):
+    """Any cache of transformers. New rows start when the last row of the batch has ended.
 
     Args:
-        policy: whose model is used.
-        mixed_lengths: whether prompts of different length share a turn; padding would enter a recurrent state.
+        policy: its model is used.
+        mixed_lengths: whether prompts of different length share a batch. Padding would enter a recurrent state.
     """
 
     refills = False
@@ -115,17 +113,17 @@ class TurnsBackend(_WithCache):
     def __init__(self, policy: Policy, *, mixed_lengths: bool) -> None:
         super().__init__(policy)
         self.mixed_lengths = mixed_lengths
-        self.description = "transformers' cache, in turns: a turn's rows wait for its last" + (
-            "" if mixed_lengths else "; only prompts of equal length share one"
+        self.description = "transformers' cache, static batches: rows wait for the last of their batch" + (
+            "" if mixed_lengths else ", in which all prompts have one length"
         )
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """See ``Backend``. Once per turn."""
+        """See ``Backend``. Called once per batch."""
         logits, self._cache, self._mask = self._prefill(prompts)
         return logits
 
     def add_rows(self, prompts: Sequence[int]) -> None:
-        """See ``Backend``. Once per turn."""
+        """See ``Backend``. Called once per batch."""
         self._select(prompts)
 
     def remove_rows(self, rows: Sequence[int]) -> None:
@@ -133,24 +131,26 @@ class TurnsBackend(_WithCache):
         self._select(order_after_removal(rows, len(self._mask)))
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
-        """See ``Backend``. The rows hold copies of what they need."""
+        """See ``Backend``. Rows have copies of their prompt's keys and values."""
 
 
-class RefillBackend(_WithCache):
-    """A cache of keys and values alone: rows join the running batch, padded on the left to its length."""
+class RefillBackend(_CachedBackend):
+    """A cache of keys and values alone. Rows join the running batch, padded on the left to its length."""
 
     refills = True
     description = "transformers' cache, rows refilled"
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self._held: list[list[tuple[Tensor, Tensor]]] = []  # per prompt and layer: keys and values, [heads, tokens, D]
-        self._template: Any = None  # a cache whose layers the rows' keys and values are put into
+        self._prompts: list[
+            list[tuple[Tensor, Tensor]]
+        ] = []  # per prompt and layer: keys and values, [heads, tokens, D]
+        self._template: Any = None  # a cache whose layers receive the rows' keys and values
 
     def end(self) -> None:
         """See ``Backend``."""
         super().end()
-        self._held, self._template = [], None
+        self._prompts, self._template = [], None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""
@@ -162,7 +162,7 @@ class RefillBackend(_WithCache):
             logits.append(part_logits)
             for row, prompt in enumerate(part):
                 pad = mask.shape[1] - len(prompt)
-                self._held.append(
+                self._prompts.append(
                     [(layer.keys[row, :, pad:].clone(), layer.values[row, :, pad:].clone()) for layer in cache.layers]
                 )
             self._template = cache
@@ -170,14 +170,14 @@ class RefillBackend(_WithCache):
 
     def add_rows(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
-        lengths = [self._held[prompt][0][0].shape[1] for prompt in prompts]
+        lengths = [self._prompts[prompt][0][0].shape[1] for prompt in prompts]
         old_rows, old_length = (len(self._mask), self._mask.shape[1]) if self._cache is not None else (0, 0)
         length = max(old_length, *lengths)
         mask = torch.zeros(old_rows + len(prompts), length, dtype=torch.long, device=self.policy.device)
         if old_rows:
             mask[:old_rows, length - old_length :] = self._mask
-        for row, own in enumerate(lengths, old_rows):
-            mask[row, length - own :] = 1
+        for row, tokens in enumerate(lengths, old_rows):
+            mask[row, length - tokens :] = 1
         if self._cache is None:
             self._cache = self._template
         for number, layer in enumerate(self._cache.layers):
@@ -187,7 +187,7 @@ class RefillBackend(_WithCache):
                 if old_rows:
                     joined[:old_rows, :, length - old_length :] = old
                 for row, prompt in enumerate(prompts, old_rows):
-                    joined[row, :, length - lengths[row - old_rows] :] = self._held[prompt][number][kind]
+                    joined[row, :, length - lengths[row - old_rows] :] = self._prompts[prompt][number][kind]
                 setattr(layer, name, joined)
         self._mask = mask
 
@@ -206,25 +206,21 @@ class RefillBackend(_WithCache):
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._held = [self._held[place] for place in order_after_removal(prompts, len(self._held))]
+        self._prompts = [self._prompts[index] for index in order_after_removal(prompts, len(self._prompts))]
 
 
-class RecomputeBackend:
-    """No cache: every token costs a forward pass over all before it. Right for any causal model, and slow."""
+class RecomputeBackend(Backend):
+    """No cache: each token costs a forward pass over the whole text. Correct for any causal model, and slow."""
 
     refills = True
     mixed_lengths = True
     token_multiple = 1
-    description = "without a cache: every token computes the whole text anew, which is slow"
-    token_bytes = 0
+    description = "without a cache: every token computes the whole text again, which is slow"
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._prompts: list[list[int]] = []
         self._rows: list[list[int]] = []
-
-    def begin(self, capacity: Capacity) -> None:
-        """See ``Backend``."""
 
     def end(self) -> None:
         """See ``Backend``."""
@@ -241,11 +237,11 @@ class RecomputeBackend:
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._rows = [self._rows[place] for place in order_after_removal(rows, len(self._rows))]
+        self._rows = [self._rows[index] for index in order_after_removal(rows, len(self._rows))]
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
-        self._prompts = [self._prompts[place] for place in order_after_removal(prompts, len(self._prompts))]
+        self._prompts = [self._prompts[index] for index in order_after_removal(prompts, len(self._prompts))]
 
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
@@ -259,12 +255,12 @@ class RecomputeBackend:
         return torch.cat(parts)
 
     def _part_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        # Padded on the right: under causal attention, and in a recurrence, no real token sees what follows it.
+        # Padded on the right: neither causal attention nor a recurrence sees later tokens.
         longest, shortest = max(map(len, texts)), min(map(len, texts))
         device = self.policy.device
         input_ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
         with self.policy.compute():
             output = self.policy.logits(input_ids, keep=longest - shortest + 1, use_cache=False)
-        places = torch.tensor([len(text) - shortest for text in texts], device=device)
-        logits: Tensor = output.logits[torch.arange(len(texts), device=device), places]
+        last = torch.tensor([len(text) - shortest for text in texts], device=device)
+        logits: Tensor = output.logits[torch.arange(len(texts), device=device), last]
         return logits.to(self.policy.precision.master)

@@ -1,5 +1,6 @@
-"""Constrained sampling: which tokens may come next, so that a completion's text matches a regular expression or a JSON
-schema. The automaton is llguidance's; here are its tokens, its errors, its masks as boolean rows and a cache.
+"""Constrained sampling: the tokens that may come next so that a text matches a regular expression or a JSON schema.
+
+llguidance has the automaton; this module gives it the tokenizer's tokens, and has errors, boolean masks and a cache.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ import torch
 from numpy.typing import NDArray
 
 from cohort.errors import ConfigError, ModelError
-from cohort.rollout.engine import Sampling
+from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
-"""Without it a forced text is allowed in one tokenization only; the mask would not follow from the text alone."""
+"""Without this option a forced text is allowed in one tokenization only, and the mask would depend on more than the
+text."""
 
 _SLICES = [
     r'[^"\\<\x00-\x1F\x7F]{1,10}',
     r'[^"\\<\x00-\x1F\x7F]{1,30}',
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-"""Sets of tokens that are allowed or forbidden as one where a grammar permits. Like the library's own, but for "<": the
-inside of a tag, ``[^<]{1,4000}``, is then some 30 times as fast. They change no mask."""
+"""Sets of tokens that the library handles as one. Unlike the library's default they exclude "<", which makes the inside
+of a tag, ``[^<]{1,4000}``, about 30 times as fast. They change no mask."""
 
 _MAX_CACHED = 256
-"""Grammars kept per tokenizer: some more than the distinct constraints of one rollout."""
+"""Maximum number of cached grammars per tokenizer."""
 
 
 class Grammar:
@@ -41,22 +43,22 @@ class Grammar:
 
     The text as a whole matches, as with ``re.fullmatch``. An end token is allowed exactly where the text is complete;
     no other special token ever is, and no token without text. Any way to cut an allowed text into tokens is allowed.
-    What a token is worth is judged by its bytes, so a character may be spread over several.
+    Tokens are matched by their bytes, so a character may be spread over several tokens.
 
-    Regular expressions are Rust's: as Python's, but without look-around, back-references and ``\\b``; ``^`` and ``$``
-    stand at the ends only; a quantifier's ``?`` or ``+`` after it says nothing; ``\\d`` and ``\\w`` are Unicode's, of a
-    version that may be newer than Python's. JSON has the keys in the schema's order and may have whitespace between its
-    parts; ``"x-guidance": {"whitespace_flexible": false}`` in the schema forbids it. Schema keywords that cannot be
-    enforced are errors.
+    Regular expressions have Rust's syntax, which is Python's without look-around, back-references and ``\\b``. ``^``
+    and ``$`` are allowed at the ends only; ``?`` or ``+`` after a quantifier has no effect; ``\\d`` and ``\\w`` follow
+    Unicode, perhaps in a newer version than Python's. JSON keys have the order of the schema. Whitespace between the
+    parts of JSON is allowed; ``"x-guidance": {"whitespace_flexible": false}`` in the schema forbids it. Schema keywords
+    that cannot be enforced are errors.
 
-    A vocabulary that has not every byte as a token (word lists, small test vocabularies) cannot spell every text: then
-    a regular expression is cut down to what can be spelled, as long as every token is whole characters. A JSON schema
-    is not, and ``Matcher.fill`` raises where it can get no further.
+    A vocabulary without a token for every byte (word lists, small test vocabularies) cannot spell every text. If its
+    tokens are whole characters, a regular expression is restricted to texts that can be spelled. A JSON schema is not;
+    ``Matcher.fill`` raises at a dead end.
     """
 
     def __init__(self, name: str, tokens: LLTokenizer, start: LLMatcher) -> None:
         self.name = name
-        """``regex '...'`` or ``json_schema '...'``, for messages."""
+        """``regex '...'`` or ``json_schema '...'``, for error messages."""
         self.end_token_ids = frozenset(tokens.eos_tokens)
         self.vocab_size = tokens.vocab_size
         self._tokens = tokens
@@ -64,13 +66,14 @@ class Grammar:
 
     @classmethod
     def of(cls, tokenizer: Any, sampling: Sampling, end_token_ids: Collection[int], vocab_size: int) -> Grammar:
-        """The grammar of ``sampling.regex`` or ``sampling.json_schema``; made once per tokenizer, ends and constraint.
+        """The grammar of ``sampling.regex`` or ``sampling.json_schema``, cached by tokenizer, end tokens and
+        constraint.
 
         Args:
-            tokenizer: a fast tokenizer of transformers. Held weakly.
-            sampling: which regular expression or schema.
+            tokenizer: a fast tokenizer of transformers; only a weak reference is kept.
+            sampling: has the regular expression or schema.
             end_token_ids: tokens that end a completion.
-            vocab_size: V, how many logits the model gives; ids that the tokenizer has not are never allowed.
+            vocab_size: V, the number of logits. Ids that the tokenizer lacks are never allowed.
 
         Raises:
             ConfigError: llguidance is not installed; the regular expression or schema cannot be compiled, or matches no
@@ -96,27 +99,27 @@ class Grammar:
         return vocabulary.grammars[key]
 
     def matcher(self) -> Matcher:
-        """A new completion's, before its first token."""
+        """The state of a new text, before its first token."""
         return Matcher(self, self._start.deep_copy())
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What tokens spell, for messages."""
+        """The text of tokens, for error messages."""
         return self._tokens.decode_str([token for token in token_ids if 0 <= token < self.vocab_size])
 
 
 class Matcher:
-    """How far one completion is in its grammar."""
+    """The state of one text in its grammar."""
 
     def __init__(self, grammar: Grammar, state: LLMatcher) -> None:
         self.grammar = grammar
         self._state = state
-        self._taken: list[int] = []
+        self._consumed: list[int] = []
         self._ended = False
         self._bits: NDArray[np.uint8] | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but an end token may follow; also true once one has been taken.
+        """Whether nothing but an end token may follow; also true after an end token.
 
         Raises:
             ConfigError: as ``fill``.
@@ -140,43 +143,43 @@ class Matcher:
         mask_V.numpy().view(np.uint8)[:] = np.unpackbits(self._next(), count=size, bitorder="little")
 
     def _next(self) -> NDArray[np.uint8]:
-        """The mask as the library packs it, a bit per token."""
+        """The library's mask, one bit per token."""
         if self._bits is None:
             self._bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-        # The library lets the text end where it cannot go on, though it is not complete.
+        # At a dead end the library allows the end, though the text is not complete.
         if self._state.is_error():
             raise ConfigError(
-                f"{self.grammar.name} allows no token after {self.grammar.text(self._taken)[-80:]!r}: the tokenizer "
+                f"{self.grammar.name} allows no token after {self.grammar.text(self._consumed)[-80:]!r}: the tokenizer "
                 f"cannot spell what must follow, or it is too complex ({_one_line(self._state.get_error())}); "
                 "use a simpler one"
             )
         return self._bits
 
-    def take(self, token_id: int) -> None:
-        """Go on by one token; an end token finishes.
+    def consume(self, token_id: int) -> None:
+        """Append a token. An end token completes the text.
 
         Raises:
-            ConfigError: the token may not come next. Never for a token drawn from the mask, so it was forced.
+            ConfigError: the token is not allowed. Never raised for a token drawn under the mask.
         """
         in_range = 0 <= token_id < self.grammar.vocab_size
         if self._ended or not in_range or not self._state.consume_token(token_id):
-            after = f"after {self.grammar.text(self._taken)[-80:]!r}" if self._taken else "as the first token"
+            after = f"after {self.grammar.text(self._consumed)[-80:]!r}" if self._consumed else "as the first token"
             raise ConfigError(
                 f"{self.grammar.name} does not allow token {token_id} ({self.grammar.text([token_id])!r}) {after}: "
                 "set forced_ids that begin a text it matches"
             )
-        self._taken.append(token_id)
+        self._consumed.append(token_id)
         self._bits = None
         self._ended = token_id in self.grammar.end_token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """A tokenizer's tokens as the library wants them, and the grammars made over them."""
+    """A tokenizer's tokens in the library's form, and the grammars compiled over them."""
 
     tokens: LLTokenizer
     spellable: str | None
-    """A regular expression of the texts that the tokens can spell. None: all texts, or it cannot be said."""
+    """A regular expression of the texts that the tokens can spell. None: all texts, or no simple expression exists."""
     grammars: dict[tuple[str, str | None], Grammar]
 
 
@@ -184,7 +187,7 @@ _VOCABULARIES: WeakKeyDictionary[Any, dict[tuple[object, ...], _Vocabulary]] = W
 
 
 def _vocabulary(tokenizer: Any, ends: tuple[int, ...], vocab_size: int) -> _Vocabulary:
-    """Made once per tokenizer: half a second for 152,000 tokens."""
+    """Cached per tokenizer: half a second for 152,000 tokens."""
     backend = _backend(tokenizer)
     of_tokenizer = _VOCABULARIES.setdefault(tokenizer, {})
     key = (ends, vocab_size, backend.get_vocab_size(with_added_tokens=True))  # tokens may have been added since
@@ -211,7 +214,7 @@ def _library_tokens(bytes_V: list[bytes], special: Collection[int], ends: tuple[
         special_token_ids = sorted(token for token in special if token < len(bytes_V))
 
         def __call__(self, _: bytes) -> list[int]:
-            return []  # only asked for forced texts, which are off
+            return []  # called for forced texts only, which are off
 
     return LLTokenizer(TokenizerWrapper(Tokens()), n_vocab=len(bytes_V), eos_token=list(ends), slices=_SLICES)
 
@@ -234,7 +237,7 @@ def _compile(kind: str, spec: str, vocabulary: _Vocabulary) -> Grammar:
 def _regex_source(regex: str, spellable: str | None) -> str:
     from llguidance import regex_to_lark
 
-    # The library would leave it out.
+    # The library would drop the escape.
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise ConfigError(f"regex {regex!r} cannot be compiled: it ends in an escape without a character; write \\\\")
     within = f" & /{spellable}/" if spellable else ""
@@ -251,13 +254,13 @@ def _json_source(schema: str) -> str:
 
 def _spellable(tokens: Iterable[bytes]) -> str | None:
     tokens = set(tokens)
-    never = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no UTF-8 text has
+    never = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no UTF-8 text contains
     if tokens >= {bytes([byte]) for byte in range(256) if byte not in never}:
         return None
     try:
         texts = {token.decode() for token in tokens}
     except UnicodeDecodeError:
-        return None  # parts of characters: what they spell together is no simple expression
+        return None  # incomplete characters: no simple expression describes what they spell
     letters = {text for text in texts if len(text) == 1}
     words = sorted(text for text in texts if not set(text) <= letters)
     spelled = ["".join(rf"\x{{{ord(letter):X}}}" for letter in word) for word in words]
@@ -266,7 +269,7 @@ def _spellable(tokens: Iterable[bytes]) -> str | None:
 
 
 def _one_line(error: str) -> str:
-    """The library's message without its extract of the source and its dump of the state."""
+    """The library's message without the excerpt of the source and the dump of the state."""
     lines = re.split(r"\n<state>|\n +\d+ \|", error, maxsplit=1)[0].splitlines()
     told = " ".join(line.strip() for line in lines if not line.startswith(" "))
     return re.sub(r"^at \d+\(\d+\): ", "", told)[:300] or "no reason given"
@@ -286,7 +289,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that ``decode(..., skip_special_tokens=True)`` leaves out.
+    """Tokens that ``decode(..., skip_special_tokens=True)`` skips.
 
     Raises:
         ModelError: the tokenizer is not a fast one.
@@ -296,10 +299,10 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
-    """What each id stands for inside a text, special tokens as their names; empty for an id that is not a token.
+    """The bytes of each token inside a text; a special token's name; empty for an id without a token.
 
-    For decoders that join the bytes of tokens: byte-level (GPT-2, Qwen, Llama 3), byte fallback (Llama 2, Gemma),
-    metaspace, and plain text (fuse). A decoder that strips a space from the start of a text does so after this.
+    Supports decoders that join the bytes of tokens: byte-level (GPT-2, Qwen, Llama 3), byte fallback (Llama 2, Gemma),
+    metaspace, and plain text (fuse). The stripping of a space at the start of a text is not included.
 
     Raises:
         ModelError: the tokenizer is not a fast one, or has another decoder.
@@ -335,7 +338,7 @@ def _bytes_of(token: str, letters: dict[str, int], spaces: list[tuple[str, str]]
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 for itself, the others from U+0100 on, in order."""
+    """GPT-2's letters for bytes: a printable Latin-1 character for itself, the other bytes from U+0100 on, in order."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}

@@ -1,16 +1,17 @@
-"""The lean path: a Llama-like model's forward pass for sampling, over the trainer's own weights.
+"""The lean path: the forward pass of a Llama-like model for sampling, over the trainer's own weights.
 
-A prompt goes through the model once; its keys and values are stored once for its group. A decode step computes scores
-in two parts, takes one softmax over both, and adds up the two parts of the output:
+Each prompt is read once; its keys and values are stored once for its group. A decode step computes attention scores in
+two parts, takes one softmax over both, and adds the two parts of the output:
 
     own part      each row over its own tokens                         [rows x KV heads] products
-    prompt part   a group's rows together over their prompt's tokens   [prompts x KV heads] products
+    prompt part   the rows of a group together over their prompt       [prompts x KV heads] products
 
-Shapes are padded (rows to 8, tokens to 32) with what weighs nothing, so that on a CPU a row's numbers do not depend on
-how many others there are: see ``docs/rollout.md`` for what holds where.
+Shapes are padded (rows to 8, tokens to 32) with zero weights, so that on a CPU the numbers of a row do not depend on
+the
+number of rows: see ``docs/rollout.md``.
 
-Axis letters: S rows, R prompts held, Q query heads, K key-value heads, D a head's width, T tokens of a row, L tokens of
-a prompt, M most rows of one prompt.
+Axis letters: S rows, P prompts, A query heads, K key-value heads, D head dimension, T tokens of a row, X tokens of a
+prompt, M largest number of rows of one prompt, L tokens of a text that is read.
 """
 
 from __future__ import annotations
@@ -27,26 +28,32 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
 from cohort.policy.kernels import why_no_kernels
-from cohort.rollout.backend import PREFILL_TOKENS, Capacity
+from cohort.rollout.backend import PREFILL_TOKENS, Backend
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
+from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Decoder, Kernels, SlotCache
-from cohort.rollout.weights import LayerWeights, Weights
+from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 PREFILL_MULTIPLE = 64
-"""Tokens of a prefill are padded to a multiple of it: oneDNN keeps the code that it compiles for each shape."""
+"""Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
 
 
-class LeanBackend:
+Store = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Stores keys and values in a layer for a prompt or a row; returns those that its new tokens attend to."""
+
+
+class LeanBackend(Backend):
     """See the module.
 
     Args:
-        policy: whose weights are read, at each call of ``begin``.
+        policy: its weights are read at each call of ``begin``.
         anatomy: where they are in the model.
-        native_kernels: whether decode steps go through the kernels of ``rollout.native`` where there are such.
+        native_kernels: whether decode steps use the kernels of ``rollout.native`` if they are available.
     """
 
     refills = True
     mixed_lengths = True
+    keeps_rows = True
     token_multiple = TOKEN_MULTIPLE
 
     def __init__(self, policy: Policy, anatomy: Anatomy, *, native_kernels: bool = True) -> None:
@@ -54,10 +61,10 @@ class LeanBackend:
         self.anatomy = anatomy
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
-        self.weights = Weights(anatomy, compute)
+        self.weights = DecoderWeights(anatomy, compute)
         without = why_no_kernels(policy) if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
-        # On a CPU, torch's batched products of a few rows are as fast in float32 as in bfloat16, or faster.
+        # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
         if anatomy.gelu:
@@ -72,18 +79,18 @@ class LeanBackend:
 
     @property
     def is_native(self) -> bool:
-        """Whether decode steps go through the native kernels."""
+        """Whether decode steps use the native kernels."""
         return self._kernels is not None
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token, all layers."""
+        """See ``Backend``."""
         a = self.anatomy
         return len(a.layers) * 2 * a.num_key_value_heads * a.head_dim * self._cache_dtype.itemsize
 
     @property
     def cache(self) -> GroupCache | SlotCache:
-        """What is held between ``begin`` and ``end``."""
+        """Keys and values, between ``begin`` and ``end``."""
         assert self._cache is not None
         return self._cache
 
@@ -108,7 +115,7 @@ class LeanBackend:
             self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes)
 
     def _read_model(self) -> None:
-        """Parameters may have been exchanged since, and adapters switched on, off or to others."""
+        """Find the parameters again: they may have been replaced, and adapters switched."""
         try:
             anatomy = Anatomy.of(self.policy.model)
         except UnsupportedModel as unknown:
@@ -116,11 +123,15 @@ class LeanBackend:
                 f"the model was changed after the engine was made, which needs a new one: {unknown}"
             ) from None
         if anatomy.identity() != self.anatomy.identity():
-            self.anatomy, self.weights = anatomy, Weights(anatomy, self.weights.dtype)
+            self.anatomy, self.weights = anatomy, DecoderWeights(anatomy, self.weights.dtype)
 
     def end(self) -> None:
         """See ``Backend``."""
         self._cache = self._decoder = None
+
+    def sleep(self) -> None:
+        """See ``Backend``. Frees the copies of weights in compute precision."""
+        self.weights = DecoderWeights(self.anatomy, self.weights.dtype)
 
     @torch.inference_mode()
     def add_rows(self, prompts: Sequence[int]) -> None:
@@ -138,50 +149,91 @@ class LeanBackend:
         self.cache.remove_prompts(prompts)
 
     @torch.inference_mode()
+    def park(self, row: int) -> int:
+        """See ``Backend``."""
+        return self.cache.park(row)
+
+    @torch.inference_mode()
+    def resume(self, handles: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.resume(handles)
+
+    def release(self, handle: int) -> None:
+        """See ``Backend``."""
+        self.cache.release(handle)
+
+    @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``. Prompts are laid end to end, without padding between them."""
+        first = self.cache.add_prompts([len(prompt) for prompt in prompts])
+        indices = range(first, first + len(prompts))
+        return self._read_in_parts(prompts, [0] * len(prompts), indices, self._store_prompt)
+
+    @torch.inference_mode()
+    def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``."""
+        starts = [self.cache.position(row) for row in rows]
+        logits = self._read_in_parts(texts, starts, rows, self.cache.append)
+        self.cache.grow(rows, [len(text) for text in texts])
+        return logits
+
+    def _store_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> tuple[Tensor, Tensor]:
+        self.cache.write_prompt(layer, prompt, k_XKD, v_XKD)
+        return k_XKD, v_XKD
+
+    def _read_in_parts(
+        self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
+    ) -> Tensor:
         logits = []
         start = 0
-        while start < len(prompts):
-            stop, tokens = start + 1, len(prompts[start])
-            while stop < len(prompts) and tokens + len(prompts[stop]) <= PREFILL_TOKENS:
-                tokens += len(prompts[stop])
+        while start < len(texts):
+            stop, tokens = start + 1, len(texts[start])
+            while stop < len(texts) and tokens + len(texts[stop]) <= PREFILL_TOKENS:
+                tokens += len(texts[stop])
                 stop += 1
-            logits.append(self._prefill(prompts[start:stop]))
+            logits.append(self._read(texts[start:stop], starts[start:stop], indices[start:stop], store))
             start = stop
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        lengths = [len(prompt) for prompt in prompts]
-        first = self.cache.add_prompts(lengths)
-        flat = [token for prompt in prompts for token in prompt]
-        places = [place for length in lengths for place in range(length)]
+    def _read(
+        self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
+    ) -> Tensor:
+        """The logits after each text.
+
+        Args:
+            texts: token ids.
+            starts: position of the first token of each text.
+            indices: the prompt or row that each text belongs to.
+            store: stores keys and values; returns those that the text attends to, its own last.
+        """
+        lengths = [len(text) for text in texts]
+        flat = [token for text in texts for token in text]
+        positions = [start + n for start, length in zip(starts, lengths, strict=True) for n in range(length)]
         filler = [0] * (-len(flat) % PREFILL_MULTIPLE)
         device = self.policy.device
         x = self.anatomy.embedding(torch.tensor(flat + filler, device=device)).to(self._wide)
-        rotations = self._rotations(torch.tensor(places + filler, device=device))
+        rotations = self._rotations(torch.tensor(positions + filler, device=device))
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
             q, k, v = self._queries_keys_values(x, layer, weights, rotations)
             attended = torch.zeros_like(q)
             start = 0
-            for prompt, length in enumerate(lengths, first):
+            for index, length in zip(indices, lengths, strict=True):
                 span = slice(start, start + length)
                 start += length
-                self.cache.write_prompt(number, prompt, k[span], v[span])
-                attended[span] = self._attend_causally(q[span], k[span], v[span], layer)
+                attended[span] = self._attend_causally(q[span], *store(number, index, k[span], v[span]), layer)
             x = self._after_attention(x, attended, layer, weights)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
         return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
 
-    def _attend_causally(self, q_LQD: Tensor, k_LKD: Tensor, v_LKD: Tensor, layer: Layer) -> Tensor:
-        """A prompt over itself."""
-        length, cap = q_LQD.shape[0], self.anatomy.score_cap
-        q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LQD, k_LKD, v_LKD))
+    def _attend_causally(self, q_LAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: Layer) -> Tensor:
+        """Attention of a text over the tokens before it and itself: the last L of T tokens."""
+        length, total, cap = q_LAD.shape[0], k_TKD.shape[0], self.anatomy.score_cap
+        q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
         mask = None
-        if cap is not None or (layer.window is not None and length > layer.window):
-            place = torch.arange(length, device=q.device)
-            back = place[:, None] - place
+        if cap is not None or total > length or (layer.window is not None and length > layer.window):
+            positions = torch.arange(total, device=q.device)
+            back = positions[total - length :, None] - positions
             mask = (back >= 0) & (back < (layer.window or math.inf))
         if cap is None:
             out = functional.scaled_dot_product_attention(
@@ -213,10 +265,10 @@ class LeanBackend:
         return self._logits(self._norm(x, self.anatomy.norm))[:count]
 
     def _attend_in_two_parts(
-        self, q_SQD: Tensor, cache: GroupCache, number: int, layer: Layer, layout: Layout
+        self, q_SAD: Tensor, cache: GroupCache, number: int, layer: Layer, layout: Layout
     ) -> Tensor:
         cap, scaling = self.anatomy.score_cap, self.anatomy.scaling
-        q = q_SQD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SQD.shape[-1])
+        q = q_SAD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SAD.shape[-1])
         own_k, own_v = cache.own(number, layout)
         own = _scores(q, own_k, scaling, cap, layout.own_mask(layer.window))
         prompt_k, prompt_v = cache.prompts(number, layout)
@@ -224,7 +276,7 @@ class LeanBackend:
         weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
         own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
         of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
-        return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SQD)
+        return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
 
     def _queries_keys_values(
         self, x: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
@@ -262,7 +314,7 @@ class LeanBackend:
         return functional.rms_norm(x, (x.shape[-1],), self.weights.factor(norm), norm.eps)
 
     def _logits(self, normed_SH: Tensor) -> Tensor:
-        """float32, or float64 for a float64 policy."""
+        """Logits in float32, or in float64 for a float64 policy."""
         logits_SV = self.weights.head(normed_SH)
         return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
 
@@ -283,7 +335,7 @@ def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tenso
         q, k: ``[B, m, D]`` and ``[B, t, D]``.
         scaling: multiplies them.
         cap: bounds them softly; see ``soft_cap``.
-        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: all is seen.
+        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: no mask.
     """
     if cap is None and mask is not None and q.dtype == mask.dtype:
         return torch.baddbmm(mask, q, k.mT, alpha=scaling)
@@ -292,7 +344,7 @@ def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tenso
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product, float32 or better: half-precision inputs give up none of their sums' bits."""
+    """Batched product, in float32 or better: sums of half-precision inputs are not rounded to half precision."""
     if a.dtype in {torch.bfloat16, torch.float16}:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a, b)

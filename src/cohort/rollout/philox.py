@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a draw is a function of its key, not of how many draws came before it.
+"""Counter-based random numbers: a number is a function of its key, not of how many were drawn before.
 
 Philox4x32-10 turns a 64-bit key and a 128-bit counter into 128 random bits. Cohort's key is (seed, purpose) and its
-counter is (step, prompt, sample, position), so the number that decides a token does not depend on which other
-completions are in the batch, in which order they are decoded, or how many were drawn before.
+counter is (step, prompt, sample, position). The number that decides a token does not depend on which other completions
+are in the batch or on the order in which they are decoded.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Tested against the authors'
 published vectors.
@@ -46,7 +46,7 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int])
 
 
 class Purpose(IntEnum):
-    """What draws are for; each has numbers of its own."""
+    """What draws are for. Different purposes have different numbers."""
 
     TRAIN = 0
     EVAL = 1
@@ -54,7 +54,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RNGKey:
-    """The random numbers of one call of an engine: those of a step of a run."""
+    """Key of the random numbers of one call of an engine: those of a step of a run."""
 
     seed: int
     step: int
@@ -65,9 +65,9 @@ class RNGKey:
 
         Args:
             prompts_S: ``Prompt.uid`` of each completion.
-            samples_S: which of its prompt's completions it is, 0..G-1.
+            samples_S: which completion of its prompt it is, 0..G-1.
             start: the first position; one for all, or one per completion.
-            count: how many positions.
+            count: number of positions.
 
         >>> one = np.ones(1, np.uint64)
         >>> whole = RNGKey(7, 0).uniforms(one, one, 0, 4)
@@ -79,6 +79,6 @@ class RNGKey:
         step = np.full((1, 1), self.step, np.uint64)
         counter = (step, prompts_S[:, None] & _LOW, samples_S[:, None], positions)
         high, low, _, _ = philox4x32(counter, (self.seed, int(self.purpose)))
-        # 53 bits: the 27 highest of one word and the 26 highest of another, as doubles hold no more.
+        # 53 bits, the precision of a double: the 27 highest of one word and the 26 highest of another.
         bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
         return bits.astype(np.float64) * 2.0**-53

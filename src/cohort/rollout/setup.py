@@ -6,8 +6,8 @@ from typing import Any
 
 from cohort.config import RolloutConfig
 from cohort.policy import Policy, end_token_ids
-from cohort.rollout.engine import Sampling
 from cohort.rollout.local import LocalEngine
+from cohort.rollout.settings import Sampling
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:

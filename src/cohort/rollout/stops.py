@@ -1,4 +1,4 @@
-"""When a completion's text has come to contain a stop string."""
+"""Detection of stop strings."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer shows for bytes that are no whole character yet."""
+"""What tokenizers decode an incomplete character to."""
 
 
 class StopStrings:
     """Looks for stop strings in the newest text of a completion.
 
     Args:
-        tokenizer: decodes. Special tokens count as their text: they may be stops.
-        stops: none of them empty.
+        tokenizer: decodes. Special tokens are decoded to their text, so they can be stop strings.
+        stops: the strings, none of them empty.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        # A token spells at least one byte, so a stop of n bytes stands in the last n tokens; a few more, as the first
-        # tokens of a text may lose a space or be part of a character.
+        # A token has at least one byte, so a stop string of n bytes is in the last n tokens. A few more are decoded,
+        # because the first tokens of a text may lose a space or be part of a character.
         self.tail = max((len(stop.encode()) for stop in stops), default=0) + 4
-        """How many of the newest tokens are looked at."""
+        """Number of newest tokens that are decoded."""
         self._may_end: dict[int, bool] = {}
 
     def found(self, token_ids: Sequence[int]) -> bool:
@@ -32,14 +32,14 @@ class StopStrings:
             return False
         before, text = self._decode(token_ids[-self.tail : -1]), self._decode(token_ids[-self.tail :])
         same = next((n for n, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
-        # What stood there before is no news: it was let pass, as the completion was too short to end.
+        # A stop string in the text before was ignored then, because the completion was too short to end.
         return any(text.find(stop, max(0, same - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _can_complete(self, token: int) -> bool:
-        """Whether the token may bring a stop's last character. Most cannot, and spare the completion's decoding."""
+        """Whether the token may contain the last character of a stop string. Most cannot, which saves decoding."""
         if token not in self._may_end:
             text = self._decode([token])
-            # Decoded alone, a token can lose a space at its front, and bytes of a character are not the character.
+            # A token decoded alone can lose a leading space, and may be an incomplete character.
             last = {stop[-1] for stop in self._stops}
             unclear = not text or REPLACEMENT in text or any(character.isspace() for character in last)
             self._may_end[token] = unclear or any(character in text for character in last)

@@ -1,7 +1,7 @@
-"""A model's weights as the sampler multiplies with them: in compute precision, made once per update.
+"""A model's weights for the sampler's matrix products, in compute precision.
 
-Where the compute dtype is the weights' own, these are the trainer's parameters themselves. Where it is another
-(bfloat16 over float32), one copy in that dtype is kept, with what shares an input side by side in one matrix.
+If that is the dtype of the weights, these are the trainer's parameters themselves. If not (bfloat16 over float32), one
+copy in compute precision is made per update; matrices that share an input lie side by side in it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import functional
 from cohort.policy.anatomy import Anatomy, Linear, Norm
 
 PACKED_ROWS = 64
-"""How many rows packed matrices are laid out for. Others may come; the layout suits them too."""
+"""Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
 
 
 class Product:
     """One or more linears over the same input: ``y_i = x W_i^T + b_i``, adapters included.
 
     Args:
-        linears: what is multiplied with.
-        dtype: what is computed in; the output's dtype.
+        linears: the layers.
+        dtype: of computation and output.
     """
 
     def __init__(self, linears: Sequence[Linear], dtype: torch.dtype) -> None:
@@ -39,13 +39,13 @@ class Product:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the weights as they are now."""
+        """Read the present weights."""
         weights: list[Tensor] = [linear.weight.detach() for linear in self._linears]
         biases = [None if linear.bias is None else linear.bias.detach() for linear in self._linears]
         if self._casts:
             if not self._weights:
                 self._weights = [weights[0].new_empty(sum(self._widths), weights[0].shape[1], dtype=self._dtype)]
-            # One linear at a time: no second matrix in the weights' own precision is made on the way.
+            # One linear at a time, which avoids a temporary matrix in the precision of the weights.
             for part, weight in zip(self._weights[0].split(self._widths), weights, strict=True):
                 part.copy_(weight)
             self._biases = [_side_by_side(biases, weights, self._dtype)]
@@ -75,18 +75,18 @@ class Product:
         return parts
 
     def _split(self, both: Tensor) -> Sequence[Tensor]:
-        # Called a hundred times in a decode step: what does nothing is left out, and torch's wrapper is gone round.
+        # Called a hundred times per decode step, so it bypasses torch's wrapper.
         return both.split_with_sizes(self._widths, -1) if len(self._widths) > 1 else (both,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``parts`` of a single linear."""
+        """The output of a single linear."""
         (y,) = self.parts(x)
         return y
 
 
 def _packed(weight: Tensor) -> Tensor | None:
-    """A bfloat16 matrix on a CPU in oneDNN's own layout, which its products would otherwise rearrange it to each time;
-    None where there is no such layout. The products are the same, bit for bit."""
+    """A bfloat16 matrix on a CPU in oneDNN's own layout, which saves rearranging it in each product. None if oneDNN has
+    no such layout. Products are bit-equal."""
     usable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
     if not usable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return None
@@ -103,7 +103,7 @@ def _side_by_side(biases: Sequence[Tensor | None], weights: Sequence[Tensor], dt
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer's products."""
+    """The products of a layer."""
 
     qkv: Product
     output: Product
@@ -111,12 +111,12 @@ class LayerWeights:
     down: Product
 
 
-class Weights:
-    """All products and norm factors of a model.
+class DecoderWeights:
+    """The products and norm factors of a model.
 
     Args:
         anatomy: the model.
-        dtype: what products are computed in.
+        dtype: of the products.
     """
 
     def __init__(self, anatomy: Anatomy, dtype: torch.dtype) -> None:
@@ -133,15 +133,14 @@ class Weights:
         ]
         self.head = Product([anatomy.head], dtype)
         self.refreshed = 0
-        """How often the weights were taken: once per update that changed them."""
+        """How often the weights were read: once per update that changed them."""
         self._factors: dict[int, Tensor] = {}
         self._stamp: tuple[object, ...] = ()
         self._read = anatomy.parameters()
 
     def refresh(self, version: int) -> None:
-        """Take the weights anew if they have changed: ``version`` counts updates; torch counts changes in place and
-        the address tells of exchanged storage. (A write through ``.data`` changes neither: raise the version then.)
-        """
+        """Read the weights again if they have changed. ``version`` counts updates, torch counts changes in place, and
+        the address shows replaced storage. A write through ``.data`` changes neither: raise the version then."""
         stamp = (version, *((weight.data_ptr(), weight._version) for weight in self._read))
         if stamp == self._stamp:
             return
@@ -154,7 +153,7 @@ class Weights:
         self.refreshed += 1
 
     def factor(self, norm: Norm) -> Tensor:
-        """What the norm multiplies by."""
+        """The factor of a norm."""
         if not norm.shifted:
             return norm.weight.detach()
         key = id(norm.weight)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cohort.errors import ModelError
-from cohort.policy import PackedRows, Policy
+from cohort.policy import PackedRows, Policy, context_length
 from cohort.rollout.budget import free_bytes
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -91,8 +91,9 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
         longest_prompt: in tokens.
         longest_completion: in tokens.
     """
-    small, large = PROBED_TOKENS
-    few, many = (peak_bytes(policy, size, size, forward_only=True) for size in PROBED_TOKENS)
+    context = context_length(policy.model.config) or 2 * max(PROBED_TOKENS)
+    small, large = (min(size, context * size // (2 * max(PROBED_TOKENS))) for size in PROBED_TOKENS)
+    few, many = (peak_bytes(policy, size, size, forward_only=True) for size in (small, large))
     per_token = max(1.0, (many - few) / (large - small))
     longest = peak_bytes(policy, longest_prompt, longest_completion)
     # Gradients and the head's chunk do not grow with the budget.

@@ -1,4 +1,4 @@
-"""Parts of a decode step in C, for CPUs, compiled at their first use. Where that cannot be, torch does the same."""
+"""Parts of a decode step in C, for CPUs, compiled at their first use. Where they are unavailable, torch is used."""
 
 from cohort.native import Unavailable
 from cohort.rollout.native.cache import SlotCache

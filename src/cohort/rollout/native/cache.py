@@ -1,5 +1,5 @@
-"""Keys and values of a rollout as the native kernels read them. Rows and prompts stay in the slot that they were given:
-taking one out moves nothing."""
+"""Keys and values as the native kernels read them. Rows and prompts stay in the slot that they were given: removing one
+moves nothing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.rollout.backend import Capacity, order_after_removal
 from cohort.rollout.cache import TOKEN_MULTIPLE, round_up
+from cohort.rollout.capacity import Capacity, order_after_removal
 from cohort.rollout.native.kernels import TILE, StepCall
 
 
 class SlotCache:
-    """Keys and values of the prompts and of the rows, preallocated. Memory not in use is neither cleared nor read.
+    """Keys and values of the prompts and rows, preallocated. Unused memory is neither cleared nor read.
 
     Args:
-        capacity: how much is held at most.
+        capacity: how much is stored at a time.
         layers, heads, width: of the model; ``heads`` are key-value heads.
-        dtype: of what is held, float32 or bfloat16.
+        dtype: of the stored numbers, float32 or bfloat16.
         group: query heads per key-value head.
-        lanes: numbers in one of the kernels' vectors.
+        lanes: numbers per vector of the kernels.
     """
 
     def __init__(
@@ -34,13 +34,14 @@ class SlotCache:
             round_up(length, TOKEN_MULTIPLE) for length in (capacity.completion_length, capacity.prompt_length)
         )
         self.own = torch.empty(2, layers, capacity.rows, heads, own_tokens, self.padded, dtype=dtype)
-        """Keys and values of the rows' slots; see decode.c for how they lie."""
+        """Keys and values of the rows' slots; decode.c describes the layout."""
         self.prompts = torch.empty(2, layers, capacity.prompts, heads, prompt_tokens, self.padded, dtype=dtype)
         """Keys and values of the prompts' slots."""
         self._heads, self._width, self._group, self._lanes = heads, width, group, lanes
         self._free_rows = list(range(capacity.rows))
         self._free_prompts = list(range(capacity.prompts))
-        # Of each row: its slot, its prompt's, its tokens.
+        self._parked: dict[int, tuple[int, int]] = {}  # by slot: the prompt's slot, tokens
+        # Of each row: its slot, its prompt's slot, its number of tokens.
         self._row_slots, self._row_prompts, self._row_lengths = (np.zeros(0, np.int32) for _ in range(3))
         self._prompt_slots: list[int] = []
         self._prompt_lengths = np.zeros(capacity.prompts, np.int32)  # of the slots
@@ -55,43 +56,45 @@ class SlotCache:
             half=dtype == torch.bfloat16,
         )
         self._stale = True
-        self._held: tuple[object, ...] = ()  # what the step points to
+        self._referenced: tuple[object, ...] = ()  # the step points to them
 
     @property
     def tokens(self) -> int:
-        """Tokens that there is memory for."""
-        return sum(held.shape[2] * held.shape[4] for held in (self.own, self.prompts))
+        """Tokens for which memory is allocated."""
+        return sum(part.shape[2] * part.shape[4] for part in (self.own, self.prompts))
 
     def add_prompts(self, lengths: Sequence[int]) -> int:
-        """Make room for prompts; the first one's number."""
+        """Make room for prompts; returns the number of the first."""
         first = len(self._prompt_slots)
         for length in lengths:
             self._prompt_slots.append(self._free_prompts.pop())
             self._prompt_lengths[self._prompt_slots[-1]] = length
         return first
 
-    def write_prompt(self, layer: int, prompt: int, k_LKD: Tensor, v_LKD: Tensor) -> None:
-        """A prompt's keys and values in one layer."""
-        slot, length, lanes = self._prompt_slots[prompt], len(k_LKD), self._lanes
+    def write_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
+        """Store a prompt's keys and values in one layer."""
+        slot, length, lanes = self._prompt_slots[prompt], len(k_XKD), self._lanes
         keys, values = self.prompts[:, layer, slot]
-        values[:, :length, : self._width] = v_LKD.transpose(0, 1)
+        values[:, :length, : self._width] = v_XKD.transpose(0, 1)
         blocks = -(-length // lanes)
-        whole = functional.pad(k_LKD, (0, 0, 0, 0, 0, blocks * lanes - length))
+        whole = functional.pad(k_XKD, (0, 0, 0, 0, 0, blocks * lanes - length))
         by_block = keys.view(self._heads, -1, self.padded, lanes)[:, :blocks, : self._width]
         by_block.copy_(whole.view(blocks, lanes, self._heads, self._width).permute(2, 0, 3, 1))
 
     def add_rows(self, prompts: Sequence[int]) -> None:
-        """Rows without tokens, each after the given prompt."""
+        """Add rows without tokens, each after the given prompt."""
         slots = [self._free_rows.pop() for _ in prompts]
-        of_prompts = [self._prompt_slots[prompt] for prompt in prompts]
+        self._append_rows(slots, [self._prompt_slots[prompt] for prompt in prompts], [0] * len(prompts))
+
+    def _append_rows(self, slots: Sequence[int], prompts: Sequence[int], lengths: Sequence[int]) -> None:
         self._row_slots = np.append(self._row_slots, np.array(slots, np.int32))
-        self._row_prompts = np.append(self._row_prompts, np.array(of_prompts, np.int32))
-        self._row_lengths = np.append(self._row_lengths, np.zeros(len(slots), np.int32))
+        self._row_prompts = np.append(self._row_prompts, np.array(prompts, np.int32))
+        self._row_lengths = np.append(self._row_lengths, np.array(lengths, np.int32))
         self._stale = True
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """Forget rows; the last ones take their numbers."""
-        self._free_rows += self._row_slots[list(rows)].tolist()
+        self._free_rows += [slot for slot in self._row_slots[list(rows)].tolist() if slot not in self._parked]
         order = order_after_removal(rows, len(self._row_slots))
         self._row_slots, self._row_prompts = self._row_slots[order], self._row_prompts[order]
         self._row_lengths = self._row_lengths[order]
@@ -102,9 +105,52 @@ class SlotCache:
         self._free_prompts += [self._prompt_slots[prompt] for prompt in prompts]
         self._prompt_slots = [self._prompt_slots[p] for p in order_after_removal(prompts, len(self._prompt_slots))]
 
+    def park(self, row: int) -> int:
+        """Keep the slot of a row when the row is removed; returns a handle."""
+        slot = int(self._row_slots[row])
+        self._parked[slot] = int(self._row_prompts[row]), int(self._row_lengths[row])
+        return slot
+
+    def resume(self, handles: Sequence[int]) -> None:
+        """Add rows with the keys and values of parked ones."""
+        prompts, lengths = zip(*(self._parked.pop(handle) for handle in handles), strict=True)
+        self._append_rows(handles, prompts, lengths)
+
+    def release(self, handle: int) -> None:
+        """Forget a parked row."""
+        del self._parked[handle]
+        self._free_rows.append(handle)
+
+    def position(self, row: int) -> int:
+        """Position of the next token of a row, its prompt counted."""
+        return int(self._prompt_lengths[self._row_prompts[row]] + self._row_lengths[row])
+
+    def append(self, layer: int, row: int, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values of further tokens of a row in one layer; returns those of the whole text. ``grow``
+        follows after the last layer."""
+        slot, prompt, start = int(self._row_slots[row]), int(self._row_prompts[row]), int(self._row_lengths[row])
+        own = self.own[:, layer, slot]
+        tokens = torch.arange(start, start + len(k_LKD))
+        keys = own[0].view(self._heads, -1, self.padded, self._lanes)
+        keys[:, tokens // self._lanes, : self._width, tokens % self._lanes] = k_LKD.to(own.dtype)
+        own[1, :, start : start + len(v_LKD), : self._width] = v_LKD.transpose(0, 1)
+        before = self._read(self.prompts[:, layer, prompt], int(self._prompt_lengths[prompt]))
+        after = self._read(own, start + len(k_LKD))
+        return torch.cat([before[0], after[0]]), torch.cat([before[1], after[1]])
+
+    def grow(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Count tokens that were appended."""
+        self._row_lengths[list(rows)] += np.array(lengths, np.int32)
+
+    def _read(self, slot: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values of a slot, ``[length, K, D]``."""
+        blocks = slot[0].view(self._heads, -1, self.padded, self._lanes)[:, : -(-length // self._lanes), : self._width]
+        keys = blocks.permute(1, 3, 0, 2).reshape(-1, self._heads, self._width)
+        return keys[:length], slot[1, :, :length, : self._width].transpose(0, 1)
+
     def next_step(self) -> StepCall:
-        """Where the rows stand in the coming step, in which each gets one more token. The caller sets how scores are
-        scaled."""
+        """The arguments of the coming step, in which each row gets one more token. The caller sets the scaling of
+        scores."""
         self._row_lengths += 1
         threads = torch.get_num_threads()
         if self._stale or threads != self._step.threads:
@@ -116,7 +162,7 @@ class SlotCache:
         step = self._step
         order = np.argsort(self._row_prompts, kind="stable").astype(np.int32)
         counts = np.unique(self._row_prompts, return_counts=True)[1].tolist()
-        most = max(1, TILE // self._group)  # rows that are worked on together
+        most = max(1, TILE // self._group)  # rows of one work item
         while most > 1 and sum(-(-count // most) for count in counts) * self._heads < 2 * threads:
             most //= 2
         items, first = [], 0
@@ -130,4 +176,4 @@ class SlotCache:
         step.row_slots, step.row_prompts = self._row_slots.ctypes.data, self._row_prompts.ctypes.data
         step.row_lengths = self._row_lengths.ctypes.data
         step.scratch, step.scratch_size, step.threads = scratch.data_ptr(), size, threads
-        self._held = (order, items_N2, scratch)
+        self._referenced = (order, items_N2, scratch)

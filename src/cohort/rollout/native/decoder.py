@@ -1,4 +1,4 @@
-"""A decode step in which everything between the matrix products is done by the native kernels."""
+"""A decode step whose operations between matrix products run in the native kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cohort.policy.anatomy import Layer, Norm
 from cohort.rollout.cache import ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall
-from cohort.rollout.weights import LayerWeights, Weights
+from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
-    """Lives from ``begin`` to ``end``, during which weights and memory stay where they are.
+    """Exists from ``begin`` to ``end``, while weights and memory do not move.
 
     Args:
         kernels: the library.
@@ -25,12 +25,12 @@ class Decoder:
     """
 
     def __init__(
-        self, kernels: Kernels, weights: Weights, cache: SlotCache, ropes: dict[str, tuple[Tensor, Tensor]]
+        self, kernels: Kernels, weights: DecoderWeights, cache: SlotCache, ropes: dict[str, tuple[Tensor, Tensor]]
     ) -> None:
         self._kernels, self._weights, self._cache = kernels, weights, cache
         self._anatomy = anatomy = weights.anatomy
         self._half = weights.dtype == torch.bfloat16
-        self._held: list[Tensor] = []  # what the structures point to
+        self._referenced: list[Tensor] = []  # the structures point to them
         tables = {kind: (self._at(cos), self._at(sin)) for kind, (cos, sin) in ropes.items()}
         self._calls = [self._layer(number, layer, tables) for number, layer in enumerate(anatomy.layers)]
         self._first = self._residual(None, anatomy.layers[0].before_attention)
@@ -41,12 +41,12 @@ class Decoder:
         self._gated = Gated(half=self._half, gelu=anatomy.gelu)
 
     def step(self, tokens_S: Tensor) -> Tensor:
-        """Give every row the token drawn for it; what the head is multiplied with, ``[S padded, H]``."""
+        """Read one token for every row; the input of the head, ``[S padded, H]``."""
         count, anatomy = len(tokens_S), self._anatomy
         step = self._cache.next_step()
         step.scaling, step.cap = anatomy.scaling, anatomy.score_cap or 0
         x = anatomy.embedding(functional.pad(tokens_S, (0, -count % ROW_MULTIPLE))).float().contiguous()
-        # Rows are padded for the products; what attention does not write must still be numbers.
+        # Rows are padded for the products; attention does not write the padding, which must not hold NaN.
         attended = x.new_zeros(len(x), anatomy.num_heads * anatomy.head_dim, dtype=self._weights.dtype)
         normed = torch.empty_like(x, dtype=self._weights.dtype)
         self._add_norm(self._first, x, None, normed)
@@ -111,5 +111,5 @@ class Decoder:
         return self._at(self._weights.factor(norm))
 
     def _at(self, values: Tensor) -> int:
-        self._held.append(values.float().contiguous())
-        return self._held[-1].data_ptr()
+        self._referenced.append(values.float().contiguous())
+        return self._referenced[-1].data_ptr()

@@ -1,4 +1,4 @@
-"""The functions of decode.c, and the structures that they take: see there for what each field is."""
+"""The functions of decode.c and their structures, whose fields are documented there."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ctypes import c_float, c_int64, c_void_p
 from cohort.native import fields, load
 
 TILE = 8
-"""Queries that share one reading of the keys."""
+"""Queries for which keys are read once."""
 
 
 class StepCall(ctypes.Structure):
-    """What all layers of a decode step share."""
+    """Arguments that all layers of a decode step share."""
 
     threads: int
     _fields_ = (
@@ -38,7 +38,7 @@ class LayerCall(ctypes.Structure):
 
 
 class Residual(ctypes.Structure):
-    """A residual stream, what is added to it, and the norm after it."""
+    """A residual stream, its update, and the norm after it."""
 
     _fields_ = (
         *fields("x update after factor out", c_void_p),
@@ -60,13 +60,13 @@ class Kernels:
     """The library's functions.
 
     Raises:
-        Unavailable: there is none here.
+        Unavailable: the library cannot be used here.
     """
 
     def __init__(self) -> None:
         library = load()
         self.lanes: int = library.cohort_lanes()
-        """Numbers in a vector."""
+        """Numbers per vector."""
         self._attend, self._add_norm, self._activate = (
             library.cohort_attend,
             library.cohort_add_norm,
@@ -76,13 +76,13 @@ class Kernels:
             function.restype = None
 
     def attend(self, step: StepCall, layer: LayerCall) -> None:
-        """Take in every row's newest keys and values, and attend."""
+        """Store the newest keys and values of all rows, and attend."""
         self._attend(ctypes.byref(step), ctypes.byref(layer))
 
     def add_norm(self, residual: Residual) -> None:
-        """Add the update to the stream, and normalise."""
+        """Add the update to the stream, then normalise."""
         self._add_norm(ctypes.byref(residual))
 
     def activate(self, gated: Gated) -> None:
-        """Activate the gate, times the other half."""
+        """Multiply the activated gate by the other half."""
         self._activate(ctypes.byref(gated))

@@ -1,0 +1,152 @@
+"""One trajectory from its request to its end: its tokens, which of them were drawn, and their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cohort.errors import DataError
+from cohort.rollout.engine import Request, Turn
+from cohort.rollout.stops import StopStrings
+from cohort.types import Completion, FinishReason, Segment, Support
+
+Kept = tuple[np.ndarray, bool]
+"""The tokens that a draw could have given, or (True) could not have given."""
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """A trajectory that an engine works on. ``number`` is what ``submit`` returned for it."""
+
+    number: int
+    request: Request
+    stops: StopStrings
+    grammar: Any = None
+    """The compiled grammar; None without one."""
+    prefix: int = -1
+    """Number of the text that is prefilled before the trajectory's own tokens; see ``Scheduler``."""
+    handle: int | None = None
+    """Where the backend keeps the keys and values of a parked trajectory."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of the present segment, drawn and given."""
+    unread: list[int] = field(default_factory=list)
+    """Tokens at the end of ``tokens`` that the model has to read before the next draw."""
+    turn_start: int = 0
+    """Index in ``tokens`` of the first token of this turn."""
+    limit: int = 0
+    """Length of ``tokens`` at which the turn is cut."""
+    has_stops: bool = False
+    matcher: Any = None
+    """State of the grammar in this turn."""
+    logps: list[float] = field(default_factory=list)
+    full_logps: list[float] | None = None
+    """Log-probabilities under the full softmax; None where they equal ``logps``."""
+    supports: list[Kept] | None = None
+    """One entry per drawn token; None when supports are not recorded."""
+    _given: list[tuple[int, int]] = field(default_factory=list)
+    _segments: list[Segment] = field(default_factory=list)
+    _offset: int = 0
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.full_logps = [] if sampling.reweights else None
+        self.supports = [] if sampling.record_support and sampling.truncates else None
+        self.has_stops = bool(sampling.stop)
+        self.give(sampling.forced_ids)
+
+    @property
+    def position(self) -> int:
+        """Position of the next token in the trajectory, all segments counted: the key of its random number."""
+        return self._offset + len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens, drawn and given, that may still follow."""
+        return self.request.sampling.max_completion_length - len(self.tokens)
+
+    def extend(self, token_ids: Sequence[int], *, rewrite: bool, vocab_size: int) -> None:
+        """Begin another turn after given tokens. See ``Engine.extend``."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise DataError(
+                f"token ids from {min(token_ids)} to {max(token_ids)} given; the model has {vocab_size} tokens"
+            )
+        room = self.request.sampling.max_completion_length if rewrite else self.room
+        if len(token_ids) >= room or (rewrite and not token_ids):
+            raise DataError(
+                f"{len(token_ids)} tokens given to trajectory {self.number}, which has room for {room}: leave room for "
+                "one drawn token, and give at least one token to a rewrite"
+            )
+        if rewrite:
+            self._segments.append(self._segment())
+            self._offset += len(self.tokens)
+            self.tokens, self.unread, self._given = [], [], []
+        else:
+            self.unread = self.tokens[-1:]  # the model has not read the last drawn token
+        self.give(token_ids)
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that are not drawn; a new turn begins after them."""
+        sampling = self.request.sampling
+        if token_ids:
+            self._given.append((len(self.tokens), len(self.tokens) + len(token_ids)))
+        self.tokens += token_ids
+        self.unread += token_ids
+        self.turn_start = len(self.tokens)
+        turn = sampling.max_turn_length or sampling.max_completion_length
+        self.limit = min(self.turn_start + turn, sampling.max_completion_length)
+
+    def begin_turn(self) -> None:
+        """Start the grammar, which also matches the forced tokens."""
+        if self.grammar is not None:
+            self.matcher = self.grammar.matcher()
+            for token in () if self.logps else self.request.sampling.forced_ids:
+                self.matcher.consume(token)
+
+    def stopped(self) -> bool:
+        """Whether the newest token, a drawn one, completes a stop string in the text of this turn."""
+        if len(self.tokens) < self.request.sampling.min_completion_length:
+            return False
+        return self.stops.found(self.tokens[max(self.turn_start, len(self.tokens) - self.stops.tail) :])
+
+    def ended(self, reason: FinishReason, tokenizer: Any, version: int) -> Turn:
+        """The turn as it is handed back."""
+        segments = (*self._segments, self._segment())
+        completion = Completion(
+            segments,
+            np.array(self.logps, np.float64),
+            reason,
+            decode(tokenizer, [token for segment in segments for token in segment.token_ids.tolist()]),
+            version,
+            full_logps=None if self.full_logps is None else np.array(self.full_logps, np.float64),
+            support=joined_support(self.supports) if self.supports else None,
+        )
+        room = self.room if self.request.continues and reason.usable else 0
+        return Turn(self.number, self.request, completion, len(self.tokens) - self.turn_start, room)
+
+    def _segment(self) -> Segment:
+        drawn = None
+        if self._given:
+            drawn = np.ones(len(self.tokens), np.bool_)
+            for start, end in self._given:
+                drawn[start:end] = False
+        return Segment(np.array(self.tokens, np.int64), drawn)
+
+
+def joined_support(draws: Sequence[Kept]) -> Support | None:
+    """The support of a completion from those of its draws; None if every draw could give every token."""
+    if all(excluded and not len(ids) for ids, excluded in draws):
+        return None
+    return Support(
+        np.concatenate([ids for ids, _ in draws]),
+        np.array([len(ids) for ids, _ in draws], np.int32),
+        np.array([excluded for _, excluded in draws], np.bool_),
+    )
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text of token ids: special tokens left out, spaces not cleaned up."""
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

@@ -1,0 +1,282 @@
+"""The scheduler of the local engine, without torch: a runner of twenty lines stands for the model."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from cohort.errors import DataError
+from cohort.rollout import Request, RNGKey, Sampling
+from cohort.rollout.capacity import Capacity, order_after_removal
+from cohort.rollout.scheduler import Draw, Scheduler
+from cohort.rollout.stops import StopStrings
+from cohort.rollout.trajectory import Trajectory
+from cohort.types import FinishReason, Prompt
+
+END, VOCABULARY = 1, 30
+PROMPTS = [Prompt(n, n, ids, "", "", {}) for n, ids in enumerate([(5, 9, 20), (7,), (8, 2, 2, 6, 3), (2, 3), (4,)])]
+
+
+class Letters:
+    """Token i is the i-th letter."""
+
+    def decode(self, ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
+        return "".join(chr(95 + i) for i in ids)
+
+
+class Runner:
+    """A model whose next token is a function of all tokens before it. Notes what it is asked for."""
+
+    def __init__(self, capacity, refills=True, mixed_lengths=True, keeps_rows=True, fails=lambda text: False):
+        self.refills, self.mixed_lengths, self.keeps_rows, self.fails = refills, mixed_lengths, keeps_rows, fails
+        self.capacity, self.prefixes, self.rows, self.parked, self.handles = capacity, {}, [], {}, itertools.count()
+        self.read, self.busiest, self.drawn = [], 0, []
+
+    def prefill(self, prefixes):
+        assert self.mixed_lengths or len({len(text) for text in prefixes.values()}) == 1
+        self.read += [list(text) for text in prefixes.values()]
+        self.prefixes.update(prefixes)
+        assert len(self.prefixes) <= self.capacity.prompts
+
+    def drop(self, prefixes):
+        for prefix in prefixes:
+            del self.prefixes[prefix]
+
+    def add(self, trajectories, waiting):
+        assert self.refills or not self.rows
+        assert waiting is None or waiting in self.prefixes or all(t.prefix != waiting for t in trajectories)
+        for t in trajectories:
+            before = self.prefixes[t.prefix] if t.handle is None else self.parked.pop(t.handle)
+            self.rows.append([*before, *t.unread])
+            self.read += [t.unread] if t.unread else []
+            t.handle, t.unread = None, []
+        self.busiest = max(self.busiest, len(self.rows) + len(self.parked))
+        assert self.busiest <= self.capacity.rows
+
+    def draw(self):
+        self.drawn = [(sum((n + 3) * token for n, token in enumerate(text)) % 977) % VOCABULARY for text in self.rows]
+        logps = [-float(token) for token in self.drawn]
+        return Draw(self.drawn, logps, logps, [not self.fails(text) for text in self.rows])
+
+    def step(self):
+        self.rows = [[*text, token] for text, token in zip(self.rows, self.drawn, strict=True)]
+
+    def park(self, row):
+        handle = next(self.handles)
+        self.parked[handle] = self.rows[row]
+        return handle
+
+    def release(self, handle):
+        del self.parked[handle]
+
+    def remove(self, rows):
+        order = order_after_removal(rows, len(self.rows))
+        self.rows, self.drawn = [self.rows[row] for row in order], [self.drawn[row] for row in order]
+
+
+def trajectories(sampling, samples=3, prompts=PROMPTS, continues=False):
+    pairs = itertools.product(prompts, range(samples))
+    stops = StopStrings(Letters(), sampling.stop)
+    requests = (Request(prompt, sample, sampling, RNGKey(0, 0), 0, continues) for prompt, sample in pairs)
+    return [Trajectory(number, request, stops) for number, request in enumerate(requests)]
+
+
+def scheduler_of(rows=4, prompts=3, ends=(), **settings):
+    runner = Runner(Capacity(rows, prompts, 0, 0), **settings)
+    return Scheduler(runner, runner.capacity, frozenset(ends)), runner
+
+
+def run(scheduler, extend=lambda trajectory: None, on_token=None):
+    """Decode everything. ``extend`` gives the tokens after a parked trajectory's turn, or None to release it."""
+    ended = {}
+    while (turns := scheduler.advance(on_token)) is not None or scheduler.parked:
+        for trajectory, reason in (turns or {}).items():
+            ended[trajectory.number] = (list(trajectory.tokens), reason)
+        for number, trajectory in list(scheduler.parked.items()):
+            given = extend(trajectory)
+            if given is None:
+                scheduler.release(number)
+            else:
+                trajectory.extend(given, rewrite=False, vocab_size=VOCABULARY)
+                scheduler.resume(number)
+    assert scheduler.unfinished == 0
+    return ended
+
+
+def alone(trajectory, ends=()):
+    """What a trajectory draws when nothing else is decoded."""
+    scheduler, _ = scheduler_of(ends=ends)
+    scheduler.submit([Trajectory(0, trajectory.request, trajectory.stops)])
+    return run(scheduler)[0]
+
+
+KINDS = {
+    "keeps rows": {},
+    "reads again": {"keeps_rows": False},
+    "static": {"refills": False, "keeps_rows": False},
+    "equal lengths": {"refills": False, "mixed_lengths": False, "keeps_rows": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "prompts"), [(1, 1), (4, 1), (4, 3), (100, 100)])
+def test_every_trajectory_is_the_one_that_it_would_be_alone(kind, rows, prompts):
+    ends = (END, 3)
+    scheduler, runner = scheduler_of(rows, prompts, ends, **KINDS[kind])
+    submitted = trajectories(Sampling(9, stop=("e", "p")))
+    scheduler.submit(submitted)
+    ended = run(scheduler)
+    assert ended == {t.number: alone(t, ends) for t in submitted}
+    assert {reason for _, reason in ended.values()} == {FinishReason.LENGTH, FinishReason.STOP, FinishReason.EOS}
+    assert not runner.rows
+    assert not runner.prefixes
+    if runner.refills:
+        assert len(runner.read) == len(PROMPTS)  # each prompt once
+        assert runner.busiest == min(rows, 3 * prompts, len(submitted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_continued_trajectories_read_what_is_given_and_draw_on(kind):
+    given = [END, 9, END, 4]  # ends that are given end nothing
+    sampling = Sampling(30, max_turn_length=5)
+    scheduler, runner = scheduler_of(5, 4, **KINDS[kind])
+    submitted = trajectories(sampling, continues=True)
+    scheduler.submit(submitted)
+    turns = dict.fromkeys(range(len(submitted)), 0)
+
+    def extend(trajectory):
+        turns[trajectory.number] += 1
+        return given if trajectory.room > len(given) else None
+
+    run(scheduler, extend)
+    assert set(turns.values()) == {3}  # and a last one, which leaves no room
+    history = [*PROMPTS[0].token_ids]
+    for start in range(0, 30, 9):  # 5 drawn, 4 given
+        drawn = submitted[0].tokens[start : start + 5]
+        scheduler, _ = scheduler_of()
+        scheduler.submit(trajectories(Sampling(5), 1, [Prompt(0, 0, tuple(history), "", "", {})]))
+        assert run(scheduler)[0][0][: len(drawn)] == drawn
+        history += [*drawn, *given]
+    assert submitted[0].logps == [
+        -float(token) for n, token in enumerate(submitted[0].tokens) if n % 9 < 5
+    ]  # of drawn tokens only
+    if runner.keeps_rows:
+        # Each prompt once; then the last drawn token and the given ones, never the history.
+        assert sorted(map(len, runner.read))[-1] == 5
+        assert not runner.parked
+
+
+def test_parked_rows_count_and_others_decode_on():
+    scheduler, runner = scheduler_of(rows=4, prompts=5)
+    waits, others = trajectories(Sampling(3), 2, PROMPTS[:1], continues=True), trajectories(Sampling(7), 2, PROMPTS[1:])
+    waits = [Trajectory(100 + n, t.request, t.stops) for n, t in enumerate(waits)]
+    for t in waits:
+        t.limit = 2  # its turn is short, and room is left
+    scheduler.submit(waits)
+    scheduler.submit(others)
+    ended = {}
+    while turns := scheduler.advance():
+        ended.update({t.number: t for t in turns})
+    while (turns := scheduler.advance()) is not None:
+        ended.update({t.number: t for t in turns})
+    assert set(scheduler.parked) == {100, 101}
+    assert scheduler.unfinished == 2
+    assert runner.busiest == 4
+    assert len(runner.prefixes) == 1  # the prompt of the parked rows
+    assert all((ended[t.number].tokens, FinishReason.LENGTH) == alone(t) for t in others)
+    scheduler.release(100)
+    scheduler.parked[101].extend([], rewrite=False, vocab_size=VOCABULARY)
+    scheduler.resume(101)
+    assert list(scheduler.advance()) == [waits[1]]
+    assert (waits[1].tokens, FinishReason.LENGTH) == alone(waits[1])
+    assert not runner.prefixes
+
+
+def test_when_all_rows_are_parked_there_is_nothing_to_decode():
+    scheduler, _ = scheduler_of(rows=2)
+    submitted = trajectories(Sampling(8, max_turn_length=2), 2, PROMPTS[:2], continues=True)
+    scheduler.submit(submitted)
+    while scheduler.advance() is not None:
+        pass
+    assert list(scheduler.parked) == [0, 1]
+    scheduler.release(0)
+    assert scheduler.advance() == {}  # the third trajectory has its row
+    assert scheduler.active == [submitted[2]]
+
+
+def test_a_rewritten_history_follows_the_prompt():
+    for kind in ("keeps rows", "reads again"):
+        scheduler, _ = scheduler_of(**KINDS[kind])
+        (trajectory,) = trajectories(Sampling(8, max_turn_length=3), 1, PROMPTS[:1], continues=True)
+        scheduler.submit([trajectory])
+        while scheduler.advance() is not None:
+            pass
+        trajectory.extend([6, 6], rewrite=True, vocab_size=VOCABULARY)
+        assert (trajectory.tokens, trajectory.position) == ([6, 6], 5)
+        scheduler.resume(0)
+        run(scheduler)
+        prompt = Prompt(0, 0, (*PROMPTS[0].token_ids, 6, 6), "", "", {})
+        assert trajectory.tokens[2:] == alone(trajectories(Sampling(3), 1, [prompt])[0])[0]
+
+
+def test_a_row_that_fails_ends_alone_and_is_never_parked():
+    scheduler, _ = scheduler_of(fails=lambda text: text[0] == 7 and len(text) == 4)
+    submitted = trajectories(Sampling(6), continues=True)
+    scheduler.submit(submitted)
+    ended = run(scheduler)
+    for t in submitted:
+        tokens, reason = alone(t)
+        failed = t.request.prompt.token_ids == (7,)
+        assert ended[t.number] == ((tokens[:3], FinishReason.ERROR) if failed else (tokens, reason))
+
+
+def test_cancelled_trajectories_are_all_that_had_not_ended():
+    scheduler, runner = scheduler_of()
+    submitted = trajectories(Sampling(6))
+    scheduler.submit(submitted)
+    events = []
+    for _ in range(8):
+        scheduler.advance(events.append)
+    cancelled = scheduler.cancel()
+    assert [len(t.tokens) for t in cancelled] == [2] * 4 + [0] * 7
+    assert scheduler.unfinished == 0
+    assert not runner.rows
+    assert len(events) == sum(len(t.tokens) for t in submitted)
+
+
+def test_forced_tokens_are_given():
+    for kind in ("keeps rows", "reads again"):
+        scheduler, _ = scheduler_of(**KINDS[kind])
+        (trajectory,) = trajectories(Sampling(6, forced_ids=(END, 9)), 1)[:1]
+        events = []
+        scheduler.submit([trajectory])
+        run(scheduler, on_token=events.append)
+        prompt = Prompt(0, 0, (*PROMPTS[0].token_ids, END, 9), "", "", {})
+        assert trajectory.tokens == [END, 9, *alone(trajectories(Sampling(4), 1, [prompt])[0])[0]]
+        assert [event.position for event in events] == [2, 3, 4, 5]
+        assert len(trajectory.logps) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "rewrite", "words"),
+    [
+        ([VOCABULARY], False, "from 30 to 30 given; the model has 30 tokens"),
+        ([4] * 5, False, "5 tokens given to trajectory 0, which has room for 5"),
+        ([4] * 8, True, "8 tokens given to trajectory 0, which has room for 8"),
+        ([], True, "at least one token"),
+    ],
+)
+def test_what_cannot_follow_is_refused(given, rewrite, words):
+    scheduler, _ = scheduler_of()
+    (trajectory,) = trajectories(Sampling(8, max_turn_length=3), 1, PROMPTS[:1], continues=True)
+    scheduler.submit([trajectory])
+    while scheduler.advance() is not None:
+        pass
+    with pytest.raises(DataError, match=words):
+        trajectory.extend(given, rewrite=rewrite, vocab_size=VOCABULARY)
+
+
+def test_the_protocol_and_the_scheduler_import_no_torch():
+    code = "import sys, cohort.rollout, cohort.rollout.scheduler; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
