@@ -1,6 +1,6 @@
-"""``cohort eval`` through the command line: its numbers, the comparison of two models, and what it refuses before a
-model is loaded."""
+"""``cohort eval`` through the command line: metrics, the comparison of two models, models of a run, and errors."""
 
+import contextlib
 import json
 import shutil
 
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cohort.cli import main
 from cohort.demo.task import accuracy, problems
-from cohort.evaluation import command as run_module
+from cohort.evaluation import command
 from cohort.evaluation.request import Request, model_of, run_of
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import ROWS, make_trainer
@@ -29,9 +29,9 @@ def rows(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def spoilt(tmp_path_factory):
-    """The demo's model with noise in its head: worse at everything."""
-    path = tmp_path_factory.mktemp("spoilt") / "model"
+def worse(tmp_path_factory):
+    """The demo's model with noise in its weights, so that its rewards are lower."""
+    path = tmp_path_factory.mktemp("worse") / "model"
     shutil.copytree(DEMO_MODEL, path)
     model = AutoModelForCausalLM.from_pretrained(path)
     torch.manual_seed(0)
@@ -42,26 +42,32 @@ def spoilt(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
-def run_folder(demo_tokenizer, tmp_path, monkeypatch):
-    """A run of two steps on named data and reward, with a best model and checkpoints."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "mine.py").write_text(
+@pytest.fixture(scope="module")
+def finished_run(demo_tokenizer, tmp_path_factory):
+    """The folder of a run of two steps, with its data, its reward function, a best model and checkpoints."""
+    path = tmp_path_factory.mktemp("finished")
+    (path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (path / "mine.py").write_text(
         "def digits(completions, **_):\n    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]\n"
     )
-    data = {"train": "data.jsonl", "eval": "data.jsonl", "eval_rows": 6}
     settings = {
-        "data": data,
+        "data": {"train": "data.jsonl", "eval": "data.jsonl", "eval_rows": 6},
         "functions": ["mine.py:digits"],
         "max_steps": 2,
         "save_steps": 1,
         "num_generations_eval": 2,
+        "metric_for_best_model": "eval/reward/mean",
     }
-    trainer = make_trainer(
-        demo_tokenizer, tmp_path / "run", rewards=None, rows=None, metric_for_best_model="eval/reward/mean", **settings
-    )
-    trainer.train()
+    with contextlib.chdir(path):
+        make_trainer(demo_tokenizer, "run", rewards=None, rows=None, **settings).train()
+    return path
+
+
+@pytest.fixture
+def run_folder(finished_run, tmp_path, monkeypatch):
+    """A copy of the run, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 
@@ -76,16 +82,16 @@ def lines(path):
 def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--k", "1", "4", "--max-tokens", "96")
     assert evaluate(*arguments, *SETTINGS, "--output", "out.jsonl", "--json", "all.json") == 0
-    said = capsys.readouterr()
-    assert "12 prompts, 95% intervals over them" in said.out
-    assert "12 prompts x 4 = 48 completions, seed 0" in said.err
-    assert "sampling: temperature 1, " in said.err
+    printed = capsys.readouterr()
+    assert "12 prompts, 95% intervals over them" in printed.out
+    assert "12 prompts x 4 = 48 completions, seed 0" in printed.err
+    assert "sampling: temperature 1, " in printed.err
     summary = json.loads((tmp_path / "all.json").read_text())
     (metrics,) = summary["metrics"]
     written = lines(tmp_path / "out.jsonl")
     rewards = [[one["reward"] for one in row["samples"]] for row in written]
     assert metrics["eval/reward/mean"] == pytest.approx(sum(map(sum, rewards)) / 48)
-    assert f"{metrics['eval/pass@4/mean']:.3f} [" in said.out
+    assert f"{metrics['eval/pass@4/mean']:.3f} [" in printed.out
     assert metrics["eval/pass@4/mean"] == pytest.approx(sum(map(max, rewards)) / 12)
     for row, given in zip(written, rows, strict=True):
         assert given.items() <= row.items()
@@ -112,12 +118,12 @@ def test_the_rows_can_be_trained_on_and_evaluated_again(rows, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_two_models_on_the_same_draws(rows, tmp_path, capsys, spoilt):
+def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--max-tokens", "96", *SETTINGS)
-    assert evaluate(*arguments, "--against", spoilt, "--json", "both.json", "--temperature", "0.5") == 0
-    said = capsys.readouterr()
-    assert "reward: better by " in said.out
-    assert said.err.index(f"evaluating {MODEL}") < said.err.index(f"evaluating {spoilt}")
+    assert evaluate(*arguments, "--against", worse, "--json", "both.json", "--temperature", "0.5") == 0
+    printed = capsys.readouterr()
+    assert "reward: better by " in printed.out
+    assert printed.err.index(f"evaluating {MODEL}") < printed.err.index(f"evaluating {worse}")
     both = json.loads((tmp_path / "both.json").read_text())
     first, second = both["metrics"]
     found = both["comparison"]["eval/reward"]
@@ -125,16 +131,14 @@ def test_two_models_on_the_same_draws(rows, tmp_path, capsys, spoilt):
     assert found["wins"] + found["ties"] + found["losses"] == 12
     assert found["shown"] is True
     assert evaluate(*arguments, "--against", MODEL, "--quiet") == 0
-    said = capsys.readouterr().out
-    assert "reward: no difference shown: all equal on 12 prompts" in said
-    assert evaluate(*arguments, "--against", MODEL, "--quiet", model=spoilt) == 0
+    assert "reward: no difference shown: all equal on 12 prompts" in capsys.readouterr().out
 
 
-def test_one_model_is_held_at_a_time(rows, monkeypatch, spoilt, capsys):
+def test_one_model_is_in_memory_at_a_time(rows, monkeypatch, worse, capsys):
     import weakref
 
     alive, most = weakref.WeakSet(), []
-    real = run_module.load_policy
+    real = command.load_policy
 
     def watched(*arguments, **settings):
         most.append(len(alive))
@@ -142,9 +146,9 @@ def test_one_model_is_held_at_a_time(rows, monkeypatch, spoilt, capsys):
         alive.add(policy.model)
         return policy
 
-    monkeypatch.setattr(run_module, "load_policy", watched)
+    monkeypatch.setattr(command, "load_policy", watched)
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS)
-    assert evaluate(*arguments, "--against", spoilt) == 0
+    assert evaluate(*arguments, "--against", worse) == 0
     assert most == [0, 0]
 
 
@@ -152,19 +156,19 @@ def test_several_sets(rows, tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     arguments = ("--reward", REWARD, "--max-tokens", "4", *SETTINGS, "--rows", "5", "--output", "out.jsonl")
     assert evaluate("--data", "a=rows.jsonl", "b=b.jsonl", *arguments) == 0
-    said = capsys.readouterr().out
-    assert "a: 5 prompts" in said
-    assert "b: 3 prompts" in said
+    printed = capsys.readouterr().out
+    assert "a: 5 prompts" in printed
+    assert "b: 3 prompts" in printed
     assert [line["set"] for line in lines(tmp_path / "out.jsonl")] == ["a"] * 5 + ["b"] * 3
 
 
-def test_a_run_brings_its_settings(run_folder, tmp_path, capsys):
+def test_settings_default_to_those_of_the_run(run_folder, tmp_path, capsys):
     best = json.loads((run_folder / "best" / "best.json").read_text())
     assert evaluate("--json", "run.json", model=str(run_folder)) == 0
     assert f"evaluating {run_folder}: the best model of the run, after step {best['step']}" in capsys.readouterr().err
     (metrics,) = json.loads((tmp_path / "run.json").read_text())["metrics"]
     of_run = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    # the same prompts, draws, rewards and settings as in the run
+    # The prompts, random numbers, rewards and settings are those of the run.
     assert metrics["eval/reward/mean"] == pytest.approx(best["value"], abs=1e-9)
     step_2 = {key: value for key, value in of_run[2].items() if key.startswith("eval/")}
     assert evaluate("--json", "step.json", model=str(run_folder / "checkpoints" / "step-2")) == 0
@@ -174,7 +178,7 @@ def test_a_run_brings_its_settings(run_folder, tmp_path, capsys):
     assert json.loads((tmp_path / "more.json").read_text())["settings"]["num_generations_eval"] == 3
 
 
-def test_what_a_run_was_made_of_is_not_written_over(run_folder, tmp_path, capsys):
+def test_input_files_of_a_run_are_not_overwritten(run_folder, tmp_path, capsys):
     for file in ("run/config.toml", "data.jsonl", "mine.py"):
         before = (tmp_path / file).read_bytes()
         assert evaluate("--output", file, "--overwrite", model=str(run_folder)) == 2
@@ -182,7 +186,7 @@ def test_what_a_run_was_made_of_is_not_written_over(run_folder, tmp_path, capsys
         assert (tmp_path / file).read_bytes() == before
 
 
-def test_other_rewards_do_not_get_the_weights_of_the_run(run_folder):
+def test_reward_weights_of_the_run_are_dropped_with_its_rewards(run_folder):
     config = run_folder / "config.toml"
     config.write_text(config.read_text().replace("[reward]", "[reward]\nweights = [0.5]"))
     assert Request(str(run_folder)).settings().reward.weights == (0.5,)
@@ -192,12 +196,12 @@ def test_other_rewards_do_not_get_the_weights_of_the_run(run_folder):
 
 
 def test_which_model_of_a_run(run_folder):
-    path, said = model_of(str(run_folder))
+    path, text = model_of(str(run_folder))
     assert path == str(run_folder / "best")
     shutil.rmtree(run_folder / "best")
-    path, said = model_of(str(run_folder))
+    path, text = model_of(str(run_folder))
     assert path == str(run_folder / "checkpoints" / "step-2")
-    assert said == "the newest checkpoint of the run, after step 2"
+    assert text == "the newest checkpoint of the run, after step 2"
     assert model_of(path) == (path, "")
     assert run_of(run_folder / "checkpoints" / "step-1") == run_folder
     assert model_of("some/hub-id") == ("some/hub-id", "")
@@ -213,7 +217,7 @@ def test_which_model_of_a_run(run_folder):
         (("--data", "nope.jsonl", "--reward", REWARD), "no data file nope.jsonl"),
         (("--data", "rows.jsonl", "--reward", "nope"), "unknown reward 'nope'"),
         (("--data", "rows.jsonl", "--reward", REWARD), "row 0: no column 'prompt'"),
-        (("--data", "a=rows.jsonl", "rows.jsonl", "--reward", REWARD), "NAME=FILE; rows.jsonl has none"),
+        (("--data", "a=rows.jsonl", "rows.jsonl", "--reward", REWARD), "NAME=FILE: rows.jsonl has none"),
         (("--data", "a=rows.jsonl", "a=b.jsonl", "--reward", REWARD), "two files the same name"),
         (("--data", "a/b=rows.jsonl", "--reward", REWARD), "expected letters, digits"),
         (("--data", "rows.jsonl", "--reward", REWARD, "--k", "2"), "pass_at_k needs 2 completions per prompt"),
@@ -234,10 +238,6 @@ def test_which_model_of_a_run(run_folder):
             ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl"),
             "rows.jsonl exists: give another file",
         ),
-        (
-            ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"),
-            "is an input file",
-        ),
         (("--data", "*.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is an input file"),
         (
             ("--data.eval", '[{path = "rows.jsonl"}]', "--reward", REWARD, "--json", "./rows.jsonl", "--overwrite"),
@@ -254,22 +254,21 @@ def test_which_model_of_a_run(run_folder):
             "is too small for confidence 0.9999",
         ),
         (("--data", "rows.jsonl", "--reward", REWARD, "--json", "no/where.json"), "there is no folder no"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "a"), "are the same file"),
     ],
 )
-def test_mistakes_are_answered_before_a_model_is_loaded(rows, tmp_path, monkeypatch, capsys, arguments, message):
+def test_errors_are_reported_before_a_model_is_loaded(rows, tmp_path, monkeypatch, capsys, arguments, message):
     def load(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(run_module, "load_policy", load)
+    monkeypatch.setattr(command, "load_policy", load)
     (tmp_path / "rows.jsonl.py").write_text("")
     assert evaluate(*arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_is_clean(rows, monkeypatch, capsys, tmp_path, spoilt):
+def test_ctrl_c_leaves_no_partial_file(rows, monkeypatch, capsys, tmp_path, worse):
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS, "--output", "out.jsonl")
-    real, calls = run_module.Job._evaluate, []
+    real, calls = command.Job._evaluate, []
 
     def interrupted(self, subject):
         calls.append(subject)
@@ -277,15 +276,15 @@ def test_ctrl_c_is_clean(rows, monkeypatch, capsys, tmp_path, spoilt):
             raise KeyboardInterrupt
         return real(self, subject)
 
-    monkeypatch.setattr(run_module.Job, "_evaluate", interrupted)
-    for at, said in ((1, "interrupted; nothing was written"), (2, "interrupted; out.jsonl is written")):
+    monkeypatch.setattr(command.Job, "_evaluate", interrupted)
+    for at, message in ((1, "interrupted; nothing was written"), (2, "interrupted; out.jsonl is written")):
         calls.clear()
-        assert evaluate(*arguments, "--against", spoilt) == 130
-        assert said in capsys.readouterr().err
+        assert evaluate(*arguments, "--against", worse) == 130
+        assert message in capsys.readouterr().err
         assert (tmp_path / "out.jsonl").exists() is (at == 2)
 
 
-def test_flags_are_settings():
+def test_flags_are_short_forms_of_settings():
     request = Request(
         "m", data=("rows.jsonl",), reward=("math", "soft(a=1, b=2)"), n=8, k=(1, 8), temperature=0.0, top_k=0
     )
@@ -295,44 +294,33 @@ def test_flags_are_settings():
     assert (config.eval.top_k_eval, config.eval.top_p_eval) == (0, None)
 
 
-def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, capsys, spoilt, monkeypatch):
-    import cohort.evaluation.command as command
-
+def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, capsys, worse, monkeypatch):
     (tmp_path / "mixed.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in [*rows[:3], {"question": "1" * 90}])
     )
-    arguments = (
-        "--data",
-        "mixed.jsonl",
-        "--reward",
-        "mine.py:none",
-        "--max-tokens",
-        "4",
-        *SETTINGS,
-        "--output",
-        "out.jsonl",
-    )
+    arguments = ("--data", "mixed.jsonl", "--reward", "mine.py:none", "--max-tokens", "4", *SETTINGS)
+    arguments += ("--output", "out.jsonl")
     (tmp_path / "mine.py").write_text("def none(completions):\n    return [1.0] * len(completions)\n")
     drops = ("--data.overlong_prompts", "drop", "--data.max_prompt_length", "40", "--overwrite")
-    assert evaluate(*arguments, *drops, "--against", spoilt) == 0
+    assert evaluate(*arguments, *drops, "--against", worse) == 0
     assert [row["question"] for row in lines(tmp_path / "out.jsonl")] == [row["question"] for row in rows[:3]]
     real = command.load_tokenizer
 
     def coarser(path, **settings):
         tokenizer = real(path, **settings)
-        if path == spoilt:
+        if path == worse:
             tokenizer.chat_template = "{{ messages[0]['content'][:20] }}"
         return tokenizer
 
     monkeypatch.setattr(command, "load_tokenizer", coarser)
-    assert evaluate(*arguments, *drops, "--against", spoilt) == 2
+    assert evaluate(*arguments, *drops, "--against", worse) == 2
     assert "drops 1 prompts of one model and 0 of the other" in capsys.readouterr().err
 
 
-def test_a_model_that_is_none_is_said_to_be(tmp_path, capsys):
+def test_a_path_without_a_model_is_an_error(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["eval", str(tmp_path / "absent")]) == 2
     assert "is not a folder here, so it is taken for a hub id" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "empty"), "--data", "rows.jsonl"]) == 2
-    assert "no reward function: give --reward NAME" in (said := capsys.readouterr().err)
-    assert "holds neither a model nor a run" in said
+    assert "no reward function: give --reward NAME" in (printed := capsys.readouterr().err)
+    assert "holds neither a model nor a run" in printed

@@ -1,4 +1,4 @@
-"""Statistics of evaluations: numbers worked by hand, brute force, and coverage by simulation."""
+"""Statistics of evaluations: values by hand, brute force, and coverage by simulation."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def test_pass_at_k_by_hand():
     row = np.array([[1.0] * 3 + [0.0] * 7])
     assert pass_at_k(row, 5)[0] == pytest.approx(1 - 21 / 252, abs=1e-15)
     assert pass_at_k(row, 1)[0] == pytest.approx(0.3, abs=1e-15)
-    assert pass_at_k(row, 8)[0] == 1.0  # eight of ten always hold one of the three
+    assert pass_at_k(row, 8)[0] == 1.0  # eight of ten always include one of the three
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
@@ -44,7 +44,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
         assert pass_at_k(rows, k) == pytest.approx(expected, abs=1e-14)
 
 
-def test_pass_at_k_of_thousands_neither_overflows_nor_leaves_the_unit_interval():
+def test_pass_at_k_of_thousands_is_accurate():
     row = np.zeros((1, 5000))
     row[0, :2] = 1
     # 1 - C(4998, 1000) / C(5000, 1000) = 1 - (4000 * 3999) / (5000 * 4999)
@@ -67,7 +67,7 @@ def test_majority_by_hand():
     assert majority([1, 0, 0], ["7", "8", "8"], 3) == 0.0
     assert majority([1, 0], ["7", "8"], 2) == 0.5  # a tie: each counts half
     assert majority([1, 0, 0], ["7", "8", "9"], 3) == pytest.approx(1 / 3)
-    assert majority([1, 0, 0], ["7", None, None], 3) == 1.0  # who has no answer does not vote
+    assert majority([1, 0, 0], ["7", None, None], 3) == 1.0  # completions without an answer do not vote
     assert majority([0, 0], [None, None], 2) == 0.0
     # subsets of two of 7, 7, 8: {7, 7} is right, twice {7, 8} is half right
     assert majority([1, 1, 0], ["7", "7", "8"], 2) == pytest.approx(2 / 3)
@@ -76,14 +76,14 @@ def test_majority_by_hand():
     assert majority([1, NAN, 1], ["7", "8", "7"], 2) == 1.0
 
 
-def test_one_voter_is_pass_at_1():
+def test_maj_at_1_is_pass_at_1():
     rng = np.random.default_rng(1)
     rows = (rng.random((10, 5)) < 0.4).astype(float)
     answers = [["right" if c else f"wrong {n % 2}" for n, c in enumerate(row)] for row in rows]
     assert majority_at_k(rows, answers, 1) == pytest.approx(pass_at_k(rows, 1), abs=1e-12)
 
 
-def test_many_subsets_are_drawn_and_the_same_ones_again():
+def test_many_subsets_are_sampled_reproducibly():
     rng = np.random.default_rng(2)
     answers = [rng.choice(["a", "b", "c"], size=20, p=[0.5, 0.3, 0.2]).tolist()]
     rows = np.array([[float(answer == "a") for answer in answers[0]]])
@@ -92,7 +92,7 @@ def test_many_subsets_are_drawn_and_the_same_ones_again():
     assert drawn == majority_at_k(rows, answers, 5)[0]
     names, counts = np.unique(answers[0], return_counts=True)
     share = 0.0
-    for votes in itertools.product(range(6), repeat=len(names)):  # exactly: how many of each answer five voters give
+    for votes in itertools.product(range(6), repeat=len(names)):  # exact: all counts of each answer among five voters
         if sum(votes) == 5:
             chance = math.prod(math.comb(int(n), v) for n, v in zip(counts, votes, strict=True)) / math.comb(20, 5)
             first = [name for name, v in zip(names, votes, strict=True) if v == max(votes)]
@@ -113,7 +113,7 @@ def test_wilson_by_hand():
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_where_all_are_equal_the_interval_is_not_empty(value):
+def test_the_interval_of_equal_shares_is_not_empty(value):
     estimate = one([value] * 50)
     assert estimate.mean == value
     assert 0 <= estimate.low < estimate.high <= 1
@@ -151,23 +151,23 @@ def test_prompts_without_a_value_are_left_out_and_change_nothing_else():
     holed = np.array([0.5, NAN, 0.5, NAN, 0.25])
     together = estimates({"a": values, "b": holed})
     alone = estimates({"a": values})["a"]
-    # the product of another shape rounds differently
+    # a matrix product of another shape rounds differently
     assert (together["a"].low, together["a"].high) == pytest.approx((alone.low, alone.high), abs=1e-12)
     assert together["a"].mean == alone.mean
     assert together["b"].mean == pytest.approx(1.25 / 3)
     assert 0.25 <= together["b"].low < together["b"].high <= 0.5
 
 
-def test_resamples_do_not_depend_on_how_many_are_held(monkeypatch):
+def test_resamples_do_not_depend_on_the_chunk(monkeypatch):
     values = np.random.default_rng(3).random((30, 2))
-    whole = resampled_means(values, 200, seed=4)
+    at_once = resampled_means(values, 200, seed=4)
     monkeypatch.setattr("cohort.evaluation.statistics.CHUNK", 30 * 7)
-    # products of other shapes round differently
-    assert resampled_means(values, 200, seed=4) == pytest.approx(whole, abs=1e-12)
-    assert resampled_means(values, 200, seed=5) != pytest.approx(whole, abs=1e-3)
+    # matrix products of other shapes round differently
+    assert resampled_means(values, 200, seed=4) == pytest.approx(at_once, abs=1e-12)
+    assert resampled_means(values, 200, seed=5) != pytest.approx(at_once, abs=1e-3)
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say():
+def test_intervals_have_their_coverage():
     """400 data sets of 60 prompts; each prompt's pass rate is drawn, four completions are sampled from it."""
     rng = np.random.default_rng(5)
     truth, covered = 2 / 5, 0
@@ -197,7 +197,7 @@ def test_a_comparison_by_hand():
     assert (turned.wins, turned.losses, turned.p_value) == (1, 3, found.p_value)
 
 
-def test_few_prompts_show_no_difference_though_their_bootstrap_would():
+def test_few_prompts_show_no_difference_even_if_the_bootstrap_excludes_0():
     three = compare(np.ones(3), np.zeros(3))
     assert (three.difference.high, three.p_value) == (1.0, 0.25)
     assert not three.shown(0.95)
@@ -247,17 +247,17 @@ def test_intervals_of_rare_differences_cover_the_truth(count, more):
     assert covered > 0.93  # a score interval's coverage goes around 0.95, from one number of gains to the next
 
 
-def test_drawn_signs_agree_with_all_signs(monkeypatch):
+def test_sampled_signs_agree_with_all_signs(monkeypatch):
     differences = np.array([0.3, 0.5, -0.2, 0.4, 0.1, 0.6, -0.1, 0.2, 0.35, -0.3])
     exact = sign_flip_p(differences)
     monkeypatch.setattr("cohort.evaluation.statistics.MOST_SIGNS", 0)
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)
-    assert sign_flip_p(np.ones(30), resamples=99) == 0.01  # no drawn signs are alike, and the given ones count
+    assert sign_flip_p(np.ones(30), resamples=99) == 0.01  # no sample has equal signs; the data itself counts as one
 
 
-def test_two_equal_models_are_called_different_as_rarely_as_said():
+def test_equal_models_are_rarely_called_different():
     rng, shown = np.random.default_rng(6), 0
     for trial in range(400):
         rates = rng.beta(0.8, 1.2, size=40)

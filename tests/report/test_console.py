@@ -1,4 +1,4 @@
-"""The step's headline, and output without a terminal."""
+"""The line of a step, the reasons for a missing gradient, and output without a terminal."""
 
 import re
 
@@ -21,14 +21,14 @@ METRICS = {
 }
 
 
-def test_the_headline():
+def test_the_line_of_a_step():
     line = "reward 0.500  accuracy 0.250  dead groups 12%  entropy 1.5000  KL 0.0010  1,234 tokens/s"
     assert step_line(METRICS) == line
     without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "rewards/accuracy")} | {"reward/mean": None}
     assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
 
 
-def test_without_a_terminal_a_twentieth_of_the_steps_is_printed(capsys):
+def test_without_a_terminal_20_steps_are_printed(capsys):
     with StepDisplay(100) as display:
         for step in range(1, 101):
             display.show(METRICS | {"step": step})
@@ -36,7 +36,7 @@ def test_without_a_terminal_a_twentieth_of_the_steps_is_printed(capsys):
     assert [int(step) for step in steps] == [1, *range(5, 101, 5)]
 
 
-def test_a_step_that_teaches_nothing_is_said_once(capsys):
+def test_the_warning_about_missing_gradients_is_printed_once(capsys):
     with StepDisplay(2) as display:
         for step in (1, 2):
             display.show(
@@ -58,16 +58,16 @@ def test_a_step_that_teaches_nothing_is_said_once(capsys):
         ({"groups/dead_share": 1.0, "tokens/masked_share": 1.0}, "100% of the tokens belong to completions cut"),
     ],
 )
-def test_why_there_was_no_gradient(metrics, expected):
+def test_reasons_for_a_missing_gradient(metrics, expected):
     assert expected in why_no_gradient({"groups/dead_share": 0.0, "groups/left_out": 0, "groups/sampled": 4} | metrics)
 
 
-def test_switched_off_nothing_is_said(demo_tokenizer, tmp_path, capsys):
+def test_progress_false_prints_nothing(demo_tokenizer, tmp_path, capsys):
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
     assert capsys.readouterr().out == ""
 
 
-def test_why_nothing_was_scored():
+def test_reasons_for_missing_scores():
     unscored = {"reward/mean": None, "groups/dead_share": 1.0, "rewards/gsm8k/unscored_share": 1.0}
     assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 0}) == (
         "no update had a gradient: no completion was scored, because gsm8k returned None for every one"

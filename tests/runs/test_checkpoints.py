@@ -1,4 +1,4 @@
-"""What was saved is what was trained, or the run says that it is not."""
+"""Checkpoints are read back and compared with the trained weights."""
 
 import math
 
@@ -28,41 +28,40 @@ def spoil(path, change):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.float64)])
 def test_a_saved_model_is_the_trained_one(demo_tokenizer, tmp_path, tied, dtype):
     model = tiny_llama(vocab_size=len(demo_tokenizer), tie_word_embeddings=tied)
     policy = saved(model, demo_tokenizer, tmp_path, dtype)
     check_saved(policy, tmp_path)
-    with torch.no_grad():  # the smallest change of one number
+    with torch.no_grad():  # the smallest possible change
         weight = policy.model.model.layers[1].mlp.up_proj.weight
         weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(math.inf, dtype=dtype))
     with pytest.raises(RunFolderError, match="model.layers.1.mlp.up_proj.weight differs"):
         check_saved(policy, tmp_path)
 
 
-def test_a_tensor_that_is_not_there(demo_tokenizer, tmp_path):
+def test_a_missing_tensor(demo_tokenizer, tmp_path):
     policy = saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
     spoil(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(RunFolderError, match="lacks model.norm.weight, which the trained model has: 1 in all"):
         check_saved(policy, tmp_path)
 
 
-def test_another_precision_is_another_model(demo_tokenizer, tmp_path):
+def test_another_precision_differs(demo_tokenizer, tmp_path):
     policy = saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
     spoil(tmp_path, lambda tensors: tensors.update({name: value.bfloat16() for name, value in tensors.items()}))
     with pytest.raises(RunFolderError, match="differs"):
         check_saved(policy, tmp_path)
 
 
-def test_a_model_that_broke_is_saved_as_it_is(demo_tokenizer, tmp_path):
+def test_nan_weights_are_saved_unchanged(demo_tokenizer, tmp_path):
     model = tiny_llama(vocab_size=len(demo_tokenizer))
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
     check_saved(saved(model, demo_tokenizer, tmp_path), tmp_path)
 
 
-def test_weights_that_are_written_under_other_names(demo_tokenizer, tmp_path):
+def test_weights_with_other_names_in_files(demo_tokenizer, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.rollout.test_families import ATTENTION
@@ -91,7 +90,7 @@ def test_adapters(demo_tokenizer, tmp_path):
         check_saved(trainer.policy, folder)
 
 
-def test_a_run_looks_at_its_last_checkpoint_and_at_the_best(demo_tokenizer, tmp_path, monkeypatch):
+def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp_path, monkeypatch):
     import cohort.train.loop as loop_module
 
     checked = []

@@ -36,15 +36,15 @@ def make_trainer(tokenizer, output_dir, model=None, rewards=digits_reward, rows=
 
 def shift_sampler_logps(monkeypatch, shift):
     """Add ``shift()``, called at every decode step, to the log-probs that the engine reports."""
-    import cohort.rollout.local as local
+    import cohort.rollout.sequences as sequences
 
-    real = local.draw_tokens
+    real = sequences.draw_tokens
 
     def shifted(*arguments, **settings):
         drawn = real(*arguments, **settings)
         return drawn._replace(logps_S=drawn.logps_S + shift())
 
-    monkeypatch.setattr(local, "draw_tokens", shifted)
+    monkeypatch.setattr(sequences, "draw_tokens", shifted)
 
 
 def parameters(trainer):

@@ -49,7 +49,8 @@ def unchanged(trainer, before):
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_trains(demo_tokenizer, tmp_path, name):
     settings = {"group_filter": {"k": 2}} if name == "gfpo" else {}
-    rewards = [is_odd, digits_reward] if name in ("gdpo", "mo_grpo") else is_odd
+    several = [is_odd, digits_reward]
+    rewards = {"gdpo": several, "mo_grpo": several, "dapo": digits_reward, "gfpo": digits_reward}.get(name, is_odd)
     trainer = make_trainer(
         demo_tokenizer, tmp_path / "run", max_steps=1, minibatches=2, rewards=rewards, preset=name, **settings
     )
