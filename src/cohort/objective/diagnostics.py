@@ -75,11 +75,12 @@ class TokenStatistics:
         )
 
     @classmethod
-    def of_idle(cls, tokens: int) -> TokenStatistics:
-        """Statistics of tokens without a pass: their advantage is 0 and no other term needs them."""
+    def of_idle(cls, tokens: int, masked: int = 0) -> TokenStatistics:
+        """Statistics of tokens without a pass: ``masked`` of them are not in the loss, the others have advantage 0, and
+        no other term needs them."""
         causes = {f"cause_{cause.name.lower()}": 0.0 for cause in Cause}
-        counts = {"all_tokens": float(tokens), "tokens": 0.0, "cause_no_advantage": float(tokens)}
-        return cls(causes | counts, {}, {})
+        causes |= {"cause_no_advantage": float(tokens - masked), "cause_masked": float(masked)}
+        return cls({"all_tokens": float(tokens), "tokens": 0.0, **causes}, {}, {})
 
 
 @torch.no_grad()

@@ -81,7 +81,9 @@ def update(
         weights = minibatch_weights(context, batch, minibatch)
         # Sequences without an advantage teach nothing unless another term uses them: no pass is spent on them.
         active = active_part(batch, minibatch, context.objective, entropy_coefficient or policy.router_aux_loss_coef)
-        idle = TokenStatistics.of_idle(minibatch.num_tokens - active.num_tokens)
+        masked_N = ~batch.loss_N
+        masked = int(masked_N[minibatch.tokens_N].sum()) - int(masked_N[active.tokens_N].sum())
+        idle = TokenStatistics.of_idle(minibatch.num_tokens - active.num_tokens, masked)
         if not active.num_tokens:
             return UpdateResult(idle, logps_N, 0.0, learning_rate, entropy_coefficient)
         weights = weights.at(active.positions_N)
