@@ -13,21 +13,3 @@ from cohort.config.schema import (
     RolloutConfig,
 )
 from cohort.config.write import annotated_toml, to_toml
-
-__all__ = [
-    "DataConfig",
-    "EvalConfig",
-    "GRPOConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "Schedule",
-    "Source",
-    "annotated_toml",
-    "apply_overrides",
-    "load_config",
-    "parse_settings",
-    "to_toml",
-]

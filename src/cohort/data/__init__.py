@@ -9,20 +9,6 @@ from cohort.data.prompts import LengthLimit, PromptSet
 from cohort.data.source import load_rows
 from cohort.data.streaming import StreamingLoader
 
-__all__ = [
-    "Data",
-    "DataCursor",
-    "LengthLimit",
-    "PromptLoader",
-    "PromptSet",
-    "Row",
-    "file_format",
-    "load_data",
-    "load_rows",
-    "load_sets",
-    "prompt_loader",
-]
-
 
 def prompt_loader(prompts: PromptSet, config: DataConfig, *, seed: int) -> PromptLoader:
     """The loader of a data set, or of streamed data whose first rows are ``prompts``."""

@@ -3,5 +3,3 @@
 from cohort.evaluation.best import Best
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings, tried_prompts
 from cohort.evaluation.statistics import Comparison, Estimate, compare
-
-__all__ = ["Best", "Comparison", "Estimate", "Evaluation", "Evaluator", "check_settings", "compare", "tried_prompts"]

@@ -5,5 +5,3 @@ They are compiled at their first use. Where that is not possible, torch computes
 
 from cohort.native.build import Unavailable, load
 from cohort.native.calls import DTYPES, Kernel, fields, is_half, threads_for
-
-__all__ = ["DTYPES", "Kernel", "Unavailable", "fields", "is_half", "load", "threads_for"]

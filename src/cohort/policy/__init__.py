@@ -20,35 +20,3 @@ from cohort.policy.policy import Policy
 from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
 from cohort.policy.rows import PackedRows
 from cohort.policy.setup import load_policy
-
-__all__ = [
-    "CompletionStates",
-    "Distribution",
-    "ExpertBalance",
-    "Head",
-    "PackedRows",
-    "Policy",
-    "Precision",
-    "Prefixes",
-    "TokenLogps",
-    "adapter_weights",
-    "add_adapters",
-    "chunked_terms",
-    "context_length",
-    "disable_dropout",
-    "enable_checkpointing",
-    "end_token_ids",
-    "expert_counts",
-    "experts_per_token",
-    "has_adapters",
-    "load_adapter_weights",
-    "load_model",
-    "load_policy",
-    "load_tokenizer",
-    "merged",
-    "penalized_where",
-    "read_config",
-    "resolve_device",
-    "resolve_precision",
-    "without_progress_bars",
-]

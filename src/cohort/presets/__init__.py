@@ -4,16 +4,3 @@ from cohort.presets.objective import Objective, choices, optional_parts, setting
 from cohort.presets.settings import nested, with_flags
 from cohort.presets.table import PRESETS, TABLE, preset
 from cohort.presets.text import describe
-
-__all__ = [
-    "PRESETS",
-    "TABLE",
-    "Objective",
-    "choices",
-    "describe",
-    "nested",
-    "optional_parts",
-    "preset",
-    "setting_names",
-    "with_flags",
-]

@@ -4,19 +4,3 @@ from cohort.runs.checkpoints import Models, SavedState, check_saved, load_checkp
 from cohort.runs.folder import RunFolder, json_value, write_atomically
 from cohort.runs.random_state import seeded, set_seed
 from cohort.runs.tables import completion_columns, score_columns
-
-__all__ = [
-    "Models",
-    "RunFolder",
-    "SavedState",
-    "check_saved",
-    "completion_columns",
-    "json_value",
-    "load_checkpoint",
-    "save_checkpoint",
-    "save_model",
-    "score_columns",
-    "seeded",
-    "set_seed",
-    "write_atomically",
-]

@@ -6,5 +6,3 @@
 
 from cohort.sandbox.executor import Executor, Limits, Outcome, Program, Result
 from cohort.sandbox.sandbox import Sandbox
-
-__all__ = ["Executor", "Limits", "Outcome", "Program", "Result", "Sandbox"]

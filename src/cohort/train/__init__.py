@@ -10,29 +10,3 @@ from cohort.train.memory import OutOfMemory, TokenBudget, find_budget
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
 from cohort.train.update import NonFinite, UpdateResult, update
-
-__all__ = [
-    "Adaptive",
-    "NonFinite",
-    "NonFiniteLog",
-    "Optimizer",
-    "OutOfMemory",
-    "Part",
-    "Rollout",
-    "StepContext",
-    "TokenBudget",
-    "TrainerParts",
-    "UpdateResult",
-    "active_part",
-    "assign_advantages",
-    "check_finite",
-    "evaluate_step",
-    "find_budget",
-    "lay_out",
-    "packs",
-    "part_of",
-    "policy_logps",
-    "run",
-    "split_minibatches",
-    "update",
-]

@@ -4,5 +4,3 @@ from cohort.native import Unavailable
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.decoder import Decoder
 from cohort.rollout.native.kernels import Kernels
-
-__all__ = ["Decoder", "Kernels", "SlotCache", "Unavailable"]
