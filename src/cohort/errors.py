@@ -4,14 +4,14 @@
     ├── ConfigError          a setting is unknown, of the wrong type or out of range   (also ValueError)
     ├── DataError            a data set or one of its rows cannot be used              (also ValueError)
     ├── RewardError          a reward function broke its contract                      (also ValueError)
-    ├── SandboxError         a program's sandbox could not be made, or was killed      (also RuntimeError)
+    ├── SandboxError         a sandbox could not be created, or was killed             (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
-    └── NonFiniteError       a gradient or all logits are not finite; no update made   (also FloatingPointError)
+    └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2. Each class is also the built-in one that fits, so that ordinary ``except`` clauses
+traceback and exits with code 2. Each class also derives from a built-in exception, so that ordinary ``except`` clauses
 work.
 """
 
@@ -33,7 +33,7 @@ class RewardError(CohortError, ValueError):
 
 
 class SandboxError(CohortError, RuntimeError):
-    """The sandbox of a program could not be made, or something else killed it. Never the doing of the program."""
+    """A sandbox could not be created, or something else killed it. Never caused by the program in it."""
 
 
 class ModelError(CohortError, ValueError):
@@ -49,5 +49,4 @@ class PolicyMismatchError(CohortError, RuntimeError):
 
 
 class NonFiniteError(CohortError, FloatingPointError):
-    """A gradient is NaN or infinite, or every completion's logits are. The update was not made: the weights are those
-    of the update before."""
+    """A gradient, or the logits of every completion, are NaN or infinite. No update was made."""

@@ -1,13 +1,13 @@
-"""The glossary: what flows between the rooms, as frozen dataclasses. Importing this module imports no torch.
+"""The glossary: the data types that the rooms exchange, as frozen dataclasses. Importing it imports no torch.
 
 Axis letters are suffixes of tensor names everywhere:
 
     P  prompts of a rollout; one prompt has one group      G  completions of one prompt (``num_generations``)
-    S  sequences: the completions of a rollout, in group order; S = P * G
+    S  sequences: the completions in the object that holds the tensor, in group order; at most P * G
     B  segments: the rows that the model reads. A sequence has one or more of them
     T  tokens of the segments, end to end: drawn by the policy, or given to it
     N  drawn tokens, flat, sequence by sequence: the axis of the objective
-    V  vocabulary                                          K  reward functions
+    V  vocabulary          K  reward functions          M  mismatch rules          U  entries of supports (ragged)
 
 A worked example: two prompts and two completions each. The second completion of the first prompt called a tool: the
 policy drew 7 and 8, the tool answered 40 and 41, and the policy drew 9. The last completion has two segments, because
@@ -273,12 +273,12 @@ class Scores:
     errors: Mapping[int, str] = field(default_factory=dict)
     """Why scoring failed, by the completion's index among the S."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Counters of the functions, by metric name: seconds in calls, completions it failed on, timeouts."""
+    """Counters by metric name: seconds in calls, completions that a function failed on, timeouts."""
     logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Numbers that functions logged, by name: one for each call."""
 
     def select(self, sequences: Sequence[int]) -> Scores:
-        """The scores of some completions. Rewards per token are not selected: filters exclude them."""
+        """The scores of some completions. ``token_rewards_N`` stays as it is; ``Rollout.used_scores`` selects it."""
         chosen = list(sequences)
         return replace(
             self,
@@ -318,9 +318,10 @@ class Scores:
 class TokenBatch:
     """A rollout's completions as flat tensors, laid out once; ``train.layout`` makes it and cuts index sets from it.
 
-    The four policies have separate names. ``old_logps_N`` is None when a single update uses the rollout: the old policy
-    is then the current one and the ratio is 1 by identity. ``ref_logps_N`` is None when no formula needs it. The
-    current policy's log-probs are not stored here: the update computes them with their graph.
+    The four policies have separate names. ``old_logps_N`` is None when a single update uses the rollout and no KL is
+    part of the reward: the old policy is then the current one and the ratio is 1 by identity. ``ref_logps_N`` is None
+    when no formula needs it. The current policy's log-probs are not stored here: the update computes them with their
+    graph.
 
     Tensors on axis N are on the policy's device, the others on the CPU, where the batch is cut.
     """

@@ -54,7 +54,7 @@ def test_recurrent_models_are_sampled_too_and_the_way_is_named():
     config = AutoConfig.for_model("mamba", **COMMON, hidden_size=32, num_hidden_layers=1, state_size=8)
     policy = Policy(AutoModelForCausalLM.from_config(config), Precision(torch.float32, torch.float32))
     engine = LocalEngine(policy, LetterTokenizer(), (1,))
-    assert engine.backend.description.startswith("without a cache: every token computes the whole text anew")
+    assert engine.backend.description.startswith("without a cache: every token computes the whole text again")
     (group,) = engine.generate([Prompt(0, 0, PROMPTS[0], "", "", {})], 4, Sampling(8), RNGKey(0, 0))
     with torch.no_grad():
         logps, *_ = policy.logps([PROMPTS[0]] * 4, [c.token_ids for c in group.completions], 1.0)

@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     fail_once(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
     logps = importlib.import_module("cohort.train.logps")
-    real, calls = logps.token_statistics_of, []
+    real, calls = logps.token_logps, []
 
     def failing(*arguments):
         calls.append(1)
@@ -168,7 +168,7 @@ def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch
             raise MemoryError
         return real(*arguments)
 
-    monkeypatch.setattr(logps, "token_statistics_of", failing)
+    monkeypatch.setattr(logps, "token_logps", failing)
     with pytest.warns(UserWarning, match="out of memory"):
         got = list(trainer.steps())
     assert trainer.budget.tokens == 16

@@ -30,6 +30,9 @@ class PlainEngine:
     def __init__(self, policy, tokenizer, length=6, broken=lambda uid, sample: None):
         self.policy, self.tokenizer, self.length, self.broken = policy, tokenizer, length, broken
 
+    def update_weights(self, version):
+        pass
+
     @torch.no_grad()
     def generate(self, prompts, num_generations, sampling, key, watch=None):
         return [Group(p, tuple(self.complete(p, i, sampling, key) for i in range(num_generations))) for p in prompts]
@@ -292,9 +295,9 @@ def test_a_failed_completion_with_some_tokens_has_no_reward_per_token():
     got = scores.score(groups)
     assert got.token_rewards_N.isnan().tolist() == [True] * 3 + [False] * 2
     rollout = Rollout.of(groups, got, PRESETS["default"])
-    assert rollout.scores.token_rewards_N.tolist() == [1.0, 1.0]
+    assert rollout.used_scores.token_rewards_N.tolist() == [1.0, 1.0]
     assert rollout.used_S == [1]
-    assert rollout.groups == [Group(groups[0].prompt, (complete,))]
+    assert rollout.used_groups == [Group(groups[0].prompt, (complete,))]
 
 
 def test_no_function_is_called_without_usable_completions():

@@ -247,7 +247,7 @@ def combine(
     errors: dict[int, str] = {}
     extras: dict[str, list[Any]] = {}
     logged: dict[str, list[float]] = {}
-    counts: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, float] = defaultdict(int)
     for task in tasks:
         name, sequences = task.function.name, [index[position] for position in task.positions]
         for s, value in zip(sequences, task.values, strict=True):

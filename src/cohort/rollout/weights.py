@@ -86,9 +86,11 @@ class Product:
 
 def _packed(weight: Tensor) -> Tensor | None:
     """A bfloat16 matrix on a CPU in oneDNN's own layout, which saves rearranging it in each product. None if oneDNN has
-    no such layout. Products are bit-equal."""
+    no such layout, or no bfloat16 products on this processor. Products are bit-equal."""
     usable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
     if not usable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return None
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     return packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cohort.errors import PolicyMismatchError
 from cohort.train.context import StepContext
 from cohort.train.layout import part_of
-from cohort.train.logps import token_statistics_of
+from cohort.train.logps import token_logps
 from cohort.types import TokenBatch
 
 CHECKED_COMPLETIONS = 16
@@ -24,7 +24,7 @@ def check_sampler_gap(context: StepContext, batch: TokenBatch) -> None:
         PolicyMismatchError: they differ, so every ratio of this run would be wrong. Nothing has been updated yet.
     """
     checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
-    logps_N = token_statistics_of(context, context.policy, batch, checked).logps_N
+    logps_N = token_logps(context, context.policy, batch, checked).logps_N
     sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
     gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
     gap = float(gap_N.mean()) if gap_N.numel() else 0.0

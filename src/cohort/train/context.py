@@ -1,4 +1,4 @@
-"""What one step needs and does not change."""
+"""The collaborators of one step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cohort.train.optim import Optimizer
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What one step needs and does not change. The loop makes one for each step."""
+    """The collaborators of one step. The loop makes one for each step; its fields are not rebound."""
 
     policy: Policy
     """The model that is trained."""
     optimizer: Optimizer
     objective: Objective
-    """With beta as the step weighs it."""
+    """With this step's beta."""
     sampling: Sampling
     """How the completions were drawn; every policy's log-probs are of the same distribution."""
     budget: TokenBudget

@@ -6,7 +6,7 @@ and microbatches; the result never depends on it.
 
     batch                 lay_out(groups)                    everything that the updates of a rollout share
     minibatches           split_minibatches(batch, count)    one optimizer step each: changes the result
-    active sequences      active_part(batch, minibatch)      those whose gradient is not 0
+    active sequences      active_part(batch, minibatch)      those that need a forward pass
     packs, microbatches   packs(batch, part, budget)         one backward pass each: never changes the result
 """
 
@@ -90,10 +90,10 @@ def numbers(lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
-def run_positions(lengths: Tensor, chosen: Tensor) -> Tensor:
+def span_positions(lengths: Tensor, chosen: Tensor) -> Tensor:
     """Positions of the entries of some runs, when runs of these lengths lie end to end.
 
-    >>> run_positions(torch.tensor([3, 2, 4]), torch.tensor([2, 0]))
+    >>> span_positions(torch.tensor([3, 2, 4]), torch.tensor([2, 0]))
     tensor([5, 6, 7, 8, 0, 1, 2])
     """
     starts, counts = lengths.cumsum(0) - lengths, lengths[chosen]
@@ -117,8 +117,8 @@ def _joined(arrays: Sequence[NDArray[np.float64]], device: torch.device) -> Tens
 def assign_advantages(
     batch: TokenBatch, scores: Scores, objective: Objective, max_completion_length: int
 ) -> TokenBatch:
-    """The batch with each token's advantage. Truncated completions leave the loss, if the objective masks them, after
-    the advantages: those are of the whole group."""
+    """The batch with each token's advantage. Advantages are of the whole group; then, if the objective masks truncated
+    completions, their tokens leave the loss."""
     if not batch.num_sequences:
         return batch
     kl_N = None
@@ -155,7 +155,7 @@ class Part:
     sequences_S: Tensor
     """Their numbers in the batch, on the CPU."""
     lengths_S: Tensor
-    """Their drawn tokens, on the CPU."""
+    """Number of drawn tokens of each, on the CPU."""
     tokens_N: Tensor
     """Where their tokens lie on the batch's axis N."""
     sequence_N: Tensor
@@ -166,7 +166,7 @@ class Part:
     def select(self, chosen_S: Tensor) -> Part:
         """Some of the sequences, by their numbers in this part."""
         lengths_S, device = self.lengths_S[chosen_S], self.tokens_N.device
-        positions_N = run_positions(self.lengths_S, chosen_S).to(device)
+        positions_N = span_positions(self.lengths_S, chosen_S).to(device)
         sequence_N = numbers(lengths_S).to(device)
         return Part(self.sequences_S[chosen_S], lengths_S, self.tokens_N[positions_N], sequence_N, positions_N)
 
@@ -185,7 +185,7 @@ def part_of(batch: TokenBatch, sequences: Sequence[int] | Tensor) -> Part:
     """The given sequences of a batch."""
     sequences_S = torch.as_tensor(sequences, dtype=torch.long)
     lengths_S, device = batch.lengths_S[sequences_S], batch.sequence_N.device
-    tokens_N = run_positions(batch.lengths_S, sequences_S).to(device)
+    tokens_N = span_positions(batch.lengths_S, sequences_S).to(device)
     return Part(sequences_S, lengths_S, tokens_N, numbers(lengths_S).to(device), tokens_N)
 
 
@@ -205,7 +205,7 @@ def split_minibatches(batch: TokenBatch, count: int) -> list[Part]:
 
 def active_part(batch: TokenBatch, part: Part, objective: Objective, other_terms: float = 0.0) -> Part:
     """The sequences that an update needs a forward pass of: those with an advantage that is not 0, or all of them when
-    another term of the loss (of a weight that is not 0) or the choice of tokens looks at every sequence."""
+    another term of the loss or the choice of tokens uses every sequence."""
     active_S = torch.ones(part.num_sequences, dtype=torch.bool)
     if not (objective.beta or objective.entropy or other_terms or objective.top_entropy < 1):
         active_N = ((batch.advantages_N != 0) & batch.loss_N)[part.tokens_N]
@@ -223,7 +223,7 @@ class Pack:
 
     prompt_ids: tuple[tuple[int, ...], ...]
     microbatches: tuple[tuple[int, ...], ...]
-    """Sequences, by their numbers in the part that was cut. Those of one prompt are neighbours."""
+    """Sequences, by their numbers in the part that was cut. With shared prompts, those of one prompt are neighbours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,8 +269,8 @@ def microbatches(batch: TokenBatch, part: Part, pack: Pack) -> Iterator[Microbat
     segments_S = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)
     for cut in pack.microbatches:
         micro = part.select(torch.tensor(cut))
-        rows_B = run_positions(segments_S, micro.sequences_S)
-        tokens_T = run_positions(batch.lengths_B, rows_B)
+        rows_B = span_positions(segments_S, micro.sequences_S)
+        tokens_T = span_positions(batch.lengths_B, rows_B)
         rows = PackedRows(
             prompt_B=prompt_P[batch.group_S[batch.sequence_B[rows_B]]],
             ids_T=batch.ids_T[tokens_T],
@@ -295,7 +295,7 @@ def _filled(items: Sequence[Item], sizes: Sequence[int], budget: int) -> list[li
 
 
 def _balanced(sizes: Sequence[int], budget: int) -> int:
-    """The smallest budget that makes no more shares: about equal ones, instead of a small last one."""
+    """The smallest budget that makes no more shares, by bisection: about equal shares, instead of a small last one."""
     shares = len(_filled(sizes, sizes, budget))
     return bisect_left(range(budget), True, key=lambda less: len(_filled(sizes, sizes, less)) <= shares)
 

@@ -27,7 +27,7 @@ def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: 
     """Log-probs under a policy, the old one or the reference, shape ``[N]`` of the batch; NaN outside of ``part``."""
     logps_N = torch.full((batch.num_tokens,), torch.nan, dtype=policy.precision.master, device=batch.loss_N.device)
     try:
-        logps_N[part.tokens_N] = token_statistics_of(context, policy, batch, part).logps_N
+        logps_N[part.tokens_N] = token_logps(context, policy, batch, part).logps_N
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -36,7 +36,7 @@ def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: 
 
 
 @torch.no_grad()
-def token_statistics_of(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
+def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
     """Log-probs, entropies and collision probabilities of a part's tokens, shape ``[N]`` of the part."""
     like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
     found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))

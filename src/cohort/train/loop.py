@@ -4,11 +4,11 @@ One step samples a group of completions for each prompt, scores them, turns the 
 and updates the policy with a clipped importance ratio and a KL term against a reference. Four policies take part:
 
     current    ``logps``          the weights being trained, with their graph; computed inside ``update``
-    old        ``old_logps``      the weights that sampled, as the trainer computes them; only for several updates
+    old        ``old_logps``      the weights that sampled, as the trainer computes them; when updates need it
     sampler    ``sampler_logps``  the distribution that the engine drew from, recorded while it drew
-    reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; only when beta is not 0
+    reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; when beta is not 0
 
-To follow one rollout, read ``rollout``, ``layout`` and ``update`` next, in this order.
+To follow one rollout, read train/rollout.py, train/layout.py and train/update.py next, in this order.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TrainerParts:
         return Models(self.policy, self.reference, self.tokenizer)
 
     def saved_state(self, step: int) -> SavedState:
-        """The state of everything else."""
+        """Everything that a checkpoint stores besides the models."""
         return SavedState(
             step,
             self.optimizer.state_dict(),
@@ -86,7 +86,7 @@ class TrainerParts:
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
-        """The inverse of ``saved_state``; ``best_record`` is that of the run's folder."""
+        """The inverse of ``saved_state``; ``best_record`` is the contents of the run's ``best/best.json``."""
         self.optimizer.load_state_dict(state.optimizer)
         self.cursor = DataCursor.from_state(state.cursor)
         self.adaptive.load_state_dict(state.adaptive)
@@ -96,7 +96,8 @@ class TrainerParts:
 def run(
     parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Train from ``first_step`` on. Yields each step's metrics after everything that is due is on disk."""
+    """Train from ``first_step`` on. Yields each step's metrics after they, the completions and any due checkpoint are
+    written."""
     policy, reference, adaptive = parts.policy, parts.reference, parts.adaptive
     sampling = Sampling.of(config.rollout)
     nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates)
@@ -106,18 +107,19 @@ def run(
         context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, reference)
         clock = context.clock
 
-        # Sample a group of completions for each prompt, and score them.
-        rollout, num_prompts = sample(parts, context, schedule, config, step)
+        # Sample a group of completions for each prompt with the policy's present weights, and score them.
+        parts.engine.update_weights(policy.version)
+        rollout = sample(parts, context, schedule, config, step)
         if step == first_step:
-            check_sampler_gap(context, lay_out(rollout.usable, policy.device, context.repetition_penalty))
+            check_sampler_gap(context, lay_out(rollout.usable_groups, policy.device, context.repetition_penalty))
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
-        batch = lay_out(rollout.groups, policy.device, context.repetition_penalty)
+        batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):
             batch = with_advantages_and_logps(context, batch, rollout, schedule)
         minibatches = split_minibatches(batch, schedule.minibatches)
 
-        # The norm of each term's gradient, when the settings ask for it. Changes nothing.
+        # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
         norms = {}
         if minibatches and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
@@ -126,14 +128,14 @@ def run(
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
         results: list[UpdateResult] = []
-        skipped = 0
+        num_nonfinite = 0
         with clock("update"):
             for minibatch in minibatches * schedule.num_iterations:
-                entropy_weight = adaptive.entropy_weight(objective)
-                while isinstance(outcome := update(context, batch, minibatch, entropy_weight), OutOfMemory):
-                    context.budget.halve()  # smaller passes give the same gradient
+                entropy_coefficient = adaptive.entropy_weight(objective)
+                while isinstance(outcome := update(context, batch, minibatch, entropy_coefficient), OutOfMemory):
+                    context.budget.halve()  # and repeat: smaller passes give the same gradient
                 if isinstance(outcome, NonFinite):
-                    skipped += 1
+                    num_nonfinite += 1
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
                     continue
                 nonfinite.passed()
@@ -141,7 +143,7 @@ def run(
                 adaptive.after_update(objective, outcome)
         adaptive.after_step(objective, results, batch.num_sequences)
 
-        # The reference is fixed, or follows the policy at a distance.
+        # The reference is fixed, or moved toward the policy every ``ref_model_sync_steps`` updates.
         if reference and config.objective.sync_ref_model:
             every = config.objective.ref_model_sync_steps
             if policy.version // every > version_before // every:
@@ -149,44 +151,41 @@ def run(
 
         with clock("measure"):
             moved = policy_movement(context, batch, results, config.report.update_kl_completions)
-        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": skipped}
+        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
-        yield finish_step(parts, schedule, config, folder, rollout, batch, metrics, num_prompts)
+        yield finish_step(parts, schedule, config, folder, rollout, batch, metrics)
         if parts.best.exhausted:  # early stopping; the checkpoint is written
             break
 
 
-def sample(
-    parts: TrainerParts, context: StepContext, schedule: Schedule, config: GRPOConfig, step: int
-) -> tuple[Rollout, int]:
-    """A step's scored groups, and the number of prompts that they took.
+def sample(parts: TrainerParts, context: StepContext, schedule: Schedule, config: GRPOConfig, step: int) -> Rollout:
+    """Sample and score a step's groups.
 
-    Each prompt is computed once for its group. Async rewards and those in workers begin as completions end. With
-    dynamic sampling, new prompts replace groups that teach nothing, for a number of rounds; otherwise there is one
-    round.
+    The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as a
+    completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
+    ``max_rounds`` rounds; otherwise there is one round.
     """
     rollout: Rollout | None = None
-    num_prompts = 0
+    target = schedule.prompts_of(step)
     state = trainer_state(schedule, step, parts.cursor)
-    while rollout is None or another_round(rollout, schedule.prompts_of(step), context.objective):
-        wanted = schedule.prompts_of(step) - (sum(rollout.used_P) if rollout else 0)
-        prompts = parts.prompts.fetch(parts.cursor, wanted, skip=num_prompts)
-        num_prompts += wanted
+    while rollout is None or another_round(rollout, target, context.objective):
+        used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
+        prompts = parts.prompts.fetch(parts.cursor, target - used, skip=sampled)
         with parts.rewards.begin(prompts, schedule.num_generations, state) as scoring:
             with context.clock("generate"):
                 groups = parts.engine.generate(
                     prompts,
                     schedule.num_generations,
                     context.sampling,
-                    RNGKey(config.run.seed, step),
+                    RNGKey(config.run.seed, step),  # and draws depend on the prompt's uid
                     Watch(on_completion=scoring.on_completion),
                 )
             with context.clock("reward"):
                 scored = Rollout.of(groups, scoring.finish(groups), context.objective)
         rollout = scored if rollout is None else rollout + scored
     rollout.check_drawn()
-    return rollout, num_prompts
+    return rollout
 
 
 def with_advantages_and_logps(
@@ -201,18 +200,18 @@ def with_advantages_and_logps(
     logps_first = objective.needs_old_logps
     part = part_of(batch, range(batch.num_sequences))
     if not logps_first:
-        batch = assign_advantages(batch, rollout.scores, objective, limit)
+        batch = assign_advantages(batch, rollout.used_scores, objective, limit)
         part = active_part(batch, part, objective, context.policy.router_aux_loss_coef)
     batch = replace(
         batch,
         old_logps_N=logps_of(context, context.policy, batch, part) if schedule.needs_old_logps else None,
         ref_logps_N=logps_of(context, context.reference, batch, part) if schedule.needs_ref_logps else None,
     )
-    return assign_advantages(batch, rollout.scores, objective, limit) if logps_first else batch
+    return assign_advantages(batch, rollout.used_scores, objective, limit) if logps_first else batch
 
 
 def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, part: Part) -> Tensor | None:
-    """``policy_logps`` within the memory that there is; None without a policy."""
+    """``policy_logps``, repeated with smaller passes when memory runs out; None without a policy."""
     if policy is None:
         return None
     while isinstance(logps_N := policy_logps(context, policy, batch, part), OutOfMemory):
@@ -220,10 +219,10 @@ def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, par
     return logps_N
 
 
-def another_round(rollout: Rollout, wanted: int, objective: Objective) -> bool:
+def another_round(rollout: Rollout, target: int, objective: Objective) -> bool:
     """Whether dynamic sampling wants another round."""
     rule = objective.group_filter
-    return isinstance(rule, DynamicSampling) and sum(rollout.used_P) < wanted and rollout.rounds < rule.max_rounds
+    return isinstance(rule, DynamicSampling) and sum(rollout.is_used_P) < target and rollout.rounds < rule.max_rounds
 
 
 def trainer_state(schedule: Schedule, step: int, cursor: DataCursor) -> TrainerState:
@@ -240,7 +239,6 @@ def finish_step(
     rollout: Rollout,
     batch: TokenBatch,
     metrics: dict[str, Any],
-    num_prompts: int,
 ) -> dict[str, Any]:
     """Advance the cursor, evaluate if it is due, and write metrics, completions and checkpoint.
 
@@ -251,13 +249,13 @@ def finish_step(
     """
     step = metrics["step"]
     last = step == schedule.steps
-    parts.cursor, data_metrics = parts.prompts.advance(parts.cursor, num_prompts, rollout.mean_rewards)
+    parts.cursor, data_metrics = parts.prompts.advance(parts.cursor, len(rollout.sampled), rollout.mean_rewards)
     metrics |= data_metrics
     failed: CohortError | None = None
     if last or due(step, config.eval.eval_steps):
         try:
             metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
-        except CohortError as error:  # a failed evaluation must not lose the training
+        except CohortError as error:  # a failed evaluation must not cost the run its progress
             failed = error
         last |= parts.best.exhausted or failed is not None
     folder.append_metrics(metrics)

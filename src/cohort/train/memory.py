@@ -28,7 +28,10 @@ MEBI = 2**20
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """Memory ran out in a pass, and nothing was changed: halve the budget and repeat."""
+    """Memory ran out in a pass, and nothing was changed: halve the budget and repeat.
+
+    A value and not an exception, so that the failed pass's tensors are free before the next one begins.
+    """
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
 from cohort.train.context import StepContext
 from cohort.train.layout import group_numbers, part_of
-from cohort.train.logps import token_statistics_of
+from cohort.train.logps import token_logps
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
 from cohort.types import FinishReason, Scores, TokenBatch
@@ -77,7 +77,7 @@ def group_metrics(rollout: Rollout, version_before: int) -> dict[str, Any]:
     lags = [version_before - completion.weights_version for completion in rollout.completions]
     return {
         "groups/sampled": len(rollout.sampled),
-        "groups/left_out": len(rollout.sampled) - sum(rollout.used_P),
+        "groups/left_out": len(rollout.sampled) - sum(rollout.is_used_P),
         "groups/rounds": rollout.rounds,
         "sampler/version_lag_mean": sum(lags) / len(lags),
         "sampler/version_lag_max": max(lags),
@@ -253,7 +253,7 @@ def policy_movement(
     before_N = results[0].logps_N if batch.old_logps_N is None else batch.old_logps_N
     known = sorted(set(batch.sequence_N[~before_N.isnan()].tolist()))
     part = part_of(batch, _few_prompts(batch, known, completions))
-    after_N = token_statistics_of(context, context.policy, batch, part).logps_N
+    after_N = token_logps(context, context.policy, batch, part).logps_N
     return {"update_kl": float(k3(before_N[part.tokens_N].double(), after_N.double()).mean())}
 
 

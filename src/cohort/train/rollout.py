@@ -21,7 +21,7 @@ class Rollout:
     sampled: list[Group]
     """Every group with every completion, including those that no update uses."""
     sampled_scores: Scores
-    used_P: tuple[bool, ...]
+    is_used_P: tuple[bool, ...]
     """Whether the updates use the group's usable completions."""
     rounds: int = 1
     """Calls of the engine: more than one with dynamic sampling."""
@@ -38,7 +38,9 @@ class Rollout:
     def __add__(self, other: Rollout) -> Rollout:
         """Concatenate two rounds."""
         scores = self.sampled_scores + other.sampled_scores
-        return Rollout(self.sampled + other.sampled, scores, self.used_P + other.used_P, self.rounds + other.rounds)
+        return Rollout(
+            self.sampled + other.sampled, scores, self.is_used_P + other.is_used_P, self.rounds + other.rounds
+        )
 
     def check_drawn(self) -> None:
         """Check that there is something to score.
@@ -74,23 +76,24 @@ class Rollout:
         return sum(completion.num_tokens for completion in self.completions)
 
     @property
-    def usable(self) -> list[Group]:
+    def usable_groups(self) -> list[Group]:
         """All groups without their unusable completions. Some may be empty."""
         return [group.usable for group in self.sampled]
 
     @property
-    def groups(self) -> list[Group]:
-        """The groups that the updates use."""
-        return [group for group, used in zip(self.usable, self.used_P, strict=True) if used]
+    def used_groups(self) -> list[Group]:
+        """The usable groups that the updates use."""
+        return [group for group, used in zip(self.usable_groups, self.is_used_P, strict=True) if used]
 
     @property
     def used_S(self) -> list[int]:
         """Indices of the used completions among all sampled ones."""
-        used = [u for group, u in zip(self.sampled, self.used_P, strict=True) for _ in group.completions]
-        return [s for s, c in enumerate(self.completions) if used[s] and c.finish_reason.usable]
+        pairs = zip(self.sampled, self.is_used_P, strict=True)
+        candidates = [(is_used, completion) for group, is_used in pairs for completion in group.completions]
+        return [s for s, (is_used, completion) in enumerate(candidates) if is_used and completion.finish_reason.usable]
 
     @property
-    def scores(self) -> Scores:
+    def used_scores(self) -> Scores:
         """Scores of the used completions."""
         used_S = self.used_S
         if len(used_S) == len(self.completions):

@@ -1,8 +1,7 @@
 """The update: one optimizer step on one minibatch.
 
 weights    1/Z of every token, over the whole minibatch, before the first pass
-passes     per pack: read the prompts, then per microbatch forward, coefficients, backward; then backward through the
-prompts. Gradients add up in the parameters
+passes     per pack: read the prompts; per microbatch: forward, coefficients, backward; then the prompts backward
 step       clip, step, count
 outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``, ``OutOfMemory``
 """
@@ -33,7 +32,7 @@ from cohort.policy import CompletionStates, Prefixes, TokenLogps, chunked_terms
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches, packs
-from cohort.train.logps import expert_balance, states_of, token_statistics_of
+from cohort.train.logps import expert_balance, states_of, token_logps
 from cohort.train.memory import OutOfMemory, out_of_memory
 from cohort.types import TokenBatch
 
@@ -80,10 +79,10 @@ def update(
     learning_rate = optimizer.learning_rate
     try:
         weights = minibatch_weights(context, batch, minibatch)
-        # Sequences without an advantage teach nothing unless another term looks at them: no pass is spent on them.
+        # Sequences without an advantage teach nothing unless another term uses them: no pass is spent on them.
         active = active_part(batch, minibatch, context.objective, entropy_coefficient or policy.router_aux_loss_coef)
         idle = TokenStatistics.of_idle(minibatch.num_tokens - active.num_tokens)
-        if not active.num_sequences:
+        if not active.num_tokens:
             return UpdateResult(idle, logps_N, 0.0, learning_rate, entropy_coefficient)
         weights = weights.at(active.positions_N)
         forwards = backward_passes(context, batch, active, weights, entropy_coefficient)
@@ -130,7 +129,7 @@ class Forward:
 
 
 def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) -> TermWeights:
-    """The denominators of a minibatch; with ``top_entropy``, after a pass without gradient that finds the threshold."""
+    """1/Z of every token. With ``top_entropy``, a pass without gradient finds the threshold first."""
     objective, loss_N = context.objective, batch.loss_N[minibatch.tokens_N]
 
     def weights_of(counted_N: Tensor, aggregation: str) -> Tensor:
@@ -146,7 +145,7 @@ def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) 
 
     base_N = policy_N = weights_of(loss_N, objective.aggregation)
     if objective.top_entropy < 1:
-        entropy_N = token_statistics_of(context, context.policy, batch, minibatch).entropy_N
+        entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
         chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, loss_N)
         after_masks = objective.denominator == "after_masks"
         policy_N = weights_of(chosen_N, objective.aggregation) if after_masks else base_N * chosen_N
@@ -169,8 +168,8 @@ def backward_passes(
     balance = expert_balance(context, batch, part) if policy.router_aux_loss_coef else None
     with policy.training(), policy.compute(), policy.gradients_in_place():
         for pack in packs(batch, part, context.budget.tokens, shared=policy.passes.shared):
-            # Each prompt once forward; then its completions, whose gradients of its keys and values add up; then once
-            # backward.
+            # Run each prompt forward once. Its completions accumulate gradients in its keys and values. Then run the
+            # prompts backward once.
             prefixes = policy.passes.read(pack.prompt_ids)
             ref_prefixes = read_reference(context, pack)
             for micro in microbatches(batch, part, pack):
@@ -213,10 +212,13 @@ def microbatch_losses(
     ref_states: CompletionStates | None,
     entropy_coefficient: float,
 ) -> tuple[dict[str, Tensor], Forward]:
-    """For each term, a scalar with the microbatch's share of its gradient; the scalar's value has no meaning."""
+    """For each term, a scalar with the microbatch's share of its gradient; the scalar's value has no meaning.
+
+    The coefficients are detached: the gradient of ``-sum(c logps)`` is that of the objective.
+    """
     tokens_N, sequence_N, weights = micro.part.tokens_N, micro.part.sequence_N, weights.at(micro.part.positions_N)
     advantages_N, sampler_logps_N = batch.advantages_N[tokens_N], batch.sampler_logps_N[tokens_N]
-    old_logps_N, ref_logps_N = at(batch.old_logps_N, tokens_N), at(batch.ref_logps_N, tokens_N)
+    old_logps_N, ref_logps_N = take(batch.old_logps_N, tokens_N), take(batch.ref_logps_N, tokens_N)
     current = states.logps()
     detached = TokenLogps(*(values_N.detach() for values_N in current))
     if ref_states is not None:
@@ -247,14 +249,31 @@ def microbatch_losses(
     if entropy_coefficient:
         bonus_N = entropy_coefficient * weights.entropy_N
         losses["entropy"] = -chunked_terms(weighted_entropy, [states], [bonus_N])
-    return losses, Forward(micro.part.positions_N, detached, terms, ref_logps_N if ref_states is not None else None)
+    return losses, Forward(micro.part.positions_N, detached, terms, ref_logps_N)
 
 
 def term_norms(
     context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0
 ) -> dict[str, float]:
-    """The gradient's norm of each term, and the cosine between the policy's and the KL's: what
-    ``gradient/..._energy`` estimates without a backward pass. Costs a backward pass per term and changes nothing."""
+    """The norms of the gradients of the policy, KL and entropy terms, and the cosine between the first two, which
+    ``gradient/..._energy`` estimates. Costs a backward pass per term; the weights do not change. Empty if a value is
+    not finite."""
+    try:
+        sums = _term_gradients(context, batch, minibatch, entropy_coefficient)
+    except NonFiniteError:  # the update will say so
+        return {}
+    flat = {name: torch.cat([grad.flatten() for grad in grads]) for name, grads in sums.items()}
+    metrics = {f"gradient/{name}_norm": float(vector.norm()) for name, vector in flat.items()}
+    if "kl" in flat and metrics["gradient/policy_norm"] and metrics["gradient/kl_norm"]:
+        product = metrics["gradient/policy_norm"] * metrics["gradient/kl_norm"]
+        metrics["gradient/exact_cosine"] = float(flat["policy"] @ flat["kl"]) / product
+    return metrics
+
+
+def _term_gradients(
+    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float
+) -> dict[str, list[Tensor]]:
+    """Each term's gradient in every trained parameter."""
     policy = context.policy
     weights = minibatch_weights(context, batch, minibatch)
     part = active_part(batch, minibatch, context.objective, entropy_coefficient)
@@ -275,12 +294,7 @@ def term_norms(
                     grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
                     before = sums.get(name)
                     sums[name] = list(grads) if before is None else [a + b for a, b in zip(before, grads, strict=True)]
-    flat = {name: torch.cat([grad.flatten() for grad in grads]) for name, grads in sums.items()}
-    metrics = {f"gradient/{name}_norm": float(vector.norm()) for name, vector in flat.items()}
-    if "kl" in flat and metrics["gradient/policy_norm"] and metrics["gradient/kl_norm"]:
-        product = metrics["gradient/policy_norm"] * metrics["gradient/kl_norm"]
-        metrics["gradient/exact_cosine"] = float(flat["policy"] @ flat["kl"]) / product
-    return metrics
+    return sums
 
 
 def weighted_entropy(log_probs_NV: Tensor, weights_N: Tensor) -> Tensor:
@@ -331,12 +345,12 @@ def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards:
             *(in_order([getattr(f.terms, field.name) for f in forwards]) for field in fields(Coefficients))
         ),
         sampler_logps_N=batch.sampler_logps_N[tokens_N],
-        old_logps_N=at(batch.old_logps_N, tokens_N),
-        ref_logps_N=in_order(ref_logps) if ref_logps else at(batch.ref_logps_N, tokens_N),
-        full_logps_N=at(batch.full_logps_N, tokens_N),
+        old_logps_N=take(batch.old_logps_N, tokens_N),
+        ref_logps_N=in_order(ref_logps) if ref_logps else None,
+        full_logps_N=take(batch.full_logps_N, tokens_N),
     )
 
 
-def at(values_N: Tensor | None, tokens_N: Tensor) -> Tensor | None:
-    """The values of some tokens, if there are any."""
+def take(values_N: Tensor | None, tokens_N: Tensor) -> Tensor | None:
+    """The values of some tokens; None for None."""
     return None if values_N is None else values_N[tokens_N]
