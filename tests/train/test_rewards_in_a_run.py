@@ -25,12 +25,13 @@ def digits_of_group(completions, **_):
 
 def test_a_run_does_not_depend_on_where_its_rewards_run(demo_tokenizer, tmp_path):
     runs = []
-    for name, function, settings in (
-        ("here", digits_reward, {}),
-        ("async", digits_async, {"cache": True}),
-        ("worker", digits_of_group, {"workers": 1}),
+    for name, function, settings, where in (
+        ("here", digits_reward, {}, "rewards: digits_reward x 1 (per batch"),
+        ("async", digits_async, {"cache": True}, "rewards: digits_async x 1 (per sample, async"),
+        ("worker", digits_of_group, {"workers": 1}, "rewards: digits_of_group x 1 (per group, in 1 worker process)"),
     ):
         trainer = make_trainer(demo_tokenizer, tmp_path / name, rewards=function, max_steps=1, **settings)
+        assert where in trainer.describe()
         trainer.train()
         trainer.rewards.close()
         runs.append((trainer, [(row["reward"], row["token_ids"]) for row in rows_of(tmp_path / name)]))
@@ -40,7 +41,14 @@ def test_a_run_does_not_depend_on_where_its_rewards_run(demo_tokenizer, tmp_path
 
 
 def test_scoring_begins_while_other_completions_are_sampled(demo_tokenizer, tmp_path, monkeypatch):
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rewards=[digits_async, digits_reward], max_steps=1)
+    trainer = make_trainer(
+        demo_tokenizer,
+        tmp_path / "run",
+        rewards=[digits_async, digits_reward],
+        reward={"weights": [1.0, 0.5]},
+        max_steps=1,
+    )
+    assert "rewards: digits_async x 1 (per sample, async); digits_reward x 0.5 (per batch" in trainer.describe()
     begun = []
     real = trainer.engine.generate
 
@@ -103,17 +111,6 @@ def test_a_broken_function_is_found_before_the_model_is_loaded(demo_tokenizer, d
 
     with pytest.raises(RewardError, match="needs_gold needs the argument 'gold'; it can have: prompt, answer"):
         make_trainer(demo_tokenizer, tmp_path / "run", model=str(tmp_path / "model"), rewards=needs_gold)
-
-
-def test_the_description_of_a_run_names_where_each_function_runs(demo_tokenizer, tmp_path):
-    trainer = make_trainer(
-        demo_tokenizer, tmp_path / "run", rewards=[digits, digits_async], reward={"weights": [1.0, 0.5], "workers": 2}
-    )
-    assert (
-        "rewards: digits x 1 (per sample, in 2 worker processes); digits_async x 0.5 (per sample, async)"
-        in trainer.describe()
-    )
-    trainer.rewards.close()
 
 
 def test_dynamic_sampling_keeps_the_logged_values_of_every_round(demo_tokenizer, tmp_path):
