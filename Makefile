@@ -12,8 +12,9 @@ demo: .venv/demo.stamp
 quick: .venv/dev.stamp
 	$(BIN)/python -m pytest -q tests/config tests/presets tests/objective tests/data
 
+# One worker per core with one thread each.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 parity: .venv/bench.stamp
 	$(BIN)/python -m pytest -q tests/parity

@@ -66,8 +66,7 @@ class GRPOTrainer:
         if not isinstance(config, GRPOConfig):
             raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
         check_capabilities(LocalEngine, config)
-        model = config.model.path if model is None else model
-        model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
@@ -98,7 +97,7 @@ class GRPOTrainer:
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
-        self.reference = self.policy.reference(moves=moves) if self.objective.beta else None
+        self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
         self.budget = find_budget(
