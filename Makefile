@@ -10,7 +10,7 @@ demo: .venv/demo.stamp
 	$(BIN)/cohort demo
 
 quick: .venv/dev.stamp
-	$(BIN)/python -m pytest -q tests/config tests/presets tests/objective tests/data
+	$(BIN)/python -m pytest -q -n auto tests/config tests/presets tests/objective tests/data
 
 # One worker per core with one thread each.
 test: .venv/dev.stamp

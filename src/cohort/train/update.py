@@ -220,7 +220,7 @@ def microbatch_losses(
     """
     tokens_N, sequence_N, weights = micro.part.tokens_N, micro.part.sequence_N, weights.at(micro.part.positions_N)
     advantages_N, sampler_logps_N = batch.advantages_N[tokens_N], batch.sampler_logps_N[tokens_N]
-    old_logps_N, ref_logps_N = take(batch.old_logps_N, tokens_N), take(batch.ref_logps_N, tokens_N)
+    old_logps_N, ref_logps_N = at_tokens(batch.old_logps_N, tokens_N), at_tokens(batch.ref_logps_N, tokens_N)
     current = states.logps()
     detached = TokenLogps(*(values_N.detach() for values_N in current))
     if ref_states is not None:
@@ -347,12 +347,12 @@ def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards:
             *(in_order([getattr(f.terms, field.name) for f in forwards]) for field in fields(Coefficients))
         ),
         sampler_logps_N=batch.sampler_logps_N[tokens_N],
-        old_logps_N=take(batch.old_logps_N, tokens_N),
+        old_logps_N=at_tokens(batch.old_logps_N, tokens_N),
         ref_logps_N=in_order(ref_logps) if ref_logps else None,
-        full_logps_N=take(batch.full_logps_N, tokens_N),
+        full_logps_N=at_tokens(batch.full_logps_N, tokens_N),
     )
 
 
-def take(values_N: Tensor | None, tokens_N: Tensor) -> Tensor | None:
+def at_tokens(values_N: Tensor | None, tokens_N: Tensor) -> Tensor | None:
     """The values of some tokens; None for None."""
     return None if values_N is None else values_N[tokens_N]
