@@ -39,7 +39,7 @@ def engine():
 def sampled(engine, contents, n=1, seed=0, chat=True, **sampling):
     """The engine's completions of the same prompts, a list per prompt."""
     rows = [{"prompt": content} for content in contents]
-    prompts = PromptSet(rows, engine.tokenizer, DataConfig(format="chat" if chat else "auto")).all()
+    prompts = PromptSet(rows, engine.tokenizer, DataConfig(format="chat" if chat else "auto"))[:]
     settings = Sampling(**{"max_completion_length": 24} | sampling)
     return [group.completions for group in engine.generate(prompts, n, settings, RNGKey(seed, 0, Purpose.EVAL))]
 

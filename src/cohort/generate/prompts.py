@@ -105,4 +105,4 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any) -> list[Prompt
     if request.as_chat and not getattr(tokenizer, "chat_template", None):
         raise ConfigError("--chat and --system need a tokenizer with a chat template, and the model's has none")
     config = DataConfig(format="chat" if request.as_chat else "auto", system_prompt=request.system)
-    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=name, mixed=True).all()
+    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=name, mixed=True)[:]
