@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from rich.table import Table
 from cohort.config import GRPOConfig
 from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling, prefix
 from cohort.evaluation.statistics import Comparison, Estimate, compare
-from cohort.runs import json_value, write_atomically
+from cohort.runs import as_json, write_atomically
 
 Evaluations = Mapping[str, Evaluation]
 Comparisons = Mapping[str, Mapping[str, Comparison]]
@@ -151,7 +150,7 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
                 ],
                 "pass_rate": sum(scored) / len(scored) if scored else None,
             }
-            lines.append(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+            lines.append(as_json(line, ensure_ascii=False, default=str))
     # Lone surrogates, which UTF-8 cannot encode, are escaped as JSON escapes them.
     text = "".join(lines).encode("utf-8", "backslashreplace").decode()
     write_atomically(Path(file).expanduser(), text)
@@ -176,5 +175,4 @@ def write_summary(
             for metric, comparison in by_metric.items()
         },
     }
-    text = json.dumps(json_value(summary), indent=2, allow_nan=False, ensure_ascii=False)
-    write_atomically(Path(file).expanduser(), text + "\n")
+    write_atomically(Path(file).expanduser(), as_json(summary, ensure_ascii=False, indent=2))

@@ -139,7 +139,7 @@ class RunFolder:
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(json_value(metrics), allow_nan=False) + "\n")
+            lines.write(as_json(metrics))
 
     def drop_metrics_after(self, step: int) -> None:
         """Remove the lines of steps that a resumed run repeats."""
@@ -151,7 +151,7 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
-        write_atomically(self.path / "summary.json", json.dumps(json_value(summary), indent=2, allow_nan=False) + "\n")
+        write_atomically(self.path / "summary.json", as_json(summary, indent=2))
 
     def write_rollout(
         self, step: int, groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float] | None]
@@ -207,7 +207,7 @@ class RunFolder:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         save_model(models.policy, models.tokenizer, part)
-        (part / "best.json").write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+        (part / "best.json").write_text(as_json(record), encoding="utf-8")
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
@@ -233,12 +233,17 @@ def _mean(numbers: Sequence[float]) -> float:
     return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
 
 
-def json_value(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null."""
+def as_json(value: Any, **settings: Any) -> str:
+    """A value as JSON with a line break; null for NaN and infinity, which JSON lacks. ``settings`` are those of
+    ``json.dumps``."""
+    return json.dumps(_finite(value), allow_nan=False, **settings) + "\n"
+
+
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: json_value(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
