@@ -45,7 +45,7 @@ class Function:
         per_token: bool = False,
         not_negative: str | None = None,
     ) -> None:
-        self.name, self.weight = name, weight
+        self.call, self.name, self.weight = call, name, weight
         self.per_token, self._not_negative = per_token, not_negative
         parameters = parameters_of(call)
         for parameter in parameters:
@@ -60,7 +60,8 @@ class Function:
         self.names_log_extra = "log_extra" in self._names
         self.logs = LOGS if self._accepts_all else self._names & LOGS
         """Which of ``log_extra`` and ``log_metric`` the function accepts."""
-        self.call = recorded(call, self.logs)
+        self.recorded = recorded(call, self.logs)
+        """The function, returning a ``Call``."""
         self.is_async = is_async(call)
 
         options = call_options(call)

@@ -221,7 +221,9 @@ class Scoring:
 
     def _submit(self, task: Task) -> None:
         try:
-            task.future = self._runner.calls.submit(task.function.call, self._arguments(task), task.function.timeout)
+            task.future = self._runner.calls.submit(
+                task.function.recorded, self._arguments(task), task.function.timeout
+            )
         except CallFailed as error:
             raise RewardError(
                 f"{task.function} cannot run in a worker process: {error}. Define it in a module, or set "
@@ -249,7 +251,7 @@ class Scoring:
         """Take the result of a background call, or make the call in this thread; store the values or the failure."""
         task.call = Call()
         try:
-            call = task.function.call(**self._arguments(task)) if task.future is None else task.future.result()
+            call = task.function.recorded(**self._arguments(task)) if task.future is None else task.future.result()
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
