@@ -63,7 +63,14 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The text contains a stop string. The tokens that spell it are part of the completion."""
     LENGTH = "length"
-    """The completion reached ``max_completion_length`` and is truncated."""
+    """The completion reached ``max_completion_length``, or a turn its own limit, and is truncated."""
+    TURNS = "turns"
+    """The episode reached ``environment.max_turns``."""
+    ENVIRONMENT = "environment"
+    """A tool or environment could not go on: it raised, exceeded its time limit, or died. The completion is neither
+    scored nor trained on."""
+    TIMEOUT = "timeout"
+    """The episode exceeded ``environment.episode_timeout``. The completion is neither scored nor trained on."""
     ERROR = "error"
     """The logits were not finite, so no token could be drawn. The completion keeps the tokens before; it is neither
     scored nor trained on."""
@@ -73,7 +80,10 @@ class FinishReason(StrEnum):
     @property
     def usable(self) -> bool:
         """Whether the completion is scored and trained on."""
-        return self not in (FinishReason.ERROR, FinishReason.CANCELLED)
+        return self not in UNUSABLE
+
+
+UNUSABLE = frozenset({FinishReason.ERROR, FinishReason.CANCELLED, FinishReason.ENVIRONMENT, FinishReason.TIMEOUT})
 
 
 class ArrayEquality:
@@ -170,6 +180,44 @@ class Segment(ArrayEquality):
         return self.token_ids if self.drawn is None else self.token_ids[self.drawn]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an episode: what the policy wrote, and what tools and the environment answered."""
+
+    num_drawn: int
+    """Tokens that the policy drew in this turn."""
+    finish_reason: FinishReason
+    """Why the turn ended; the completion's own is that of the episode."""
+    messages: tuple[Message, ...]
+    """The assistant's message, then the answers: of tools, or of the user whom the environment plays."""
+    calls: int = 0
+    """Calls of tools."""
+    failed_calls: int = 0
+    """Calls that were answered with an error: unknown names, invalid arguments, exceptions, timeouts."""
+    reward: float | None = None
+    """The environment's reward for this turn."""
+    seconds: float = 0.0
+    """Time from the end of the turn until its answer was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened during a completion of several turns, besides its tokens."""
+
+    turns: tuple[Turn, ...]
+    reward: float | None = None
+    """The environment's rewards of all turns, plus its reward at the end. None: it gave none."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The public attributes of the environment at the end."""
+    error: str = ""
+    """Why the episode is unusable."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages after the prompt."""
+        return [message for turn in self.turns for message in turn.messages]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(ArrayEquality):
     """A trajectory: what the policy wrote after a prompt, in one or more segments.
@@ -195,6 +243,8 @@ class Completion(ArrayEquality):
     ``sampler_logps``, because nothing was left out or reweighted."""
     support: Support | None = None
     """The tokens that each draw could have given. None: the whole vocabulary, or not recorded."""
+    episode: Episode | None = None
+    """The turns of a completion with tools or an environment. None: one turn, with neither."""
 
     @classmethod
     def of_tokens(
@@ -289,15 +339,18 @@ class Scores:
         )
 
     def __add__(self, other: Scores) -> Scores:
-        """Concatenate the scores of two rounds; counters add up. Not for rewards per token."""
+        """Concatenate the scores of two rounds; counters add up."""
         import torch
 
         first, second = len(self.rewards_S), len(other.rewards_S)
+        tokens = [tokens_N for tokens_N in (self.token_rewards_N, other.token_rewards_N) if tokens_N is not None]
+        assert len(tokens) != 1, "both rounds reward tokens, or neither does"
         return Scores(
             torch.cat([self.rewards_S, other.rewards_S]),
             torch.cat([self.by_function_SK, other.by_function_SK]),
             self.names,
             self.weights,
+            torch.cat(tokens) if tokens else None,
             extras={
                 name: [*self.extras.get(name, [None] * first), *other.extras.get(name, [None] * second)]
                 for name in dict.fromkeys([*self.extras, *other.extras])

@@ -5,6 +5,7 @@ from cohort.config.evaluation import EvalConfig
 from cohort.config.load import apply_overrides, load_config, parse_settings
 from cohort.config.schedule import Schedule
 from cohort.config.schema import (
+    EnvironmentConfig,
     GRPOConfig,
     LoraConfig,
     ModelConfig,

@@ -155,6 +155,51 @@ class RolloutConfig(Section):
         return text.strip()
 
 
+class EnvironmentConfig(Section):
+    """Tools and environments: completions of several turns."""
+
+    tools: Strings = ()
+    """Tools: built-in names ("python", "calculator"), "module:function", "file.py:function", or "mcp:" with a command
+    or a URL. A function needs type hints and a docstring, from which its JSON schema is made. Rows whose column `tools`
+    lists names can use those only."""
+    factory: str | dict[str, str] = ""
+    """An environment for each completion: "module:Class" or "file.py:Class". A table names several, and the column
+    `environment` of a row chooses one."""
+    max_turns: PositiveInt = 16
+    """Maximum number of turns of an episode (finish reason "turns")."""
+    max_turn_length: PositiveInt | None = None
+    """Maximum number of tokens drawn in a turn (finish reason "length"). Unset: as many as
+    `rollout.max_completion_length` leaves, which counts the tokens of all turns and answers."""
+    max_observation_tokens: PositiveInt | None = None
+    """Maximum number of tokens of an answer; of a longer one, the middle is replaced by a note that says how much is
+    missing. Unset: no limit. An answer that leaves no room within `rollout.max_completion_length` ends the episode
+    (finish reason "length")."""
+    call_timeout: PositiveFloat | None = None
+    """Time limit of a call of a tool or environment in seconds. Plain functions then run in worker processes, which can
+    be killed. Unset: no limit."""
+    episode_timeout: PositiveFloat | None = None
+    """Time limit of an episode in seconds, sampling included (finish reason "timeout"). Unset: no limit."""
+    call_retries: Count = 0
+    """How often a tool call is repeated when its worker dies or it exceeds `call_timeout`. Environments are not
+    repeated."""
+    tool_workers: Count = 0
+    """Worker processes for plain tools and environments. 0: they run in this process, unless `call_timeout` is set."""
+    max_environments: PositiveInt = 256
+    """Maximum number of environments that exist, and of async calls, at the same time; episodes beyond wait."""
+    history: str = "append"
+    """What the policy reads after a turn. "append": all tokens so far, then the answer. "template": the conversation as
+    the chat template renders it, which may leave out earlier thoughts. "module:function" or "file.py:function": the
+    messages that a function returns for those so far. Whatever is rewritten begins a new segment."""
+    parser: str | None = None
+    """A function that finds the calls in a turn's text: "module:function" or "file.py:function". Unset: the format is
+    found in the chat template."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the settings name tools or an environment."""
+        return bool(self.tools or self.factory)
+
+
 class RewardConfig(Section):
     """Reward functions."""
 
@@ -262,6 +307,7 @@ class GRPOConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from cohort.rollout.engine import (
     Capabilities,
+    EndedTurn,
     Engine,
     Request,
     TokenEvent,
-    Turn,
     Watch,
     check_capabilities,
     required_capabilities,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Capabilities",
     "Drawn",
+    "EndedTurn",
     "Engine",
     "LocalEngine",
     "Purpose",
@@ -35,7 +36,6 @@ __all__ = [
     "RowSettings",
     "Sampling",
     "TokenEvent",
-    "Turn",
     "Watch",
     "check_capabilities",
     "draw_tokens",

@@ -44,6 +44,8 @@ def required_capabilities(config: GRPOConfig) -> dict[str, str]:
     """
     sampling = Sampling.of(config.rollout)
     needed = {}
+    if config.environment.wanted:
+        needed["continuation"] = "[environment] names tools or an environment"
     if sampling.constrained:
         needed["grammars"] = f"rollout.{'regex' if sampling.json_schema is None else 'json_schema'} is set"
     if sampling.repetition_penalty != 1:
@@ -91,7 +93,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EndedTurn:
     """A turn of a trajectory that has ended."""
 
     trajectory: int
@@ -134,6 +136,8 @@ class Watch:
     on_completion: Callable[[int, int, Completion], None] | None = None
     """Called by ``generate`` with prompt index, sample and completion when a completion ends. Not called for
     completions that were cancelled before their first token."""
+    on_step: Callable[[], None] | None = None
+    """Called before each decode step; a place to ``extend`` and ``release`` parked trajectories."""
     cancelled: Callable[[], bool] | None = None
     """Called before each decode step. If it returns True, every trajectory that is queued or being decoded ends with
     finish reason ``cancelled``."""
@@ -164,7 +168,7 @@ class Engine(Protocol):
             ConfigError: a grammar does not compile, or a forced token is unknown.
         """
 
-    def stream(self, watch: Watch | None = None) -> Generator[Turn]:
+    def stream(self, watch: Watch | None = None) -> Generator[EndedTurn]:
         """Decode, and yield each turn when it ends.
 
         Ends when nothing is left to decode: every trajectory has ended, is parked, or waits for memory that parked ones

@@ -17,7 +17,7 @@ from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.choose import choose_backend
-from cohort.rollout.engine import Capabilities, Engine, Request, Turn, Watch
+from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch
 from cohort.rollout.runner import BackendRunner
 from cohort.rollout.scheduler import Scheduler
 from cohort.rollout.sequences import ActiveSequences
@@ -71,7 +71,7 @@ class LocalEngine(Engine):
         self._numbers = count()
         self._waiting: list[Trajectory] = []  # until memory is allocated for them
         self._scheduler: Scheduler | None = None  # while memory is allocated
-        self._ended: deque[Turn] = deque()  # not yet handed back
+        self._ended: deque[EndedTurn] = deque()  # not yet handed back
         self._streaming = False
 
     @property
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
             self._scheduler.submit(self._fitting(self._scheduler.capacity))
         return [trajectory.number for trajectory in trajectories]
 
-    def stream(self, watch: Watch | None = None) -> Generator[Turn]:
+    def stream(self, watch: Watch | None = None) -> Generator[EndedTurn]:
         """See ``Engine``."""
         if self._streaming:
             raise ConfigError("this engine is sampling already: use its stream, or a second engine")
@@ -218,6 +218,8 @@ class LocalEngine(Engine):
         if self._scheduler is None and not self._waiting:
             return False
         scheduler = self._scheduler or self._allocate()
+        if watch.on_step:
+            watch.on_step()
         cancelled = bool(watch.cancelled and watch.cancelled())
         ended: dict[Trajectory, FinishReason] | None
         if cancelled:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cohort.errors import DataError
-from cohort.rollout.engine import Request, Turn
+from cohort.rollout.engine import EndedTurn, Request
 from cohort.rollout.stops import StopStrings
 from cohort.types import Completion, FinishReason, Segment, Support
 
@@ -111,7 +111,7 @@ class Trajectory:
             return False
         return self.stops.found(self.tokens[max(self.turn_start, len(self.tokens) - self.stops.tail) :])
 
-    def ended(self, reason: FinishReason, tokenizer: Any, version: int) -> Turn:
+    def ended(self, reason: FinishReason, tokenizer: Any, version: int) -> EndedTurn:
         """The turn as it is handed back."""
         segments = (*self._segments, self._segment())
         completion = Completion(
@@ -124,7 +124,7 @@ class Trajectory:
             support=joined_support(self.supports) if self.supports else None,
         )
         room = self.room if self.request.continues and reason.usable else 0
-        return Turn(self.number, self.request, completion, len(self.tokens) - self.turn_start, room)
+        return EndedTurn(self.number, self.request, completion, len(self.tokens) - self.turn_start, room)
 
     def _segment(self) -> Segment:
         drawn = None

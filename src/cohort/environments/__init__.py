@@ -1,0 +1,3 @@
+"""Tools and environments: episodes of several turns."""
+
+from cohort.environments.contract import Step
