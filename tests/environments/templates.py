@@ -174,6 +174,10 @@ def _sentencepiece(family: Family) -> Tokenizer:
     return backend
 
 
+def _deepseek(name: str) -> str:
+    return f"<\uff5c{name}\uff5c>"
+
+
 CHATML = ("<|im_end|>", "<|endoftext|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 THINK = ("<think>", "</think>")
@@ -218,20 +222,15 @@ FAMILIES = {
         ),
         Family(
             "deepseek",
-            ("<｜end▁of▁sentence｜>",),
+            (_deepseek("end▁of▁sentence"),),
             (),
             (
-                *("<｜User｜>", "<｜Assistant｜>", *THINK),
-                *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-                *(
-                    "<｜tool▁outputs▁begin｜>",
-                    "<｜tool▁outputs▁end｜>",
-                    "<｜tool▁output▁begin｜>",
-                    "<｜tool▁output▁end｜>",
-                ),
-                "<｜tool▁sep｜>",
+                *map(_deepseek, ("User", "Assistant", "tool▁sep", "tool▁calls▁begin", "tool▁calls▁end")),
+                *map(_deepseek, ("tool▁call▁begin", "tool▁call▁end", "tool▁outputs▁begin", "tool▁outputs▁end")),
+                *map(_deepseek, ("tool▁output▁begin", "tool▁output▁end")),
+                *THINK,
             ),
-            bos="<｜begin▁of▁sentence｜>",
+            bos=_deepseek("begin▁of▁sentence"),
             json_arguments=True,
         ),
         Family("smollm", CHATML, ("<|im_start|>",), (*TAGS, *THINK)),
