@@ -1,5 +1,6 @@
 """Worker processes that can be killed."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -196,6 +197,14 @@ def test_a_closed_pool_starts_no_process_for_a_call_that_was_about_to_begin():
     process.stop(for_good=True)
     with pytest.raises(CallFailed, match="the workers were stopped"):
         process.call((0, b""), {}, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no signal for the end of the parent")
+def test_a_worker_whose_parent_ended_before_it_started_exits():
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        command = [sys.executable, "-m", "cohort.workers", str(theirs.fileno()), str(os.getppid())]
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60, check=False).returncode == 1
 
 
 def test_an_idle_worker_that_died_is_replaced(workers):

@@ -339,15 +339,18 @@ class Scores:
         )
 
     def __add__(self, other: Scores) -> Scores:
-        """Concatenate the scores of two rounds; counters add up. Not for rewards per token."""
+        """Concatenate the scores of two rounds; counters add up."""
         import torch
 
         first, second = len(self.rewards_S), len(other.rewards_S)
+        tokens = [tokens_N for tokens_N in (self.token_rewards_N, other.token_rewards_N) if tokens_N is not None]
+        assert len(tokens) != 1, "both rounds reward tokens, or neither does"
         return Scores(
             torch.cat([self.rewards_S, other.rewards_S]),
             torch.cat([self.by_function_SK, other.by_function_SK]),
             self.names,
             self.weights,
+            torch.cat(tokens) if tokens else None,
             extras={
                 name: [*self.extras.get(name, [None] * first), *other.extras.get(name, [None] * second)]
                 for name in dict.fromkeys([*self.extras, *other.extras])

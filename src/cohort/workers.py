@@ -197,7 +197,7 @@ class _Process:
                 path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100
                 self._connection, theirs = multiprocessing.Pipe()
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "cohort.workers", str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "cohort.workers", str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1") | {"PYTHONPATH": path},
@@ -268,18 +268,20 @@ def describe_error(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {text}{location}"
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """On Linux, ask the kernel to kill this process when the parent's thread ends. Without it, a function that never
     releases the interpreter lock would outlive the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the request
+            os._exit(1)
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, parent: int) -> None:
     """The main loop of a worker: load or call a function for each message, and send an answer."""
     import dill
 
-    _die_with_parent()
+    _die_with_parent(parent)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:  # in a thread, so that a busy worker notices the end of its parent
@@ -304,4 +306,4 @@ def _work(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _work(Connection(int(sys.argv[1])))
+    _work(Connection(int(sys.argv[1])), parent=int(sys.argv[2]))

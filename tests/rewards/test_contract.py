@@ -103,7 +103,7 @@ def test_options_of_functions_classes_and_partials():
             return [2.0]
 
     options = call_options(Judge())
-    assert (options.per, options.is_async, options.timeout, options.isolated) == ("group", True, 9.0, None)
+    assert (options.per, options.timeout, options.isolated) == ("group", 9.0, None)
 
     assert call_options(lambda completions, completion=None: [1.0]).per == "batch"
 
@@ -239,6 +239,10 @@ def test_rewards_per_token():
     assert tokens.isnan().tolist() == [False, True, False, True, True, True]
     assert scores.rewards_S[0] == math.fsum([0.1, 0.2])
     assert scores.rewards_S[1:].isnan().all()
+    rounds = scores + RewardRunner([steps], per_token=True).score(rollout(["a"]))
+    assert rounds.token_rewards_N.nan_to_num(9).tolist() == [0.1, 9, 0.2, 9, 9, 9, 0.1]
+    with pytest.raises(AssertionError, match="both rounds reward tokens"):
+        _ = scores + RewardRunner([lambda completion: 1.0]).score(rollout(["a"]))
     for result, got in ((1.0, "1.0"), ([1.0], "1 values")):
         with pytest.raises(RewardError, match=rf"a list of 3 numbers or None as result 0 .*, got {got}"):
             RewardRunner([lambda completion, result=result: result], per_token=True).score(rollout(["aaa"]))

@@ -40,20 +40,18 @@ are left out of the statistics of their group.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
+from cohort.calls import is_async, partial_layers
 from cohort.errors import RewardError
 from cohort.types import Group
 
 RewardFunction = Callable[..., Any]
 Per = Literal["sample", "group", "batch"]
 F = TypeVar("F", bound=RewardFunction)
-LOGS = frozenset({"log_extra", "log_metric"})
-"""Arguments that are created where the function runs, possibly in another process."""
 _OPTIONS = "__cohort_reward__"
 
 
@@ -113,7 +111,6 @@ class CallOptions:
     """How a reward function is called."""
 
     per: Per
-    is_async: bool
     isolated: bool | None = None
     """Whether the function runs in a worker process; None: decided by the settings."""
     timeout: float | None = None
@@ -155,10 +152,9 @@ def reward(
         raise RewardError(f"timeout must be above 0 seconds, got {timeout!r}")
 
     def decorate(target: F) -> F:
-        is_async = _is_async(target)
-        if is_async and isolated:
+        if isolated and is_async(target):
             raise RewardError("isolated=True is for plain functions: async functions share an event loop")
-        if timeout is not None and isolated is False and not is_async:
+        if timeout is not None and isolated is False and not is_async(target):
             raise RewardError("a plain function with isolated=False cannot be stopped: remove its timeout")
         try:
             setattr(target, _OPTIONS, {"per": per, "isolated": isolated, "timeout": timeout})
@@ -177,11 +173,11 @@ def call_options(function: RewardFunction) -> CallOptions:
     >>> call_options(lambda completion, **_: 1.0).per, call_options(lambda completions, **_: [1.0]).per
     ('sample', 'batch')
     """
-    decorated = (getattr(layer, _OPTIONS, None) for layer in _layers(function))
+    decorated = (getattr(layer, _OPTIONS, None) for layer in partial_layers(function))
     options = next(filter(None, decorated), {"per": None})
     names = {parameter.name for parameter in parameters_of(function)}
     default: Per = "sample" if "completion" in names and "completions" not in names else "batch"
-    return CallOptions(**options | {"per": options["per"] or default, "is_async": _is_async(function)})
+    return CallOptions(**options | {"per": options["per"] or default})
 
 
 def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
@@ -190,29 +186,3 @@ def parameters_of(function: RewardFunction) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-
-
-def function_name(function: RewardFunction) -> str:
-    """The name of a function, of the class of an object, or of the function inside a partial.
-
-    >>> function_name(functools.partial(max, 1)), function_name(functools.lru_cache()(min))
-    ('max', 'min')
-    """
-    inner = _layers(function)[-1]
-    name = getattr(inner, "__name__", None)
-    return name if isinstance(name, str) else type(inner).__name__
-
-
-def _is_async(function: RewardFunction) -> bool:
-    """Whether a function, or the ``__call__`` of an object or class, is written ``async def``."""
-    inner = _layers(function)[-1]
-    call = inner if inspect.isroutine(inner) else getattr(inner, "__call__", inner)  # noqa: B004
-    return inspect.iscoroutinefunction(call)
-
-
-def _layers(function: RewardFunction) -> list[RewardFunction]:
-    """A function, followed by the functions inside its ``functools.partial`` layers."""
-    layers = [function]
-    while isinstance(layers[-1], functools.partial):
-        layers.append(layers[-1].func)
-    return layers

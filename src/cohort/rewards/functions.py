@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cohort.calls import LOGS, is_async, partial_layers, recorded
+from cohort.config import RewardConfig
 from cohort.errors import RewardError
-from cohort.rewards.contract import LOGS, RewardFunction, call_options, function_name, parameters_of
+from cohort.rewards.contract import RewardFunction, call_options, parameters_of
 from cohort.types import Completion
 from cohort.workers import CallFailed, describe_error
-
-if TYPE_CHECKING:  # worker processes import this module; the settings would slow down their start
-    from cohort.config import RewardConfig
 
 Value = list[float] | CallFailed
 """The reward of one completion by one function: one number, or one per token, with NaN for ``None``; or the reason why
@@ -61,10 +60,12 @@ class Function:
         self.names_log_extra = "log_extra" in self._names
         self.logs = LOGS if self._accepts_all else self._names & LOGS
         """Which of ``log_extra`` and ``log_metric`` the function accepts."""
+        self.recorded = recorded(call, self.logs)
+        """The function, returning a ``Call``."""
+        self.is_async = is_async(call)
 
         options = call_options(call)
-        self.per, self.is_async = options.per, options.is_async
-        self.timeout = options.timeout or settings.timeout
+        self.per, self.timeout = options.per, options.timeout or settings.timeout
         isolated = options.isolated
         if isolated is None:
             isolated = bool(settings.workers or self.timeout)  # only a process can be stopped
@@ -152,13 +153,17 @@ class Function:
 
 
 def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """The names of functions, numbered where several share one.
+    """The names of functions, of the classes of objects, and of the functions inside partials, numbered where several
+    share one.
 
-    >>> unique_names([max, min, max])
+    >>> unique_names([max, min, partial(max, 1)])
     ['max', 'min', 'max_2']
     """
     names: list[str] = []
-    for name in map(function_name, functions):
+    for function in functions:
+        inner = partial_layers(function)[-1]
+        name = getattr(inner, "__name__", None)
+        name = name if isinstance(name, str) else type(inner).__name__
         numbered = (f"{name}_{number}" for number in count(2))
         names.append(next(unique for unique in chain([name], numbered) if unique not in names))
     return names

@@ -1,20 +1,32 @@
-"""The reward functions of a run."""
+"""The reward functions of a run, and the scoring of a rollout: start each call as early as possible, wait for all."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
+from cohort.calls import Call, Calls, as_failure, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
-from cohort.rewards.calls import Caller
-from cohort.rewards.contract import RewardFunction, TrainerState
+from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, unique_names
-from cohort.rewards.scoring import Scoring, extra_column, log
+from cohort.rewards.scores import Position, Task, combine, extra_column
 from cohort.types import Completion, FinishReason, Group, Prompt, Scores
+from cohort.workers import CallFailed
 
+log = logging.getLogger("cohort.rewards")
+CACHE_ENTRIES = 100_000
+"""Maximum number of cached results; the oldest are dropped."""
 DRY_RUN_MESSAGE_SECONDS = 5.0
 """A dry run that takes longer than this is reported in the log."""
+MAX_FAILED_ROLLOUTS = 3
+"""With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 
 
 class RewardRunner:
@@ -54,16 +66,12 @@ class RewardRunner:
             Function(*given, self.settings, per_token=per_token, not_negative=not_negative)
             for given in zip(functions, self.names, self.weights, strict=True)
         )
-        self._caller = Caller(self.settings)
+        self.calls = Calls(self.settings.workers, self.settings.max_concurrent)
+        self.cache: dict[Any, Call] = {}
 
     def begin(self, prompts: Sequence[Prompt], num_generations: int, state: TrainerState | None = None) -> Scoring:
         """The scoring of a rollout that is about to be sampled, with ``num_generations`` completions per prompt."""
-        return self._scoring(prompts, num_generations, state, self.settings.on_error)
-
-    def _scoring(
-        self, prompts: Sequence[Prompt], num_generations: int, state: TrainerState | None, on_error: str
-    ) -> Scoring:
-        return Scoring(self.functions, self._caller, prompts, num_generations, state or TrainerState(), on_error)
+        return Scoring(self, prompts, num_generations, state or TrainerState(), self.settings.on_error)
 
     def score(self, groups: Sequence[Group], state: TrainerState | None = None) -> Scores:
         """The rewards of all completions, group after group: the weighted sum over functions.
@@ -93,7 +101,7 @@ class RewardRunner:
         timer.daemon = True
         timer.start()
         try:
-            with self._scoring(prompts, 0, state, "stop") as scoring:
+            with Scoring(self, prompts, 0, state or TrainerState(), "stop") as scoring:
                 scoring.finish(groups)
         except RewardError as error:
             hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is the text"
@@ -111,10 +119,202 @@ class RewardRunner:
     def describe(self) -> str:
         """Each function with its weight, what one call sees, and where it runs."""
         return "rewards: " + "; ".join(
-            f"{function.name} x {function.weight:g} (per {function.per}, {self._caller.describe(function)})"
+            f"{function.name} x {function.weight:g} (per {function.per}, {self._where(function)})"
             for function in self.functions
         )
 
+    def _where(self, function: Function) -> str:
+        if not function.in_background:
+            return "here, after sampling"
+        count = self.calls.workers.count
+        where = "async" if function.is_async else f"in {count} worker process{'' if count == 1 else 'es'}"
+        return where + (f", at most {function.timeout:g} s" if function.timeout else "")
+
     def close(self) -> None:
         """Stop the worker processes. The next call starts new ones."""
-        self._caller.close()
+        self.calls.close()
+
+
+class Scoring:
+    """The scoring of one rollout. Pass completions to ``on_completion`` as they end, then call ``finish``.
+
+    Functions that run in the background are called for a sample as soon as it has ended and for a group as soon as it
+    is complete, while other completions are still being sampled. All other calls are made by ``finish``. As a context
+    manager, it cancels unfinished calls if the block raises.
+
+    Args:
+        runner: the reward functions.
+        prompts: the prompts of the rollout.
+        num_generations: completions per prompt. 0: ``on_completion`` is not used.
+        state: the progress of the run.
+        on_error: as ``reward.on_error`` of the settings.
+    """
+
+    def __init__(
+        self, runner: RewardRunner, prompts: Sequence[Prompt], num_generations: int, state: TrainerState, on_error: str
+    ) -> None:
+        self._runner, self._prompts = runner, prompts
+        self._num_generations, self._state, self._on_error = num_generations, state, on_error
+        self._completions: dict[Position, Completion] = {}
+        self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
+
+    def on_completion(self, prompt_index: int, sample: int, completion: Completion) -> None:
+        """Start the background calls that a completion makes possible. For ``rollout.Watch.on_completion``."""
+        self._completions[prompt_index, sample] = completion
+        group = [(prompt_index, g) for g in range(self._num_generations)]
+        for function in (function for function in self._runner.functions if function.in_background):
+            if function.per == "sample":
+                self._begin(function, [(prompt_index, sample)])
+            elif function.per == "group" and all(position in self._completions for position in group):
+                self._begin(function, group)
+
+    def finish(self, groups: Sequence[Group]) -> Scores:
+        """Make the remaining calls, wait for all calls, and combine the rewards.
+
+        Args:
+            groups: the whole rollout, including completions that are not usable (``FinishReason``).
+
+        Raises:
+            RewardError: a function broke its contract; all calls of a function failed; or one failed and the settings
+                stop on errors.
+        """
+        self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
+        for function in self._runner.functions:
+            for positions in _split(function.per, list(self._completions)):
+                self._begin(function, positions)
+        for attempt in range(self._runner.settings.retries + 1):
+            self._make_calls([task for task in self._tasks.values() if not task.done], again=attempt > 0)
+        for function in self._runner.functions:
+            self._report_failures(function, [task for task in self._tasks.values() if task.function is function])
+        return combine(self._runner.functions, list(self._completions.items()), list(self._tasks.values()))
+
+    def __enter__(self) -> Scoring:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            return
+        futures = [task.future for task in self._tasks.values() if task.future is not None]
+        for future in futures:
+            future.cancel()
+        if not all(future.done() for future in futures):  # a call in a worker ends only with the worker
+            self._runner.close()
+
+    def _begin(self, function: Function, positions: Sequence[Position]) -> None:
+        """Add the task of one call if it is new, and start it if it runs in the background or is cached."""
+        usable = tuple(position for position in positions if self._completions[position].finish_reason.usable)
+        if not usable or (function.name, usable) in self._tasks:
+            return
+        groups = [
+            Group(self._prompts[p], tuple(self._completions[position] for position in group))
+            for p, group in groupby(usable, key=lambda position: position[0])
+        ]
+        task = self._tasks[function.name, usable] = Task(function, usable, groups)
+        task.cache_key = _cache_key(function, groups[0].prompt, groups[0].completions[0])
+        if (cached := self._runner.cache.get(task.cache_key)) is not None:
+            self._accept(task, replace(cached, seconds=0.0))
+        elif function.in_background:
+            self._submit(task)
+
+    def _arguments(self, task: Task) -> dict[str, Any]:
+        return task.function.accepted(call_arguments(task.function.per, task.groups, self._state))
+
+    def _submit(self, task: Task) -> None:
+        try:
+            task.future = self._runner.calls.submit(
+                task.function.recorded, self._arguments(task), task.function.timeout
+            )
+        except CallFailed as error:
+            raise RewardError(
+                f"{task.function} cannot run in a worker process: {error}. Define it in a module, or set "
+                "reward.workers to 0 and leave reward.timeout unset"
+            ) from error
+
+    def _make_calls(self, tasks: Sequence[Task], *, again: bool) -> None:
+        """Make the calls that run in this thread, and wait for the others.
+
+        Args:
+            tasks: without a result, or with a failed one.
+            again: whether this is a retry, so that background calls are submitted again.
+        """
+        background = [task for task in tasks if task.function.in_background]
+        for task in background if again else ():
+            self._submit(task)
+        for task in tasks:
+            if not task.function.in_background:
+                self._resolve(task)
+        self._wait(background)
+        for task in background:
+            self._resolve(task)
+
+    def _resolve(self, task: Task) -> None:
+        """Take the result of a background call, or make the call in this thread; store the values or the failure."""
+        task.call = Call()
+        try:
+            call = task.function.recorded(**self._arguments(task)) if task.future is None else task.future.result()
+        except RewardError:
+            raise
+        except (Exception, SystemExit) as error:
+            task.values = [as_failure(error)] * len(task.positions)
+        else:
+            self._accept(task, call)
+
+    def _accept(self, task: Task, call: Call) -> None:
+        task.call = call
+        task.values = task.function.values(call.returned, [c for group in task.groups for c in group.completions])
+        if task.done and task.cache_key is not None:
+            cache = self._runner.cache
+            cache.pop(task.cache_key, None)  # the newest are last
+            cache[task.cache_key] = call
+            if len(cache) > CACHE_ENTRIES:
+                del cache[next(iter(cache))]
+
+    def _wait(self, tasks: Sequence[Task]) -> None:
+        """Wait until all calls have ended. With a timeout, detect a function that blocks the event loop."""
+        functions = [task.function for task in tasks if task.function.is_async and task.function.timeout]
+        limit = max((function.timeout or 0 for function in functions), default=None)
+        try:
+            wait_all([task.future for task in tasks if task.future is not None], limit)
+        except CallFailed as failure:
+            names = ", ".join(function.name for function in self._runner.functions if function in functions)
+            raise RewardError(f"the async reward functions ({names}) {failure}") from None
+
+    def _report_failures(self, function: Function, tasks: Sequence[Task]) -> None:
+        """Log the failures of a function. Raise if the settings stop on errors, or if every call failed: for several
+        prompts, or in ``MAX_FAILED_ROLLOUTS`` consecutive rollouts of a single prompt."""
+        count = sum(len(task.values) for task in tasks)
+        failures = [failure for task in tasks for failure in task.failures]
+        function.failed_rollouts = function.failed_rollouts + 1 if 0 < len(failures) == count else 0
+        if not failures:
+            return
+        summary = f"{function} failed on {len(failures)} of {count} completions"
+        prompts = {group.prompt.uid for task in tasks for group in task.groups}
+        if self._on_error == "stop" or function.failed_rollouts >= (1 if len(prompts) > 1 else MAX_FAILED_ROLLOUTS):
+            raise RewardError(f"{summary}; the first: {failures[0]}") from _Details(failures[0].details)
+        log.warning("%s, which are unscored. The first failure:\n%s", summary, failures[0].details)
+
+
+class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
+    pass
+
+
+def _split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
+    """The completions of a rollout, split into what each call sees."""
+    if per == "sample":
+        yield from ([position] for position in positions)
+    elif per == "group":
+        yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
+    else:
+        yield positions
+
+
+def _cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
+    """Identifies a call by function, row and completion; None if its result cannot be cached."""
+    if not function.cacheable:
+        return None
+    try:
+        columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
+    except Exception:  # columns may hold objects that cannot be pickled
+        return None
+    reason = completion.finish_reason
+    return function.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason

@@ -1,0 +1,193 @@
+"""Calls of user functions: in this thread, on an event loop, or in worker processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from cohort.workers import CallFailed, Workers, describe_error
+
+LOGS = frozenset({"log_extra", "log_metric"})
+"""Arguments that are created where a function runs, possibly in another process."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The outcome of one call: what the function returned and what it logged."""
+
+    returned: Any = None
+    extras: list[tuple[str, Any]] = field(default_factory=list)
+    """Arguments of each call to ``log_extra``."""
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    """Arguments of each call to ``log_metric``."""
+    seconds: float = 0.0
+
+    def arguments(self, given: Mapping[str, Any], logs: Collection[str]) -> dict[str, Any]:
+        """The given arguments, and those of ``LOGS`` that are in ``logs``."""
+        functions = {
+            "log_extra": lambda column, values: self.extras.append((column, values)),
+            "log_metric": lambda name, value: self.metrics.append((name, float(value))),
+        }
+        return {**given, **{name: functions[name] for name in logs}}
+
+
+def recorded(function: Callable[..., Any], logs: Collection[str] = ()) -> Callable[..., Any]:
+    """A function that calls ``function`` with the same keyword arguments and returns a ``Call``.
+
+    It is async if ``function`` is. An awaitable that a plain function returns is awaited on the event loop.
+
+    Args:
+        function: the user function.
+        logs: which of ``LOGS`` it is called with as well.
+    """
+    return functools.partial(_call_async if is_async(function) else _call_plain, function, logs)
+
+
+def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
+    call, start = Call(), time.perf_counter()
+    call.returned = function(**call.arguments(arguments, logs))
+    if inspect.isawaitable(call.returned):
+        call.returned = _run_on_loop(_without_exit(call.returned)).result()
+    call.seconds = time.perf_counter() - start
+    return call
+
+
+async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
+    call, start = Call(), time.perf_counter()
+    call.returned = await function(**call.arguments(arguments, logs))
+    call.seconds = time.perf_counter() - start
+    return call
+
+
+class Calls:
+    """Starts calls in the background: of async functions on an event loop, of others in worker processes.
+
+    Args:
+        workers: number of worker processes, which start with the first call. 0: one for two cores.
+        max_concurrent: maximum number of concurrent async calls.
+
+    >>> calls = Calls(workers=1)
+    >>> calls.submit(pow, {"base": 2, "exp": 5}, timeout=60).result()
+    32
+    >>> calls.close()
+    """
+
+    def __init__(self, workers: int = 0, max_concurrent: int = 256) -> None:
+        self.workers = Workers(workers or max(1, (os.cpu_count() or 2) // 2))
+        self._slots = asyncio.Semaphore(max_concurrent)
+
+    def submit(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None = None
+    ) -> Future[Any]:
+        """Call ``function(**arguments)`` as soon as a worker or, for an async function, a slot is free.
+
+        Args:
+            function, arguments: of a plain function, must be picklable by dill. Pass the same object for the same
+                function: a worker receives it once.
+            timeout: seconds for the call, from when it starts. None: no limit.
+
+        Returns:
+            A future of the result. Its exception is what an async function raised; ``CallFailed`` for a plain function,
+            and for a call that took too long.
+
+        Raises:
+            CallFailed: the function cannot be sent to a worker process.
+        """
+        if is_async(function):
+            return _run_on_loop(self._await(function, arguments, timeout))
+        return self.workers.submit(function, arguments, timeout)
+
+    async def _await(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> Any:
+        """A call that takes too long is cancelled but not awaited: it may ignore the cancellation."""
+        async with self._slots:
+            task = asyncio.ensure_future(_without_exit(function(**arguments)))
+            try:
+                await asyncio.wait({task}, timeout=timeout)
+            finally:
+                if not task.done():
+                    task.add_done_callback(lambda late: late.cancelled() or late.exception())  # mark as retrieved
+                    task.cancel()
+            if not task.done():
+                raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
+            return task.result()
+
+    def close(self) -> None:
+        """Stop the worker processes. The next call starts new ones."""
+        self.workers.close()
+
+
+def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None:
+    """Wait until all calls have ended.
+
+    Args:
+        futures: from ``Calls.submit``.
+        limit: seconds after which to check that the event loop reacts. It does not while a function blocks it, as
+            ``time.sleep`` does. None: not checked.
+
+    Raises:
+        CallFailed: calls have not ended, and the event loop does not react.
+    """
+    waiting = set(futures)
+    while waiting:
+        _, waiting = wait(waiting, timeout=limit)
+        if waiting and limit:
+            answered = threading.Event()
+            _event_loop().call_soon_threadsafe(answered.set)
+            if not answered.wait(limit):
+                raise CallFailed(
+                    f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use "
+                    "await, or make it a plain function"
+                )
+
+
+def as_failure(error: BaseException) -> CallFailed:
+    """The reason why a call gave no result, from what its future or a direct call raised."""
+    if isinstance(error, CallFailed):
+        return error
+    details = "".join(traceback.format_exception(error)).rstrip()
+    return CallFailed(describe_error(error), details, timed_out=isinstance(error, TimeoutError))
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a function, or the ``__call__`` of an object or class, is written ``async def``."""
+    inner = partial_layers(function)[-1]
+    call = inner if inspect.isroutine(inner) else getattr(inner, "__call__", inner)  # noqa: B004
+    return inspect.iscoroutinefunction(call)
+
+
+def partial_layers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """A function, followed by the functions inside its ``functools.partial`` layers."""
+    layers = [function]
+    while isinstance(layers[-1], functools.partial):
+        layers.append(layers[-1].func)
+    return layers
+
+
+def _run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Run a coroutine on the event loop of user functions. The loop has its own thread and lives as long as the
+    process: clients and connections remain usable across rollouts, and the loop of a notebook is not touched."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="cohort-calls", daemon=True).start()
+    return loop
+
+
+async def _without_exit(result: Awaitable[Any]) -> Any:
+    """Wait for a call. ``SystemExit`` and ``KeyboardInterrupt`` would end the loop and every other call on it."""
+    try:
+        return await result
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise CallFailed(describe_error(error), traceback.format_exc().rstrip()) from None

@@ -1,0 +1,140 @@
+"""The outcomes of all calls of a rollout, combined into its scores."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from cohort.calls import Call
+from cohort.errors import RewardError
+from cohort.rewards.functions import Function, Value
+from cohort.types import Completion, Group, Scores
+from cohort.workers import CallFailed
+
+Position = tuple[int, int]
+"""A completion of the rollout: the index of its prompt, and its index within the group."""
+
+
+@dataclass(slots=True)
+class Task:
+    """One call to make: a function with the completions that the call sees."""
+
+    function: Function
+    positions: tuple[Position, ...]
+    groups: list[Group]
+    """The completions at the positions."""
+    cache_key: Any = None
+    future: Future[Call] | None = None
+    """Set when the call is submitted to run in the background."""
+    call: Call = field(default_factory=Call)
+    """The outcome; empty before the call and if the call raised."""
+    values: list[Value] = field(default_factory=list)
+    """One per completion; empty before the call."""
+
+    @property
+    def failures(self) -> list[CallFailed]:
+        """The values that are failures."""
+        return [value for value in self.values if isinstance(value, CallFailed)]
+
+    @property
+    def done(self) -> bool:
+        """Whether the call was made and no part of it failed."""
+        return bool(self.values) and not self.failures
+
+
+def combine(
+    functions: Sequence[Function], completions: Sequence[tuple[Position, Completion]], tasks: Sequence[Task]
+) -> Scores:
+    """The scores of a rollout from the values of all calls.
+
+    A completion that any function failed on gets no reward: a sum without one of its terms cannot be compared with
+    others.
+    """
+    import torch
+
+    per_token = functions[0].per_token
+    index = {position: s for s, (position, _) in enumerate(completions)}
+    lengths = [completion.num_tokens if per_token else 1 for _, completion in completions]
+    rewards = {function.name: [[math.nan] * length for length in lengths] for function in functions}
+    errors: dict[int, str] = {}
+    extras: dict[str, list[Any]] = {}
+    logged: dict[str, list[float]] = {}
+    counts: defaultdict[str, float] = defaultdict(int)
+    for task in tasks:
+        name, sequences = task.function.name, [index[position] for position in task.positions]
+        for s, value in zip(sequences, task.values, strict=True):
+            if isinstance(value, CallFailed):
+                errors.setdefault(s, f"{name}: {value.details}")
+            else:
+                rewards[name][s] = value
+        counts[f"rewards/{name}/failed"] += len(task.failures)
+        counts[f"rewards/{name}/timeouts"] += sum(failure.timed_out for failure in task.failures)
+        counts[f"seconds/reward/{name}"] += task.call.seconds
+        for metric, number in task.call.metrics:
+            logged.setdefault(metric, []).append(number)
+        for column, values in _extras(task):
+            stored = extras.setdefault(extra_column(functions, column, name), [None] * len(completions))
+            for s, extra in zip(sequences, values, strict=True):
+                stored[s] = extra
+    for s in errors:
+        for rewards_S in rewards.values():
+            rewards_S[s] = [math.nan] * lengths[s]
+    by_function_KS = [[_total(numbers) for numbers in rewards_S] for rewards_S in rewards.values()]
+    by_function_SK = torch.tensor(by_function_KS, dtype=torch.float64).T
+    tokens_NK = torch.tensor([list(chain(*rewards_S)) for rewards_S in rewards.values()], dtype=torch.float64).T
+    weights_K = torch.tensor([function.weight for function in functions], dtype=torch.float64)
+    return Scores(
+        rewards_S=weighted_sum(by_function_SK, weights_K),
+        by_function_SK=by_function_SK,
+        names=tuple(rewards),
+        weights=tuple(function.weight for function in functions),
+        token_rewards_N=weighted_sum(tokens_NK, weights_K) if per_token else None,
+        extras=extras,
+        errors=errors,
+        counts=counts,
+        logged=logged,
+    )
+
+
+def _extras(task: Task) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The columns logged by a call, with one value per completion.
+
+    Raises:
+        RewardError: another number of values was logged.
+    """
+    for column, logged in task.call.extras:
+        values = [logged] if task.function.per == "sample" else logged
+        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(task.positions):
+            expected = f"{task.function} must log one value per completion as {column!r}: {len(task.positions)}"
+            raise RewardError(f"{expected}, got {logged!r:.60}")
+        yield column, values
+
+
+def extra_column(functions: Sequence[Function], column: str, name: str) -> str:
+    """The column of ``Scores.extras`` that holds what function ``name`` logs as ``column``.
+
+    The name of the function is appended unless it is the only function, or the only one with a parameter
+    ``log_extra``. So the name of a column does not depend on which functions have logged something.
+    """
+    loggers = [function.name for function in functions if function.names_log_extra]
+    return column if (loggers or [function.name for function in functions]) == [name] else f"{column}/{name}"
+
+
+def weighted_sum(values_MK: Any, weights_K: Any) -> Any:
+    """Weighted sum over functions (K), ignoring NaN; NaN where all functions with a weight other than 0 are NaN."""
+    import torch
+
+    counted_K = weights_K != 0 if bool(weights_K.any()) else torch.ones_like(weights_K, dtype=torch.bool)
+    unscored_M = values_MK[:, counted_K].isnan().all(dim=1)
+    return torch.where(unscored_M, torch.nan, (values_MK * weights_K).nansum(dim=1))
+
+
+def _total(numbers: Sequence[float]) -> float:
+    """Sum of the numbers that are not NaN; NaN if there are none."""
+    scored = [number for number in numbers if not math.isnan(number)]
+    return math.fsum(scored) if scored else math.nan
