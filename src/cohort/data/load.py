@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig, Source
-from cohort.config.data import parse_slice
-from cohort.config.evaluation import check_set_name
-from cohort.data.files import Row
+from cohort.config.data import check_set_name, parse_slice
 from cohort.data.render import PromptMaker, check_columns
 from cohort.data.rows import (
     BATCH,
+    Row,
     RowTable,
     as_number,
     check_column,

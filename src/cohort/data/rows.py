@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from cohort.data.files import Row
 from cohort.errors import DataError
 from cohort.plugins import load_function
 
+Row = Mapping[str, Any]
 BATCH = 1000
 """Rows read at a time."""
 MAX_LISTED_VALUES = 5
