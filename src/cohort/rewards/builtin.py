@@ -62,6 +62,7 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
         BuiltinReward("cosine_length", "length"),
         BuiltinReward("repetition_penalty", "text"),
         BuiltinReward("language", "language", "py3langid"),
+        BuiltinReward("environment_reward", "environment"),
     )
 }
 """Name to row."""
