@@ -110,7 +110,7 @@ def _type(name: str) -> Any:
 
 
 def decode(data: Any, find: Callable[..., Any]) -> Any:
-    """Decode JSON data. ``find`` returns the object for what ``refer`` returned, and gets its plain data if there is some.
+    """Decode JSON data. ``find`` returns the object for what ``refer`` returned; it also gets the plain data, if any.
 
     >>> decode(["tuple", [1, ["collections.deque", [2]]]], find=list)
     (1, deque([2]))
