@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, resolve_reward
-from cohort.rewards.format import json_schema, regex, think_format
-from cohort.rewards.language import language
 from cohort.rewards.length import cosine_length, soft_overlong
 from cohort.rewards.messages import completion_text, turn_text, whole_text
-from cohort.rewards.text import exact_match, fuzzy_match, repetition_penalty
+from cohort.rewards.text import exact_match, fuzzy_match, json_schema, language, regex, repetition_penalty, think_format
 from tests.rewards.conftest import rollout
 
 
@@ -159,7 +157,7 @@ def test_regex():
 
 
 def test_a_pattern_that_does_not_end_fails(monkeypatch):
-    monkeypatch.setattr("cohort.rewards.format.MATCH_SECONDS", 0.2)
+    monkeypatch.setattr("cohort.rewards.text.MATCH_SECONDS", 0.2)
     start = time.perf_counter()
     with pytest.raises(TimeoutError):
         regex("a" * 40, pattern="(a|a)*[bc]")  # 2^40 ways
