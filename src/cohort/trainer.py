@@ -277,7 +277,7 @@ class GRPOTrainer:
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""
         prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
-        self.rewards.dry_run(prompts[:2])
+        self.rewards.dry_run(prompts[:2], episodes=self.args.environment.wanted)
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
