@@ -26,7 +26,7 @@ from cohort.config.errors import foreign_names
 from cohort.config.section import setting_paths
 from cohort.errors import ConfigError
 from cohort.presets import PRESETS
-from cohort.presets.kl import KL
+from cohort.presets.parts import KL
 from cohort.presets.trust_regions import PPOClip
 from cohort.rollout import Sampling
 

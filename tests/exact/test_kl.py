@@ -10,7 +10,7 @@ import torch
 
 from cohort.objective import PRESETS, Objective, importance_ratio, k1, k2, k3, kl_correction, kl_multiplier
 from cohort.objective.ratio import leveled_log_ratio
-from cohort.presets.kl import KL
+from cohort.presets.parts import KL
 
 from .tabular import assert_apart, assert_same, conditional_kls, cosine, gradient, groups, sequence_kl, tree
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cohort.objective import entropy, k2, k3, kl_correction, kl_multiplier, vocabulary_kl
-from cohort.presets.kl import KL
+from cohort.presets.parts import KL
 
 from .tabular import assert_apart, assert_same, conditional_kls, gradient, sequence_kl, tree
 from .test_kl import as_loss, drawn_mean, kl_descent, log_pair, partial, policies

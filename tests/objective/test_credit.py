@@ -15,8 +15,7 @@ from cohort.objective import (
 )
 from cohort.objective.credit import process_advantages
 from cohort.objective.shaping import top_k_of_group, unlikeliness
-from cohort.presets import Objective
-from cohort.presets import kl as parts
+from cohort.presets import Objective, parts
 from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
 
 NAN = math.nan

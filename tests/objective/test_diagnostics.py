@@ -22,7 +22,7 @@ from cohort.objective import (
 )
 from cohort.objective.explain import coefficient_table
 from cohort.presets import describe
-from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.parts import KL, EntropyBonus
 from cohort.presets.trust_regions import KLMask, TVMask
 from tests.objective.batches import random_batch, update_tokens, weights_of
 

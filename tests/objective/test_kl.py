@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohort.objective import k1, k2, k3, kl_correction, kl_multiplier
-from cohort.presets.kl import KL
+from cohort.presets.parts import KL
 
 PI = torch.tensor([0.5, 0.5], dtype=torch.float64)
 REF = torch.tensor([0.9, 0.1], dtype=torch.float64)

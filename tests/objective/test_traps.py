@@ -19,8 +19,7 @@ from cohort.objective import (
     token_weights,
     top_entropy_tokens,
 )
-from cohort.presets.kl import KL
-from cohort.presets.parts import GroupMean, MismatchWeight
+from cohort.presets.parts import KL, GroupMean, MismatchWeight
 from tests.objective.batches import coefficients_of, random_batch, weights_of
 
 

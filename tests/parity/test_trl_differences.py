@@ -23,8 +23,7 @@ from cohort.objective import (
     token_advantages,
     top_entropy_tokens,
 )
-from cohort.presets.kl import KL, EntropyBonus
-from cohort.presets.parts import GroupStd, MismatchWeight, OffPolicyMask
+from cohort.presets.parts import KL, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask
 from cohort.presets.trust_regions import Cap, PPOClip
 
 from .oracle import (

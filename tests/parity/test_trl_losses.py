@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS, entropy_weight, next_entropy_coefficient
-from cohort.presets.kl import KL, EntropyBonus
-from cohort.presets.parts import OffPolicyMask
+from cohort.presets.parts import KL, EntropyBonus, OffPolicyMask
 from cohort.presets.trust_regions import PPOClip
 
 from .oracle import (

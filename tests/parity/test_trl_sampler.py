@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS, mismatch_weights
-from cohort.presets.kl import KL
-from cohort.presets.parts import MismatchWeight, OffPolicyMask
+from cohort.presets.parts import KL, MismatchWeight, OffPolicyMask
 from cohort.presets.trust_regions import PPOClip
 
 from .oracle import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.presets.kl import KL, EntropyBonus
+from cohort.presets.parts import KL, EntropyBonus
 
 
 def next_beta(kl: KL, beta: float, measured: float, completions: int) -> float:

@@ -11,8 +11,8 @@ from cohort.objective.advantages import custom_baseline, outcome_advantages
 from cohort.objective.coefficients import coefficients
 from cohort.objective.trust import custom_rule, trust_region
 from cohort.presets import describe
-from cohort.presets.kl import KL
 from cohort.presets.objective import Objective
+from cohort.presets.parts import KL
 from cohort.presets.trust_regions import Custom
 
 RATIOS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 4.0, 10.0)

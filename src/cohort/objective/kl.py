@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cohort.objective.ratio import exp_clamped, leveled_log_ratio
-from cohort.presets.kl import KL, Direction
+from cohort.presets.parts import KL, Direction
 
 MAX_LOG_GAP = 20.0
 """D is clamped to +-20 before ``exp`` (e^20 = 4.9e8), so that e^D does not overflow."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cohort.presets.kl import Direction
+from cohort.presets.parts import Direction
 
 IMPOSSIBLE = -1e4
 """A finite log-prob whose ``exp`` is 0 in every dtype."""

@@ -2,16 +2,16 @@
 
 A part is declared once, as a class: its rule's name, its numbers with their ranges, what it cannot be combined with,
 its formula in words, and its source. The function that computes it is in ``cohort.objective``, registered under the
-class. A part without numbers is a word, declared as a ``Word``.
+class. A part without numbers is a word of ``words.WORDS``.
 """
 
 from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
-from typing import Annotated, ClassVar, NamedTuple, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -24,37 +24,6 @@ Positive = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ddof = Annotated[int, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Excludes(NamedTuple):
-    """What a part or word cannot be combined with."""
-
-    setting: str
-    """An attribute of the objective."""
-    values: Collection[object]
-    """Its values that are refused; of a part with numbers, the rules."""
-    message: str
-    """Why, and what to set. A format string; ``{part}`` is the part or word and ``{objective}`` the objective."""
-
-    def refuses(self, value: object) -> bool:
-        """Whether the setting's value is refused."""
-        return value in self.values
-
-
-class Needs(Excludes):
-    """What a part or word can only be combined with: all values but these are refused."""
-
-    def refuses(self, value: object) -> bool:
-        """Whether the setting's value is refused."""
-        return value not in self.values
-
-
-class Word(NamedTuple):
-    """A part without numbers: one of the values of a setting."""
-
-    text: str
-    """Its formula in words."""
-    excludes: tuple[Excludes, ...] = ()
 
 
 class Checked(BaseModel):
@@ -79,11 +48,13 @@ class Checked(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.check()
+        for problem in self.problems():
+            raise ConfigError(problem)
         return self
 
-    def check(self) -> None:
-        """Check what depends on several settings."""
+    def problems(self) -> Iterable[str]:
+        """Why the settings do not fit each other, each reason a sentence."""
+        return ()
 
 
 class Part(Checked):
@@ -93,7 +64,6 @@ class Part(Checked):
     """The rule in words: a format string over its numbers."""
     source: ClassVar[str] = ""
     """The paper."""
-    excludes: ClassVar[tuple[Excludes, ...]] = ()
     rule: str
 
     def words(self) -> str:
@@ -199,7 +169,9 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check_bounds(rule: str, low: float, high: float, why: str = "") -> None:
-    """Require bounds on a ratio to be in order and to contain 1; ``why`` ends the message about the latter."""
-    require(low < high, f"{rule}: low ({low:g}) must be below high ({high:g}); both are bounds on the ratio itself")
-    require(low <= 1 <= high, f"{rule}: [{low:g}, {high:g}] must contain 1{why}")
+def bounds_problems(rule: str, low: float, high: float, why: str = "") -> Iterator[str]:
+    """Whether bounds on a ratio are out of order or do not contain 1; ``why`` ends the message about the latter."""
+    if low >= high:
+        yield f"{rule}: low ({low:g}) must be below high ({high:g}); both are bounds on the ratio itself"
+    if not low <= 1 <= high:
+        yield f"{rule}: [{low:g}, {high:g}] must contain 1{why}"

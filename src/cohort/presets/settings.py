@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from cohort.errors import ConfigError
 from cohort.presets.base import Part, kinds, nearest, require
-from cohort.presets.kl import KL
+from cohort.presets.parts import KL
 from cohort.presets.trust_regions import FIPO, PPOClip
 
 SHORTHANDS = ("beta", "epsilon", "epsilon_high")

@@ -7,8 +7,8 @@ import tomllib
 from pathlib import Path
 
 from cohort.errors import ConfigError
-from cohort.presets.kl import KL
 from cohort.presets.objective import Objective
+from cohort.presets.parts import KL
 from cohort.presets.trust_regions import PPOClip
 
 COMMON = Objective(trust_region=PPOClip(low=0.8, high=1.2), kl=KL(direction="reverse", correction="token_ratio"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cohort.presets.base import Part
-from cohort.presets.objective import WORDS, Objective
+from cohort.presets.objective import Objective
 from cohort.presets.parts import GROUP_BASELINES, GroupStd
 from cohort.presets.table import TABLE
+from cohort.presets.words import WORDS
 
 STEPS = "r of the group's steps"
 """What credit "process" normalises in place of the group's rewards."""
@@ -14,19 +15,25 @@ STEPS = "r of the group's steps"
 def describe(objective: Objective) -> str:
     """The objective in plain text: a line for each part that has an effect, and one for changes of its preset."""
     shaping = (_text(objective, name) for name in ("unlikeliness", "soft_overlong", "reward_aggregation"))
+    ratio, policy_term = f"r = {_text(objective, 'ratio_anchor')}, {_text(objective, 'ratio_level')}", "r A"
+    if objective.ratio_anchor == "self":
+        ratio, policy_term = f"r = 1 ({_text(objective, 'ratio_anchor')})", "A log(policy)"
+    chosen = f"the {objective.top_entropy:.3g} of the minibatch's tokens of highest entropy"
+    chosen += f"; the others {_text(objective, 'denominator')} the mean"
+    empty = "; completions without a loss token do not count" * (not objective.count_empty)
     lines = [
         ("changed", ", ".join(changes_from_preset(objective))),
         ("rewards", "; ".join(filter(None, shaping))),
         ("groups", _text(objective, "group_filter")),
         ("advantage", _advantage(objective)),
         ("truncated", _text(objective, "truncated")),
-        ("ratio", _ratio(objective)),
-        ("policy term", _policy_term(objective)),
+        ("ratio", ratio),
+        ("policy term", _text(objective, "trust_region") or policy_term),
         *(("mismatch", rule.words()) for rule in objective.mismatch),
-        ("tokens", _tokens(objective)),
+        ("tokens", chosen if objective.top_entropy < 1 else ""),
         ("KL", _text(objective, "kl")),
         ("entropy", _text(objective, "entropy")),
-        ("mean", _mean(objective)),
+        ("mean", _text(objective, "aggregation") + empty),
         ("source", "; ".join(filter(None, (objective.source, *_sources_of_other_rules(objective))))),
     ]
     title = f"objective {objective.identity}" + (f": {objective.summary}" if objective.summary else "")
@@ -72,7 +79,8 @@ def _text(objective: Objective, name: str) -> str:
     value = getattr(objective, name)
     if isinstance(value, Part):
         return value.words().replace("{anchor}", objective.ratio_anchor)
-    return WORDS[name][value].text.format(objective=objective) if value in WORDS.get(name, {}) else ""
+    length = objective.aggregation_length or "max_completion_length"
+    return WORDS.get(name, {}).get(value, "").format(objective=objective, length=length)
 
 
 def _advantage(objective: Objective) -> str:
@@ -90,27 +98,3 @@ def _advantage(objective: Objective) -> str:
     compares = baseline in GROUP_BASELINES or isinstance(objective.scale, GroupStd)
     zero = "0 where all rewards of the group are equal" if compares else ""
     return "; ".join(filter(None, (text, weights, zero)))
-
-
-def _ratio(objective: Objective) -> str:
-    anchor = _text(objective, "ratio_anchor")
-    return (
-        f"r = 1 ({anchor})" if objective.ratio_anchor == "self" else f"r = {anchor}, {_text(objective, 'ratio_level')}"
-    )
-
-
-def _policy_term(objective: Objective) -> str:
-    without = "A log(policy)" if objective.ratio_anchor == "self" else "r A"
-    return _text(objective, "trust_region") or without
-
-
-def _tokens(objective: Objective) -> str:
-    if objective.top_entropy == 1:
-        return ""
-    share = f"the {objective.top_entropy:.3g} of the minibatch's tokens of highest entropy"
-    return f"{share}; the others {_text(objective, 'denominator')} the mean"
-
-
-def _mean(objective: Objective) -> str:
-    empty = "" if objective.count_empty else "; completions without a loss token do not count"
-    return _text(objective, "aggregation") + empty

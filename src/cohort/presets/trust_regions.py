@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.presets.base import Bound, Excludes, Needs, Part, Positive, Weight, check_bounds, require
+from cohort.presets.base import Bound, Part, Positive, Weight, bounds_problems
 
 Cap20 = Annotated[float, Field(ge=1)]
-NO_RATIO = Excludes(
-    "ratio_anchor",
-    ("self",),
-    "ratio_anchor 'self' makes every ratio 1, so trust_region {part.rule!r} would never act: set trust_region 'none' "
-    "or ratio_anchor 'old'",
-)
-PER_TOKEN = Needs(
-    "ratio_level",
-    ("token",),
-    "trust_region {part.rule!r} is about single tokens: set ratio_level 'token'",
-)
+TOKENS_ONLY = ("token", "about single tokens")
 
 
 class Rule(Part):
     """A trust region. ``formula`` is its surrogate; ``{{anchor}}`` in it is the policy that the ratio divides by."""
 
-    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO,)
+    only_level: ClassVar[tuple[str, str] | None] = None
+    """The only ``ratio_level`` that the rule goes with, and what the rule is, for the message. None: any."""
     constant_weight: ClassVar[bool] = False
     """Whether the ratio is a detached weight of log(policy), so that every token keeps a gradient of its own."""
     of_probabilities: ClassVar[bool] = False
@@ -39,8 +31,8 @@ class PPOClip(Rule):
     """PPO's clip with separate bounds. ``dual`` also silences tokens with A < 0 and a ratio above it."""
 
     rule: Literal["ppo_clip"] = "ppo_clip"
-    formula: ClassVar[str] = "min(r A, clip(r, {low:g}, {high:g}) A)"
-    source: ClassVar[str] = "PPO (arXiv 1707.06347), dual clip (1912.09729), INTELLECT-2 (2505.07291)"
+    formula = "min(r A, clip(r, {low:g}, {high:g}) A)"
+    source = "PPO (arXiv 1707.06347), dual clip (1912.09729), INTELLECT-2 (2505.07291)"
     low: Bound = 0.8
     high: Bound = 1.2
     dual: Bound | None = None
@@ -49,18 +41,16 @@ class PPOClip(Rule):
         """The formula; the second bound where there is one."""
         return super().words() + (f"; and none where A < 0 and r > {self.dual:g}" if self.dual else "")
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require low < 1 <= high < dual."""
-        require(
-            self.high >= 1,
-            f"{self.rule}: high ({self.high:g}) is a bound on the ratio itself: an epsilon of 0.28 is high = 1.28",
-        )
-        check_bounds(self.rule, self.low, self.high, why=", the ratio of a policy to itself")
-        require(
-            self.dual is None or self.dual > self.high,
-            f"{self.rule}: dual ({self.dual}) must be above high ({self.high:g}): dual and two-sided clip are the same "
-            "rule only there, and below it would also cut A > 0",
-        )
+        if self.high < 1:
+            yield f"{self.rule}: high ({self.high:g}) is a bound on the ratio itself: an epsilon of 0.28 is high = 1.28"
+        yield from bounds_problems(self.rule, self.low, self.high, why=", the ratio of a policy to itself")
+        if self.dual is not None and self.dual <= self.high:
+            yield (
+                f"{self.rule}: dual ({self.dual}) must be above high ({self.high:g}): dual and two-sided clip are the "
+                "same rule only there, and below it would also cut A > 0"
+            )
 
 
 class Mask(Rule):
@@ -68,7 +58,7 @@ class Mask(Rule):
     pushes."""
 
     rule: Literal["mask"] = "mask"
-    formula: ClassVar[str] = "r A; none where r outside [{low:g}, {high:g}]"
+    formula = "r A; none where r outside [{low:g}, {high:g}]"
     low: Bound = 0.5
     high: Bound = 5.0
     signed: bool = False
@@ -78,24 +68,24 @@ class Mask(Rule):
         signed = f"r A; none where A > 0 and r > {self.high:g}, or A < 0 and r < {self.low:g}"
         return signed if self.signed else super().words()
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require low <= 1 <= high."""
-        check_bounds("mask", self.low, self.high)
+        return bounds_problems("mask", self.low, self.high)
 
 
 class Cap(Rule):
     """CISPO: the ratio, clamped to [low, high], is a weight; nothing is silenced."""
 
     rule: Literal["cap"] = "cap"
-    formula: ClassVar[str] = "clip(r, {low:g}, {high:g}) A log(policy), the clipped ratio a constant weight"
-    source: ClassVar[str] = "CISPO (arXiv 2506.13585)"
-    constant_weight: ClassVar[bool] = True
+    formula = "clip(r, {low:g}, {high:g}) A log(policy), the clipped ratio a constant weight"
+    source = "CISPO (arXiv 2506.13585)"
+    constant_weight = True
     low: Bound = 0.0
     high: Bound = 5.0
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require low <= 1 <= high."""
-        check_bounds(
+        return bounds_problems(
             "cap",
             self.low,
             self.high,
@@ -108,11 +98,11 @@ class SAPO(Rule):
     """A smooth gate: r * sech^2(tau (r - 1) / 2), with tau by the advantage's sign."""
 
     rule: Literal["sapo"] = "sapo"
-    formula: ClassVar[str] = (
+    formula = (
         "sigmoid(tau (r - 1)) (4 / tau) A; phi = r sech^2(tau (r - 1) / 2); tau {tau_positive:g} (A > 0), "
         "{tau_negative:g} (A <= 0)"
     )
-    source: ClassVar[str] = "SAPO (arXiv 2511.20347)"
+    source = "SAPO (arXiv 2511.20347)"
     tau_positive: Annotated[Positive, Field(allow_inf_nan=False)] = 1.0
     tau_negative: Annotated[Positive, Field(allow_inf_nan=False)] = 1.05
 
@@ -121,12 +111,12 @@ class Gamma(Rule):
     """VESPO: the weight r^k exp(lambda (1 - r)), with (k, lambda) by the advantage's sign."""
 
     rule: Literal["gamma"] = "gamma"
-    formula: ClassVar[str] = (
+    formula = (
         "r^k exp(lambda (1 - r)) A log(policy), the first factor a constant weight; (k, lambda) "
         "({k_positive:g}, {lambda_positive:g}) where A >= 0, ({k_negative:g}, {lambda_negative:g}) where A < 0"
     )
-    source: ClassVar[str] = "VESPO (arXiv 2602.10693)"
-    constant_weight: ClassVar[bool] = True
+    source = "VESPO (arXiv 2602.10693)"
+    constant_weight = True
     k_positive: Weight = 2.0
     lambda_positive: Weight = 3.0
     k_negative: Weight = 3.0
@@ -137,12 +127,12 @@ class TVMask(Rule):
     """DPPO: silence tokens whose probability moved more than ``low``/``high`` the way the advantage pushes."""
 
     rule: Literal["tv_mask"] = "tv_mask"
-    formula: ClassVar[str] = (
+    formula = (
         "min(r, {cap:g}) A; none where A > 0 and p - p_{{anchor}} > {high:g}, or A < 0 and p_{{anchor}} - p > {low:g}"
     )
-    source: ClassVar[str] = "DPPO (arXiv 2602.04879)"
-    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO, PER_TOKEN)
-    of_probabilities: ClassVar[bool] = True
+    source = "DPPO (arXiv 2602.04879)"
+    only_level = TOKENS_ONLY
+    of_probabilities = True
     low: Bound = 0.15
     high: Bound = 0.15
     cap: Cap20 = 20.0
@@ -152,12 +142,10 @@ class KLMask(Rule):
     """DPPO: silence tokens whose Bernoulli KL(anchor || policy) is above ``threshold`` and which still move away."""
 
     rule: Literal["kl_mask"] = "kl_mask"
-    formula: ClassVar[str] = (
-        "min(r, {cap:g}) A; none where Bernoulli KL(p_{{anchor}} || p) > {threshold:g} and A pushes further away"
-    )
-    source: ClassVar[str] = "DPPO (arXiv 2602.04879)"
-    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO, PER_TOKEN)
-    of_probabilities: ClassVar[bool] = True
+    formula = "min(r, {cap:g}) A; none where Bernoulli KL(p_{{anchor}} || p) > {threshold:g} and A pushes further away"
+    source = "DPPO (arXiv 2602.04879)"
+    only_level = TOKENS_ONLY
+    of_probabilities = True
     threshold: Bound = 0.05
     cap: Cap20 = 20.0
 
@@ -166,33 +154,24 @@ class GMPO(Rule):
     """Clip each token's ratio to [low, high], then take the geometric mean over the sequence."""
 
     rule: Literal["gmpo"] = "gmpo"
-    formula: ClassVar[str] = (
-        "A times the geometric mean of ratios clipped to [{low:.4g}, {high:.4g}] on the side A pushes to"
-    )
-    source: ClassVar[str] = "GMPO (arXiv 2507.20673)"
-    excludes: ClassVar[tuple[Excludes, ...]] = (
-        NO_RATIO,
-        Needs(
-            "ratio_level",
-            ("sequence_mean",),
-            "trust_region 'gmpo' is a geometric mean over the sequence: set ratio_level 'sequence_mean'",
-        ),
-    )
-    of_single_tokens: ClassVar[bool] = True
+    formula = "A times the geometric mean of ratios clipped to [{low:.4g}, {high:.4g}] on the side A pushes to"
+    source = "GMPO (arXiv 2507.20673)"
+    only_level = ("sequence_mean", "a geometric mean over the sequence")
+    of_single_tokens = True
     low: Bound = math.exp(-0.4)
     high: Bound = math.exp(0.4)
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require low <= 1 <= high."""
-        check_bounds("gmpo", self.low, self.high)
+        return bounds_problems("gmpo", self.low, self.high)
 
 
 class FIPO(PPOClip):
     """PPO's clip times a weight from the discounted log-ratios of a token and those that follow it."""
 
     rule: Literal["fipo"] = "fipo"  # type: ignore[assignment]  # another name than PPOClip's
-    source: ClassVar[str] = "FIPO (arXiv 2603.19835)"
-    excludes: ClassVar[tuple[Excludes, ...]] = (NO_RATIO, PER_TOKEN)
+    source = "FIPO (arXiv 2603.19835)"
+    only_level = TOKENS_ONLY
     half_life: Positive = 32.0
     """Tokens after which a later token's log-ratio counts half: gamma = 2^(-1 / half_life)."""
     weight_low: Bound = 1.0
@@ -208,29 +187,31 @@ class FIPO(PPOClip):
             f"r > {self.safety:g}"
         )
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require the clip's order, and weight_low <= 1 <= weight_high."""
-        super().check()
-        check_bounds("fipo weight", self.weight_low, self.weight_high, why=", the weight of an on-policy token")
+        yield from super().problems()
+        yield from bounds_problems(
+            "fipo weight", self.weight_low, self.weight_high, why=", the weight of an on-policy token"
+        )
 
 
 class GradientPreservingClip(Rule):
     """GPPO: a clipped token keeps the gradient of the bound, times ``beta_low`` or ``beta_high``; 0 is PPO's clip."""
 
     rule: Literal["gppo"] = "gppo"
-    formula: ClassVar[str] = (
+    formula = (
         "r A; with r a constant {beta_low:g} * {low:g} where A < 0 and r < {low:g}, "
         "{beta_high:g} * {high:g} where A > 0 and r > {high:g}"
     )
-    source: ClassVar[str] = "GPPO (arXiv 2508.07629), CE-GPPO (2509.20712)"
+    source = "GPPO (arXiv 2508.07629), CE-GPPO (2509.20712)"
     low: Bound = 0.8
     high: Bound = 1.2
     beta_low: Weight = 1.0
     beta_high: Weight = 1.0
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require low <= 1 <= high."""
-        check_bounds("gppo", self.low, self.high)
+        return bounds_problems("gppo", self.low, self.high)
 
 
 class Taper(Rule):
@@ -238,12 +219,12 @@ class Taper(Rule):
     and A < 0 the ratio, at most 1."""
 
     rule: Literal["taper"] = "taper"
-    formula: ClassVar[str] = (
+    formula = (
         "clip(r, a, b) A log(policy), the clipped ratio a constant weight; [a, b] = "
         "[{positive_low:g}, {positive_high:g}] where A >= 0, [{negative_low:g}, {negative_high:g}] where A < 0"
     )
-    source: ClassVar[str] = "TOPR (arXiv 2503.14286)"
-    constant_weight: ClassVar[bool] = True
+    source = "TOPR (arXiv 2503.14286)"
+    constant_weight = True
     positive_low: Annotated[float, Field(ge=0, le=1)] = 1.0
     positive_high: Annotated[float, Field(ge=1)] = 1.0
     negative_low: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -254,12 +235,13 @@ class Custom(Rule):
     """A user's rule: ``function(ratio_N, advantages_N) -> phi_N``, named "module:function" or "file.py:function"."""
 
     rule: Literal["custom"] = "custom"
-    formula: ClassVar[str] = "phi A, phi = {function}(r, A)"
+    formula = "phi A, phi = {function}(r, A)"
     function: str = ""
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[str]:
         """Require a name with a colon."""
-        require(":" in self.function, f"custom: expected module:function or file.py:function, got {self.function!r}")
+        if ":" not in self.function:
+            yield f"custom: expected module:function or file.py:function, got {self.function!r}"
 
 
 TrustRegion = Annotated[
