@@ -113,7 +113,8 @@ class Evaluator:
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
         for prompts in made.values():
             with seeded(config.run.seed):
-                rewards.dry_run(prompts[:2], state=TrainerState(evaluating=True))
+                state = TrainerState(evaluating=True)
+                rewards.dry_run(prompts[:2], state=state, episodes=config.environment.wanted)
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
