@@ -4,6 +4,7 @@
     ├── ConfigError          a setting is unknown, of the wrong type or out of range   (also ValueError)
     ├── DataError            a data set or one of its rows cannot be used              (also ValueError)
     ├── RewardError          a reward function broke its contract                      (also ValueError)
+    ├── EpisodeError         the tools or environments of a run cannot be used         (also RuntimeError)
     ├── SandboxError         a sandbox could not be created, or was killed             (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
@@ -30,6 +31,10 @@ class DataError(CohortError, ValueError):
 
 class RewardError(CohortError, ValueError):
     """A reward function cannot be found or broke its contract."""
+
+
+class EpisodeError(CohortError, RuntimeError):
+    """Every episode of a rollout failed in its tools or environment, or the environments of a group differ."""
 
 
 class SandboxError(CohortError, RuntimeError):

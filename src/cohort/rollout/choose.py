@@ -19,7 +19,7 @@ TRIAL_LENGTHS = (11, 5)
 """Lengths of the prompts of a trial, in tokens."""
 TRIAL_STEPS = 3
 TRIAL_GIVEN = 4
-"""Tokens that are given to a parked row."""
+"""Tokens that are given to a parked row; another is given one token."""
 
 
 def choose_backend(policy: Policy, *, native_kernels: bool = True) -> Backend:
@@ -49,6 +49,7 @@ def _candidates(
     kind = cache_kind(policy)
     if kind == "attention":
         yield "transformers' cache, rows refilled", lambda: RefillBackend(policy)
+        yield "the same without parking", lambda: RefillBackend(policy, keeps_rows=False)
     if kind is not None:
         yield "transformers' cache, static batches", lambda: StaticBackend(policy, mixed_lengths=kind != "recurrent")
     yield "without a cache", lambda: RecomputeBackend(policy)
@@ -57,7 +58,7 @@ def _candidates(
 @torch.no_grad()
 def logit_gap(backend: Backend, policy: Policy) -> float:
     """``relative_gap`` to the model's own forward pass on a few random tokens: prefilled, decoded, with two rows on one
-    prompt, and given to a row that was parked."""
+    prompt, and given to rows that were parked."""
     tokens = token_source(policy)
     prompts = [tokens(length) for length in TRIAL_LENGTHS if backend.mixed_lengths or length == TRIAL_LENGTHS[0]]
     owners = [*range(len(prompts)), 0]
@@ -74,13 +75,13 @@ def logit_gap(backend: Backend, policy: Policy) -> float:
             steps.append(backend.step(torch.tensor(new, device=policy.device)))
         logits = [torch.stack(steps, 1).flatten(0, 1)]
         if backend.keeps_rows:
-            handle = backend.park(0)
-            backend.remove_rows([0])
-            backend.resume([handle])
-            logits.append(backend.extend([len(owners) - 1], [given]))
+            handles = [backend.park(row) for row in (0, 1)]
+            backend.remove_rows([0, 1])
+            backend.resume(handles)
+            logits.append(backend.extend([len(owners) - 2, len(owners) - 1], [given, given[:1]]))
     finally:
         backend.end()
     expected = [own_logits(policy, text, TRIAL_STEPS) for text in texts]
     if backend.keeps_rows:
-        expected.append(own_logits(policy, [*texts[0], *given], 1))
+        expected += [own_logits(policy, [*texts[0], *given], 1), own_logits(policy, [*texts[1], *given[:1]], 1)]
     return relative_gap(torch.cat(logits), torch.cat(expected))

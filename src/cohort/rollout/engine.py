@@ -138,6 +138,8 @@ class Watch:
     completions that were cancelled before their first token."""
     on_step: Callable[[], None] | None = None
     """Called before each decode step; a place to ``extend`` and ``release`` parked trajectories."""
+    on_prompt: Callable[[int, Prompt], None] | None = None
+    """Called with prompt index and prompt when an environment has added its first observation to a prompt."""
     cancelled: Callable[[], bool] | None = None
     """Called before each decode step. If it returns True, every trajectory that is queued or being decoded ends with
     finish reason ``cancelled``."""

@@ -2,12 +2,14 @@
 
 Three backends, from the best to the one that always works: rows join and leave a running batch (caches of keys and
 values alone), a batch runs until its last row ends (any other cache), each token computes the whole text again (no
-usable cache). None of them parks rows: the scheduler prefills the history of a continued trajectory.
+usable cache). The first one parks rows; for the others the scheduler prefills the history of a continued trajectory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -134,62 +136,48 @@ class StaticBackend(_CachedBackend):
         """See ``Backend``. Rows have copies of their prompt's keys and values."""
 
 
+Kept = list[tuple[Tensor, Tensor]]
+"""Keys and values of one text for each layer, ``[heads, tokens, D]``."""
+
+
 class RefillBackend(_CachedBackend):
-    """A cache of keys and values alone. Rows join the running batch, padded on the left to its length."""
+    """A cache of keys and values alone. Rows join the running batch, padded on the left to its length.
+
+    Args:
+        policy: its model is used.
+        keeps_rows: whether rows are parked with their keys and values, instead of being read again.
+    """
 
     refills = True
-    description = "transformers' cache, rows refilled"
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, keeps_rows: bool = True) -> None:
         super().__init__(policy)
-        self._prompts: list[
-            list[tuple[Tensor, Tensor]]
-        ] = []  # per prompt and layer: keys and values, [heads, tokens, D]
+        self.keeps_rows = keeps_rows
+        self.description = "transformers' cache, rows refilled" + ("" if keeps_rows else ", histories read again")
+        self._prompts: list[Kept] = []
+        self._parked: dict[int, Kept] = {}
+        self._handles = count()
         self._template: Any = None  # a cache whose layers receive the rows' keys and values
 
     def end(self) -> None:
         """See ``Backend``."""
         super().end()
-        self._prompts, self._template = [], None
+        self._prompts, self._parked, self._template = [], {}, None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""
         logits = []
         share = max(1, PREFILL_TOKENS // max(map(len, prompts)))
         for start in range(0, len(prompts), share):
-            part = prompts[start : start + share]
-            part_logits, cache, mask = self._prefill(part)
+            part_logits, cache, mask = self._prefill(prompts[start : start + share])
             logits.append(part_logits)
-            for row, prompt in enumerate(part):
-                pad = mask.shape[1] - len(prompt)
-                self._prompts.append(
-                    [(layer.keys[row, :, pad:].clone(), layer.values[row, :, pad:].clone()) for layer in cache.layers]
-                )
+            self._prompts += _rows_of(cache, mask)
             self._template = cache
         return torch.cat(logits)
 
     def add_rows(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
-        lengths = [self._prompts[prompt][0][0].shape[1] for prompt in prompts]
-        old_rows, old_length = (len(self._mask), self._mask.shape[1]) if self._cache is not None else (0, 0)
-        length = max(old_length, *lengths)
-        mask = torch.zeros(old_rows + len(prompts), length, dtype=torch.long, device=self.policy.device)
-        if old_rows:
-            mask[:old_rows, length - old_length :] = self._mask
-        for row, tokens in enumerate(lengths, old_rows):
-            mask[row, length - tokens :] = 1
-        if self._cache is None:
-            self._cache = self._template
-        for number, layer in enumerate(self._cache.layers):
-            for kind, name in enumerate(("keys", "values")):
-                old = getattr(layer, name)
-                joined = old.new_zeros(len(mask), old.shape[1], length, old.shape[3])
-                if old_rows:
-                    joined[:old_rows, :, length - old_length :] = old
-                for row, prompt in enumerate(prompts, old_rows):
-                    joined[row, :, length - lengths[row - old_rows] :] = self._prompts[prompt][number][kind]
-                setattr(layer, name, joined)
-        self._mask = mask
+        self._arrange([*range(len(self._mask)), *(self._prompts[prompt] for prompt in prompts)])
 
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``. Columns that hold only padding afterwards go too."""
@@ -207,6 +195,83 @@ class RefillBackend(_CachedBackend):
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         self._prompts = [self._prompts[index] for index in order_after_removal(prompts, len(self._prompts))]
+
+    def park(self, row: int) -> int:
+        """See ``Backend``."""
+        handle = next(self._handles)
+        (self._parked[handle],) = _rows_of(self._part([row]), self._mask[[row]])
+        return handle
+
+    def resume(self, handles: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self._arrange([*range(len(self._mask)), *(self._parked.pop(handle) for handle in handles)])
+
+    def release(self, handle: int) -> None:
+        """See ``Backend``."""
+        del self._parked[handle]
+
+    def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``. In memory, padding stands between what a row had and shorter texts."""
+        device = self._mask.device
+        logits: list[Tensor] = []
+        entries: list[int | Kept] = list(range(len(self._mask)))
+        share = max(1, PREFILL_TOKENS // max(map(len, texts)))
+        for start in range(0, len(rows), share):
+            part, new = rows[start : start + share], texts[start : start + share]
+            longest = max(map(len, new))
+            input_ids = torch.tensor([[*[0] * (longest - len(text)), *text] for text in new], device=device)
+            given = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in new], device=device)
+            mask = torch.cat([self._mask[list(part)], given], 1)
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -longest:]
+            output = self._forward(input_ids, mask, positions, self._part(part))
+            logits.append(output.logits[:, -1].to(self.policy.precision.master))
+            for row, kept in zip(part, _rows_of(output.past_key_values, mask), strict=True):
+                entries[row] = kept
+        self._arrange(entries)
+        return torch.cat(logits)
+
+    def _part(self, rows: Sequence[int]) -> Any:
+        """A cache of some rows, which may grow without a change to the whole one."""
+        part = copy(self._cache)
+        part.layers = [copy(layer) for layer in self._cache.layers]
+        for layer in part.layers:
+            layer.keys, layer.values = layer.keys[list(rows)], layer.values[list(rows)]
+        return part
+
+    def _arrange(self, entries: Sequence[int | Kept]) -> None:
+        """Lay out the batch anew: for each row, the number of an existing one, or its keys and values."""
+        old = self._mask
+        stay = {row: entry for row, entry in enumerate(entries) if isinstance(entry, int)}
+        new = {row: entry for row, entry in enumerate(entries) if not isinstance(entry, int)}
+        width = old.shape[1] if stay else 0
+        length = max(width, *(kept[0][0].shape[1] for kept in new.values())) if new else width
+        mask = torch.zeros(len(entries), length, dtype=torch.long, device=self.policy.device)
+        if stay:
+            mask[list(stay), length - width :] = old[list(stay.values())]
+        for row, kept in new.items():
+            mask[row, length - kept[0][0].shape[1] :] = 1
+        if self._cache is None:
+            self._cache = self._template
+        for number, layer in enumerate(self._cache.layers):
+            for kind, name in enumerate(("keys", "values")):
+                before = getattr(layer, name)
+                joined = before.new_zeros(len(mask), before.shape[1], length, before.shape[3])
+                if stay:
+                    joined[list(stay), :, length - width :] = before[list(stay.values())]
+                for row, kept in new.items():
+                    tokens = kept[number][kind]
+                    joined[row, :, length - tokens.shape[1] :] = tokens
+                setattr(layer, name, joined)
+        self._mask = mask
+
+
+def _rows_of(cache: Any, mask: Tensor) -> list[Kept]:
+    """Copies of each row's keys and values, without padding."""
+    is_token = mask.bool()
+    return [
+        [(layer.keys[row][:, tokens], layer.values[row][:, tokens]) for layer in cache.layers]
+        for row, tokens in enumerate(is_token)
+    ]
 
 
 class RecomputeBackend(Backend):

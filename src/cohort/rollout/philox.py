@@ -50,6 +50,9 @@ class Purpose(IntEnum):
 
     TRAIN = 0
     EVAL = 1
+    ENVIRONMENT = 2
+    """Seeds of the environments of training."""
+    EVAL_ENVIRONMENT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +85,13 @@ class RNGKey:
         # 53 bits, the precision of a double: the 27 highest of one word and the 26 highest of another.
         bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
         return bits.astype(np.float64) * 2.0**-53
+
+    def environment_seed(self, prompt_uid: int) -> int:
+        """The seed of the environments of a prompt's group, below 2**32: the same for all its samples.
+
+        >>> RNGKey(7, 0).environment_seed(1) == RNGKey(7, 0).environment_seed(2)
+        False
+        """
+        purpose = Purpose.ENVIRONMENT if self.purpose is Purpose.TRAIN else Purpose.EVAL_ENVIRONMENT
+        step, prompt, zero = (np.full(1, word, np.uint64) for word in (self.step, prompt_uid & 0xFFFFFFFF, 0))
+        return int(philox4x32((step, prompt, zero, zero), (self.seed, int(purpose)))[0][0])
