@@ -192,7 +192,7 @@ class GRPOTrainer:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = cursor.position * self.schedule.num_generations
+        self.summary["completions"] = cursor.position * self.args.rollout.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -235,16 +235,8 @@ class GRPOTrainer:
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
-        described = describe_run(
-            policy=self.policy,
-            engine=self.engine,
-            budget=self.budget.describe(),
-            prompts=self.prompts,
-            rewards=self.rewards,
-            objective=self.objective,
-            schedule=self.schedule,
-            config=self.args,
-        )
+        budget = self.budget.describe()
+        described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
         return f"{described}\n{self.evaluator.describe()}" if self.evaluator else described
 
     def _start(self, folder: RunFolder) -> int:
@@ -277,7 +269,7 @@ class GRPOTrainer:
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""
         prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
-        self.rewards.dry_run(prompts[:2])
+        self.rewards.dry_run(prompts[:2], episodes=self.args.environment.wanted)
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:

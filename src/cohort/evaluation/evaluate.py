@@ -19,7 +19,7 @@ from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_a
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
-from cohort.types import Completion, FinishReason, Scores
+from cohort.types import FinishReason, Scores
 
 log = logging.getLogger("cohort.train")
 WINDOW = 4
@@ -113,7 +113,8 @@ class Evaluator:
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
         for prompts in made.values():
             with seeded(config.run.seed):
-                rewards.dry_run(prompts[:2], state=TrainerState(evaluating=True))
+                state = TrainerState(evaluating=True)
+                rewards.dry_run(prompts[:2], state=state, episodes=config.environment.wanted)
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
@@ -159,8 +160,8 @@ class Evaluator:
             some = prompts[first : first + size]
             with self.rewards.begin(some, count, state) as scoring:
 
-                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.on_completion) -> None:
-                    take(index, sample, completion)
+                def ended(*completion: Any, scored: Callable[..., None] = scoring.on_completion) -> None:
+                    scored(*completion)
                     if on_completion:
                         on_completion()
 

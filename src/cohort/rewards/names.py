@@ -64,6 +64,7 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
         BuiltinReward("cosine_length", "length"),
         BuiltinReward("repetition_penalty", "text"),
         BuiltinReward("language", "text", "py3langid"),
+        BuiltinReward("environment_reward", "environment"),
     )
 }
 """Name to row."""
