@@ -198,7 +198,7 @@ def test_a_method_that_hangs(host):
         one.begin(0, prompt(), 0).result(30)
     calls = turn("", ToolCall("hang"), ToolCall("add", {"number": 1}))
     answer = async_desk.answer(0, calls).result(30)  # cancelled: the environment lives on
-    assert [message["content"] for message in answer.messages] == ["Error: took more than 0.3 s", "1"]
+    assert [message["content"] for message in answer.messages] == ["Error: AsyncDesk.hang took more than 0.3 s", "1"]
     with pytest.raises(EpisodeFailed, match=r"Desk.hang took more than 1 s"):
         desk.answer(0, calls).result(30)
 

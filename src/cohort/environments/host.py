@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,9 +78,8 @@ class Host:
             self._performers[shape] = _runner(shape.is_async, perform, shape.factory, shape.steps)
             self._slots[shape] = _Slots(settings.max_environments)
             self._boxes[shape] = Toolbox([*toolbox.values(), *shape.tools.values()])
-        self._check_that_workers_take(
-            self._callers | {shape.name: self._performers[shape] for shape in shapes.values()}
-        )
+        self._check_that_workers_take(self._callers.items())
+        self._check_that_workers_take((shape.name, function) for shape, function in self._performers.items())
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
         self._open = False
@@ -200,8 +199,8 @@ class Host:
             [*environments, *(f"tool {tool.name}: {self._where(tool)}" for tool in self._toolbox.values())]
         )
 
-    def _check_that_workers_take(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        for name, function in functions.items():
+    def _check_that_workers_take(self, functions: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+        for name, function in functions:
             if self._isolated and not is_async(function):
                 try:
                     self._calls.workers.prepare(function)
@@ -273,7 +272,7 @@ class Host:
             elif not isinstance(value, EpisodeFailed):
                 outcome.set_result(value)
             elif method in shape.tools and live.home is None:  # it was cancelled, and the environment lives on
-                outcome.set_result((error_text(str(failure)), True))
+                outcome.set_result((error_text(str(value)), True))
             else:
                 live.failed = True
                 outcome.set_exception(value)
