@@ -1,12 +1,15 @@
-"""From a request to numbers: everything checked, then one model after the other loaded and evaluated."""
+"""``cohort eval``: its request, everything checked, then one model after the other loaded and evaluated."""
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +17,163 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cohort.config import GRPOConfig, LoraConfig
+from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config
 from cohort.data import Data, load_sets
-from cohort.errors import DataError, NonFiniteError
+from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
-from cohort.evaluation.request import Request, model_of
 from cohort.evaluation.show import compared, show, write_rows, write_summary
+from cohort.flags import EvalFlags
 from cohort.policy import context_length, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
 from cohort.rollout import local_engine
+from cohort.runs import RunFolder
+
+SETTINGS = {
+    "data": "data.eval",
+    "rows": "data.eval_rows",
+    "reward": "reward.functions",
+    "n": "eval.num_generations_eval",
+    "max_tokens": "eval.max_completion_length_eval",
+    "temperature": "eval.temperature_eval",
+    "top_k": "eval.top_k_eval",
+    "top_p": "eval.top_p_eval",
+    "min_p": "eval.min_p_eval",
+    "k": "eval.pass_at_k",
+    "maj": "eval.maj_at_k",
+    "seed": "run.seed",
+    "precision": "model.precision",
+    "device": "model.device",
+}
+"""Flags that are short for a setting."""
+
+
+@dataclass(frozen=True)
+class Request(EvalFlags):
+    """The arguments of ``cohort eval``; see its ``--help``."""
+
+    model: str
+    overrides: Sequence[str] = ()
+    """``--section.key value`` pairs."""
+
+    def settings(self) -> GRPOConfig:
+        """The settings of ``--config``, of the run that the model comes from, or the defaults; flags override them.
+
+        Raises:
+            ConfigError: a setting is wrong, or there is no data or no reward.
+        """
+        source, given = self._source(), [*self.overrides, *self._flags()]
+        if self.reward:
+            given = ["--reward.weights", "none", *given]  # the run's weights belong to its own functions
+        config = load_config(source, given) if source else apply_overrides({}, given)
+        where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
+        if not config.data.eval:
+            raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
+        if not config.reward.functions:
+            raise ConfigError(f"no reward function: give --reward NAME{where}")
+        return config
+
+    def _no_run(self) -> str:
+        """Why there are no settings of a run, if that is not obvious."""
+        path = Path(self.model).expanduser()
+        if not path.exists():
+            return f" ({self.model} is not a folder here, so it is taken for a hub id, which has no run)"
+        is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
+        return "" if is_model else f" ({self.model} holds neither a model nor a run)"
+
+    def _source(self) -> str | None:
+        """The file of settings: ``--config``, or that of the run that the model comes from."""
+        run = run_of(Path(self.model).expanduser())
+        return str(run / "config.toml") if run and self.config is None else self.config
+
+    def _flags(self) -> list[str]:
+        values = {**vars(self), "data": _sets(self.data), "reward": self.reward or None}
+        given = {setting: values[name] for name, setting in SETTINGS.items() if values[name] is not None}
+        texts = {setting: value if isinstance(value, str) else json.dumps(value) for setting, value in given.items()}
+        return [f"--{setting}={text}" for setting, text in texts.items()]
+
+    def check_files(self, settings: GRPOConfig) -> None:
+        """Check the output files before anything expensive; they are written at the end.
+
+        Args:
+            settings: the settings, whose data and reward files must not be overwritten.
+
+        Raises:
+            ConfigError: a file exists, is an input, or cannot be written.
+        """
+        rewards = [f"{name.partition('.py:')[0]}.py" for name in settings.reward.functions if ".py:" in name]
+        read = [*_paths(settings.data.eval), *rewards, *filter(None, [self._source()])]
+        given = {"--output": self.output, "--json": self.json}
+        files = {flag: Path(file).expanduser() for flag, file in given.items() if file is not None}
+        for flag, path in files.items():
+            self.check_output(flag, path)
+            if any(_is_read(path, one) for one in read):
+                raise ConfigError(f"{flag} {path} is an input file of rows, rewards or settings: choose another")
+        if len({path.resolve() for path in files.values()}) < len(files):
+            raise ConfigError("--output and --json are the same file: choose two")
+
+
+def _paths(given: Any) -> list[str]:
+    """The paths in ``data.eval``: a path, a source, several of them, or named sets of them."""
+    if not isinstance(given, Mapping | tuple):
+        return [str(given.path if isinstance(given, Source) else given)]
+    return [path for item in (given.values() if isinstance(given, Mapping) else given) for path in _paths(item)]
+
+
+def _is_read(path: Path, name: str) -> bool:
+    """Whether an existing file is one that a name stands for: a file, a file in a folder, or a match of a pattern."""
+    target, name = path.resolve(), str(Path(name).expanduser())
+    read = {Path(found).resolve() for found in [name, *glob(name, recursive=True)]}  # noqa: PTH207 - may be absolute
+    return path.exists() and any(target == one or (one.is_dir() and target.is_relative_to(one)) for one in read)
+
+
+def _sets(given: Sequence[str]) -> str | None:
+    """``--data`` as a value of ``data.eval``.
+
+    >>> _sets(["a.jsonl"]), _sets(["x=a.jsonl", "y=b.jsonl"])
+    ('a.jsonl', '{"x" = "a.jsonl", "y" = "b.jsonl"}')
+    """
+    if not given:
+        return None
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0]
+    pairs = [one.partition("=") for one in given]
+    if unnamed := [file for file, named, _ in pairs if not named]:
+        raise ConfigError(f"--data with several files needs a name for each, NAME=FILE: {unnamed[0]} has none")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ConfigError("--data gives two files the same name")
+    return "{" + ", ".join(f"{json.dumps(name)} = {json.dumps(file)}" for name, _, file in pairs) + "}"
+
+
+def run_of(model: Path) -> Path | None:
+    """The run's folder, from that folder or one of its models: a checkpoint, ``best/`` or ``merged/``."""
+    for folder in (model, model.parent, model.parent.parent):
+        if (folder / "config.toml").is_file() and (folder / "objective.txt").is_file():
+            return folder
+    return None
+
+
+def model_of(model: str) -> tuple[str, str]:
+    """The folder or hub id of a model, and a note on the choice. The folder of a run stands for its best model or, if
+    there is none, for its newest checkpoint.
+
+    Raises:
+        ModelError: the run has no checkpoint yet.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir() or run_of(folder) != folder:
+        return model, ""
+    if (folder / "best").is_dir():
+        note = json.loads((folder / "best" / "best.json").read_text(encoding="utf-8"))
+        value = f"{note['metric']} {note['value']:.4g}"
+        return str(folder / "best"), f"the best model of the run, after step {note['step']} ({value})"
+    run = RunFolder(folder)
+    if not (steps := run.checkpoint_steps()):
+        raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")
+    return str(run.checkpoint(steps[-1])), f"the newest checkpoint of the run, after step {steps[-1]}"
 
 
 def evaluate(request: Request) -> int:
-    """Evaluate a model and print the result. Everything that can be checked is checked before a model is loaded.
+    """Evaluate a model and print the result. Everything but the weights is checked first, the cheapest before all.
 
     Returns:
         The exit code, 0.
@@ -35,11 +182,29 @@ def evaluate(request: Request) -> int:
         CohortError: the request cannot be fulfilled.
         KeyboardInterrupt: after Ctrl-C; the message names the files that were written.
     """
-    job = Job.prepare(request)
+    settings = request.settings()
+    request.check_files(settings)
+    rewards = RewardRunner(
+        [as_reward_function(name) for name in settings.reward.functions],
+        settings.reward.weights,
+        settings.reward,
+        per_token=settings.resolved_objective.credit in ("process", "given"),
+    )
+    data = load_sets(None, settings.data)
+    # The metric of the run's best model does not matter here.
+    check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
+    resolve_device(settings.model.device)
+    names = [request.model] if request.against is None else [request.model, request.against]
+    subjects = [_subject(name, settings, rewards, data) for name in names]
+    _check_same_prompts(subjects)
     try:
-        job.run()
+        found = _evaluations(request, settings, subjects)
     finally:
-        job.rewards.close()
+        rewards.close()
+    comparisons = compared(found[0], found[1], settings) if len(found) > 1 else {}
+    if request.json:
+        write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)
+    show(Console(width=None if Console().is_terminal else 120), found, comparisons, settings)
     return 0
 
 
@@ -56,85 +221,6 @@ class Subject:
     config: Any
     """Configuration of the model."""
     evaluator: Evaluator
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request."""
-
-    request: Request
-    settings: GRPOConfig
-    rewards: RewardRunner
-    subjects: Sequence[Subject]
-    """The model and, if any, the model that it is compared with."""
-
-    @classmethod
-    def prepare(cls, request: Request) -> Job:
-        """Check everything but the weights, the cheapest first.
-
-        Raises:
-            CohortError: the request cannot be fulfilled.
-        """
-        settings = request.settings()
-        request.check_files(settings)
-        rewards = RewardRunner(
-            [as_reward_function(name) for name in settings.reward.functions],
-            settings.reward.weights,
-            settings.reward,
-            per_token=settings.resolved_objective.credit in ("process", "given"),
-        )
-        data = load_sets(None, settings.data)
-        # The metric of the run's best model does not matter here.
-        check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
-        resolve_device(settings.model.device)
-        names = [request.model, *([request.against] if request.against is not None else [])]
-        subjects = [_subject(name, settings, rewards, data) for name in names]
-        _check_same_prompts(subjects)
-        return cls(request, settings, rewards, subjects)
-
-    def run(self) -> None:
-        """Evaluate, print and write."""
-        found: list[Mapping[str, Evaluation]] = []
-        written = "nothing was written"
-        try:
-            for subject in self.subjects:
-                found.append(self._evaluate(subject))
-                if self.request.output and len(found) == 1:
-                    write_rows(self.request.output, subject.evaluator, found[0])
-                    written = f"{self.request.output} is written"
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(written) from None
-        comparisons = compared(found[0], found[1], self.settings) if len(found) > 1 else {}
-        if self.request.json:
-            paths = [subject.path for subject in self.subjects]
-            write_summary(self.request.json, paths, found, comparisons, self.settings)
-        show(Console(width=None if Console().is_terminal else 120), found, comparisons, self.settings)
-
-    def _evaluate(self, subject: Subject) -> Mapping[str, Evaluation]:
-        """Load a model, evaluate it and free it."""
-        model = self.settings.model.model_copy(
-            update={"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
-        )
-        policy = load_policy(subject.path, model, subject.config)
-        engine = local_engine(policy, subject.tokenizer, self.settings.rollout)
-        count = self.settings.eval.num_generations_eval
-        prompts = sum(map(len, subject.evaluator.sets.values()))
-        self._print(f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""))
-        self._print(f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}")
-        self._print(f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {self.settings.run.seed}")
-        with _bar(prompts * count, shown=not self.request.quiet) as advance:
-            found = subject.evaluator.evaluate(engine, on_completion=advance)
-        del policy, engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
-            raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
-        return found
-
-    def _print(self, text: str) -> None:
-        if not self.request.quiet:
-            print(text, file=sys.stderr, flush=True)
 
 
 def _subject(name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data]) -> Subject:
@@ -159,6 +245,47 @@ def _check_same_prompts(subjects: Sequence[Subject]) -> None:
                     f"{other[name].dropped} of the other, so they would be compared on different prompts: set "
                     "data.overlong_prompts to 'error' or 'truncate_left', or choose shorter prompts"
                 )
+
+
+def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subject]) -> list[Mapping[str, Evaluation]]:
+    """Evaluate the models, each freed before the next is loaded, and write the completions of the first."""
+    found: list[Mapping[str, Evaluation]] = []
+    written = "nothing was written"
+    try:
+        for subject in subjects:
+            found.append(_evaluation(subject, settings, quiet=request.quiet))
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if request.output and len(found) == 1:
+                write_rows(request.output, subject.evaluator, found[0])
+                written = f"{request.output} is written"
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(written) from None
+    return found
+
+
+def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mapping[str, Evaluation]:
+    """Load a model and evaluate it."""
+    plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
+    policy = load_policy(subject.path, settings.model.model_copy(update=plain), subject.config)
+    engine = local_engine(policy, subject.tokenizer, settings.rollout)
+    count = settings.eval.num_generations_eval
+    prompts = sum(map(len, subject.evaluator.sets.values()))
+    if not quiet:
+        print(
+            f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""),
+            f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}",
+            f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {settings.run.seed}",
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+    with _bar(prompts * count, shown=not quiet) as advance:
+        found = subject.evaluator.evaluate(engine, on_completion=advance)
+    if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
+        raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
+    return found
 
 
 @contextmanager

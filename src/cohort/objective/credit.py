@@ -2,7 +2,7 @@
 
 1 shape the rewards      soft overlong, unlikeliness; a KL in the reward
 2 compare                baseline and scale, per completion (``advantages``), among the chosen of a group
-3 assign credit          to all tokens alike, by process steps, by returns to go, or as given
+3 assign credit          to all tokens alike, by turns, by process steps, by returns to go, or as given
 4 weigh by sign, treat truncated completions
 5 subtract the KL        of a KL in the advantage: after scaling, so that no spread divides beta
 """
@@ -14,11 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cohort.errors import RewardError
 from cohort.objective.advantages import batch_std, combined_advantages, group_statistics, outcome_advantages
-from cohort.objective.segments import by_sign, segment_mean, segment_sum, suffix_sums
-from cohort.objective.shaping import soft_overlong, top_k_of_group, unlikeliness
+from cohort.objective.segments import (
+    by_sign,
+    grouped_order,
+    index_in_run,
+    prefix_sums,
+    segment_mean,
+    segment_sum,
+    suffix_sums,
+)
 from cohort.presets.objective import Objective
-from cohort.presets.parts import BatchStd, GroupStd, Scale, TopK  # noqa: F401 (GroupStd: doctest)
+from cohort.presets.parts import BatchStd, GroupStd, Scale, TopK, Unlikeliness  # noqa: F401 (GroupStd: doctest)
+from cohort.types import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,8 @@ class Outcomes:
     """For ``unlikeliness``."""
     kl_N: Tensor | None = None
     """``old_logps - ref_logps``, for a KL in the reward or the advantage."""
+    turns: Turns | None = None
+    """For credit "turns": which part of ``rewards_S`` was earned in which turn. None: one turn each."""
 
     @property
     def lengths_S(self) -> Tensor:
@@ -68,6 +79,11 @@ def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
             advantages_N = process_advantages(_token_rewards(outcomes), outcomes.group_S, sequence_N, objective.scale)
         case "return_to_go":
             advantages_N = returns_to_go(objective, outcomes)
+        case "turns":
+            rewards_S = shaped_rewards(objective, outcomes)
+            rewards_S = rewards_S.masked_fill(~_chosen(objective, outcomes, rewards_S), torch.nan)
+            turns = outcomes.turns or one_turn_each(len(rewards_S), sequence_N)
+            advantages_N = turn_advantages(rewards_S, outcomes.group_S, turns)[turns.turn_N]
         case _:
             advantages_N = completion_advantages(objective, outcomes)[sequence_N]
     if weights := objective.sign_weights:
@@ -109,7 +125,8 @@ def shaped_rewards(objective: Objective, outcomes: Outcomes) -> Tensor:
         mean_S = segment_mean(logps_N[known_N], outcomes.sequence_N[known_N], len(rewards_S))
         rewards_S = unlikeliness(rare, rewards_S, mean_S, outcomes.group_S)
     if overlong := objective.soft_overlong:
-        rewards_S = rewards_S + soft_overlong(overlong, outcomes.lengths_S, outcomes.max_length)
+        length = overlong.max_length or outcomes.max_length
+        rewards_S = rewards_S + soft_overlong_punishment(outcomes.lengths_S, length, overlong.cache_share * length)
     return rewards_S
 
 
@@ -136,6 +153,42 @@ def process_advantages(token_rewards_N: Tensor, group_S: Tensor, sequence_N: Ten
     groups = group_S[sequence_N[is_step_N]]
     normal_N[is_step_N] = outcome_advantages(token_rewards_N[is_step_N], groups, scale=scale)
     return suffix_sums(normal_N, sequence_N)
+
+
+def turn_advantages(rewards_S: Tensor, group_S: Tensor, turns: Turns) -> Tensor:
+    """``A_ik = G_ik - mean of G_jk over the others j of the group that reached turn k``, shape ``[E]``.
+
+        G_ik = R_i - (rewards of turns 0..k-1 of trajectory i)          the return from turn k on
+
+    Where no other scored trajectory of the group reached turn k, ``A_ik = G_ik``.
+
+    Args:
+        rewards_S: the return of each whole trajectory, the rewards of its turns included; NaN: not scored, A = 0.
+        group_S: group of each trajectory.
+        turns: the turns and the rewards earned in them. What is left of ``rewards_S`` is earned in the last turn.
+
+    The gradient is unbiased: which others reached a turn, and their returns, do not depend on trajectory i. It is
+    biased when rewards are centred turn by turn before they are summed, because a trajectory then chooses its baseline
+    by ending (verl#7244), and when the mean includes i itself.
+
+    The first trajectory ends with turn 0; the second reaches turn 1 alone:
+
+    >>> turns = Turns(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]), torch.tensor([0.0, 1.0, 0.0]))
+    >>> turn_advantages(torch.tensor([2.0, 5.0]), torch.tensor([0, 0]), turns)
+    tensor([-3.,  3.,  4.], dtype=torch.float64)
+    """
+    earned_E = turns.rewards_E.double()
+    returns_E = rewards_S.double()[turns.sequence_E] - (prefix_sums(earned_E, turns.sequence_E) - earned_E)
+    places_E2 = torch.stack([group_S[turns.sequence_E], index_in_run(turns.sequence_E)], dim=1)
+    place_E = torch.unique(places_E2, dim=0, return_inverse=True)[1]
+    alone_E = torch.bincount(place_E[~returns_E.isnan()], minlength=len(place_E))[place_E] == 1
+    compared_E = outcome_advantages(returns_E, place_E, baseline="leave_one_out", scale=None)
+    return torch.where(alone_E, returns_E.nan_to_num(nan=0.0), compared_E)
+
+
+def one_turn_each(num_sequences: int, sequence_N: Tensor) -> Turns:
+    """The turns of sequences that have one turn each."""
+    return Turns(torch.arange(num_sequences), sequence_N, torch.zeros(num_sequences, dtype=torch.float64))
 
 
 def returns_to_go(objective: Objective, outcomes: Outcomes) -> Tensor:
@@ -222,3 +275,80 @@ def _needed(value: Tensor | None, name: str, why: str) -> Tensor:
     if value is None:
         raise ValueError(f"{name} is needed for {why}")
     return value
+
+
+# Step 1 ---------------------------------------------------------------------------------------------------------------
+
+
+def soft_overlong_punishment(lengths_S: Tensor, max_length: int, cache_length: float) -> Tensor:
+    """DAPO's length penalty, to be added to the reward, float64, shape ``[S]``.
+
+        0                                       |o| <= L_max - L_cache
+        ((L_max - L_cache) - |o|) / L_cache     in between
+        -1                                      |o| > L_max
+
+    Args:
+        lengths_S: tokens per completion.
+        max_length, cache_length: L_max and L_cache, in tokens; ``0 < cache_length <= max_length``.
+
+    Source: DAPO (arXiv 2503.14476) eq. 13.
+
+    >>> soft_overlong_punishment(torch.tensor([80, 90, 100, 101]), max_length=100, cache_length=20)
+    tensor([ 0.0000, -0.5000, -1.0000, -1.0000], dtype=torch.float64)
+    """
+    if not 0 < cache_length <= max_length:
+        raise ValueError(f"expected 0 < cache_length <= max_length, got {cache_length} and {max_length}")
+    return (((max_length - cache_length) - lengths_S.double()) / cache_length).clamp(-1, 0) + 0.0
+
+
+def unlikeliness(rule: Unlikeliness, rewards_S: Tensor, mean_logps_S: Tensor, group_S: Tensor) -> Tensor:
+    """``R_i (1 - strength * rank_i / G)``, shape ``[S]``: rank_i is how many of the group are less likely than i.
+
+    Args:
+        rule: the strength; 0 changes nothing.
+        rewards_S: NaN stays NaN. A reward of 0 stays 0, so wrong answers are not touched.
+        mean_logps_S: each completion's mean log-prob per token under the sampler.
+        group_S: group ids; G is the group's size.
+
+    Raises:
+        RewardError: a reward is negative; a likely completion would then have a smaller penalty.
+
+    Equal likelihoods share the lower rank, so the order of completions does not matter.
+
+    Source: "Rewarding the Unlikely" (arXiv 2506.02355).
+
+    >>> lp, one_group = torch.tensor([-0.5, -2.0]), torch.zeros(2, dtype=torch.long)
+    >>> unlikeliness(Unlikeliness(strength=0.25), torch.ones(2), mean_logps_S=lp, group_S=one_group)
+    tensor([0.8750, 1.0000], dtype=torch.float64)
+    """
+    if bool((rewards_S < 0).any()):
+        raise RewardError(
+            "unlikeliness needs rewards that are not negative: it would reduce the penalty of likely completions"
+        )
+    _, index_S, count_P = torch.unique(group_S, return_inverse=True, return_counts=True)
+    order_S = grouped_order(mean_logps_S, index_S)
+    rank_in_group_S = index_in_run(index_S[order_S])
+    # Completions of equal likelihood share the rank of the first of them.
+    index_in_tie_S = index_in_run(torch.stack([index_S[order_S].to(mean_logps_S), mean_logps_S[order_S]], dim=1))
+    rank_S = torch.empty_like(rank_in_group_S).scatter_(0, order_S, rank_in_group_S - index_in_tie_S)
+    kept_S: Tensor = 1 - rule.strength * rank_S.double() / count_P[index_S]
+    return rewards_S.double() * kept_S
+
+
+def top_k_of_group(rule: TopK, rewards_S: Tensor, lengths_S: Tensor, group_S: Tensor) -> Tensor:
+    """Which completions are the ``k`` best scored ones of their group, boolean, shape ``[S]``; of equal ones, the
+    earlier. A group with fewer scored members keeps them all.
+
+    Source: GFPO (arXiv 2508.09726).
+
+    >>> lengths, one_group = torch.tensor([9, 3, 5]), torch.zeros(3, dtype=torch.long)
+    >>> top_k_of_group(TopK(k=2), torch.ones(3), lengths, one_group)
+    tensor([False,  True,  True])
+    """
+    lengths_S = lengths_S.double()
+    better_S = -lengths_S if rule.metric == "shortest" else rewards_S.double() / lengths_S.clamp(min=1)
+    better_S = better_S.masked_fill(torch.isnan(rewards_S), -torch.inf)
+    order_S = grouped_order(better_S, group_S, descending=True)
+    rank_in_group_S = index_in_run(group_S[order_S])
+    chosen_S = torch.empty_like(rank_in_group_S, dtype=torch.bool).scatter_(0, order_S, rank_in_group_S < rule.k)
+    return chosen_S & ~torch.isnan(rewards_S)

@@ -1,4 +1,4 @@
-"""Checkpoints: what they store, saving, loading, and checking what was saved.
+"""Checkpoints: what they store, saving, loading, and checking what was saved; the state of the random generators.
 
 step-N/            weights, config and tokenizer, as ``transformers`` loads them
     state/         what the loop needs to continue: optimizer.pt, loop.pt and, if the reference has weights of its own,
@@ -7,24 +7,20 @@ step-N/            weights, config and tokenizer, as ``transformers`` loads them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.policy import (
-    Policy,
-    adapter_weights,
-    has_adapters,
-    load_adapter_weights,
-    merged,
-    without_progress_bars,
-)
-from cohort.runs.random_state import random_state, set_random_state
+from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +88,7 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -
     if has_adapters(policy.model):
         load_adapter_weights(policy.model, folder)
     else:
-        # Through transformers, which knows how it wrote each architecture's weights.
-        with without_progress_bars():
-            loaded = type(policy.model).from_pretrained(folder, dtype=policy.precision.master)
-        policy.model.load_state_dict(loaded.state_dict())
+        policy.model.load_state_dict(_loaded_weights(policy, folder))
     if models.stored_reference is not None:
         weights = torch.load(folder / "state" / "reference.pt", map_location=policy.device)
         models.stored_reference.model.load_state_dict(weights)
@@ -141,13 +134,17 @@ def check_saved(policy: Policy, folder: Path) -> None:
     """
     adapters = has_adapters(policy.model)
     trained: Mapping[str, Tensor] = adapter_weights(policy.model) if adapters else policy.model.state_dict()
+    saved = _saved_tensors(folder)
+    if not adapters and not {name for name, _ in _saved_tensors(folder)} <= trained.keys():
+        weights = _loaded_weights(policy, folder)
+        saved = ((name, partial(weights.__getitem__, name)) for name in weights)
     found: set[str] = set()
-    for name, tensor in _saved_tensors(folder):
-        if name not in trained and not adapters:
-            _check_loaded(policy, folder)
-            return
-        if name not in trained or not _bit_equal(tensor, trained[name]):
-            raise _differs(folder, name)
+    for name, read in saved:
+        if name not in trained or not _bit_equal(read(), trained[name]):
+            raise RunFolderError(
+                f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
+                "report.check_saved = false saves without checking"
+            )
         found.add(name)
     # Tied weights are written once, under one of their names.
     written = {trained[name].data_ptr() for name in found}
@@ -155,22 +152,22 @@ def check_saved(policy: Policy, folder: Path) -> None:
         raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
 
 
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The names of the tensors in a folder's files, each with a function that reads the tensor."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                yield name, tensors.get_tensor(name)
+                yield name, partial(tensors.get_tensor, name)
 
 
-def _check_loaded(policy: Policy, folder: Path) -> None:
+def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
+    """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
     model: Any = type(policy.model)
     with without_progress_bars():
-        loaded = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
-    for name, tensor in policy.model.state_dict().items():
-        if name not in loaded or not _bit_equal(loaded[name], tensor):
-            raise _differs(folder, name)
+        weights: dict[str, Tensor] = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
+    return weights
 
 
 def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
@@ -181,8 +178,37 @@ def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def _differs(folder: Path, name: str) -> RunFolderError:
-    return RunFolderError(
-        f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
-        "report.check_saved = false saves without checking"
-    )
+# The global random generators, which reward functions and dropout may use. Cohort's own draws are functions of keys.
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def set_seed(seed: int) -> None:
+    """Seed all generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators inside the block, and restore their state afterwards."""
+    before = random_state()
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
