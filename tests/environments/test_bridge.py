@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from cohort.environments.bridge import Bridge
-from cohort.errors import ConfigError, DataError
 from cohort.types import Prompt
 from tests.environments.templates import CALLS, FAMILIES, TOOLS, answer
 
