@@ -1,5 +1,6 @@
 """What follows a turn, as token ids: equal to the template's own rendering, and closed to injected control tokens."""
 
+import functools
 import itertools
 
 import pytest
@@ -24,6 +25,7 @@ BY_NAME = pytest.mark.parametrize("name", FAMILIES)
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
 
 
+@functools.cache
 def bridge_of(name, role="tool", **settings):
     family = FAMILIES[name]
     tools = TOOLS if role == "tool" else None
@@ -127,7 +129,7 @@ def test_tools_and_the_user_may_answer_one_turn():
 
 def test_template_variables_of_the_run_and_of_a_row():
     family = FAMILIES["qwen3"]
-    bridge = bridge_of("qwen3", variables={"enable_thinking": False})
+    bridge = Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS, variables={"enable_thinking": False})
     closed = family.tokenizer.decode(bridge.after([answer("42")], last_token=None))
     assert closed.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     thinking = bridge.after(

@@ -6,7 +6,6 @@ control token, and the tool could end its own message and speak as the user or t
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -47,10 +46,7 @@ class Encoder:
                 "tools and environments need a fast tokenizer, which knows the place of each token in the text; got "
                 f"{type(tokenizer).__name__}: save the model with a tokenizer.json"
             )
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)  # other users of the tokenizer change its settings
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = False
+        self._backend = tokenizer.backend_tokenizer
         added = [(number, token) for number, token in tokenizer.added_tokens_decoder.items() if _is_control(token)]
         self._control = {number: token.content for number, token in added}
         self._unknown = tokenizer.unk_token_id
@@ -69,6 +65,9 @@ class Encoder:
         ends = list(itertools.accumulate(map(len, pieces)))
         given = [(end - len(one), end) for one, end in zip(pieces, ends, strict=True) if isinstance(one, Given)]
         text = "".join(pieces).encode(errors="replace").decode()  # half a surrogate pair becomes "?"
+        self._backend.no_truncation()  # other users of the tokenizer change these settings for every call
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = False
         return self._encode(text, given, inner)
 
     def control_token(self, text: str) -> str | None:
