@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import wait
@@ -20,7 +21,7 @@ from cohort.environments.contract import Ended, EpisodeFailed, ToolCall
 from cohort.environments.host import Host
 from cohort.environments.shapes import LIVE, find_environments
 from cohort.environments.tools import Toolbox
-from cohort.errors import ConfigError, DataError
+from cohort.errors import ConfigError, DataError, EpisodeError
 from cohort.types import Prompt
 from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
 
@@ -197,7 +198,7 @@ def test_a_method_that_hangs(host):
         one.begin(0, prompt(), 0).result(30)
     calls = turn("", ToolCall("hang"), ToolCall("add", {"number": 1}))
     answer = async_desk.answer(0, calls).result(30)  # cancelled: the environment lives on
-    assert [message["content"] for message in answer.messages] == ["Error: took more than 0.3 s", "1"]
+    assert [message["content"] for message in answer.messages] == ["Error: AsyncDesk.hang took more than 0.3 s", "1"]
     with pytest.raises(EpisodeFailed, match=r"Desk.hang took more than 1 s"):
         desk.answer(0, calls).result(30)
 
@@ -394,6 +395,24 @@ def test_one_step_in_ten_fails(place, host, log):
     assert not any(map(alive, processes(log)))
 
 
+def test_a_function_that_blocks_the_event_loop_is_found(host):
+    free = threading.Event()
+
+    async def block() -> str:
+        """Blocks."""
+        free.wait(30)
+        return "free"
+
+    here = host("", [block], call_timeout=0.2)
+    here.begin(0, prompt(), 0).result(0)
+    here.check()
+    blocked = here.answer(0, turn("", ToolCall("block")))
+    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 0.2 s"):
+        here.check()
+    free.set()
+    assert blocked.result(30).messages[0]["content"] == "free"
+
+
 def test_environments_by_name_and_tools_of_a_row(host):
     def look() -> str:
         """Looks."""
@@ -451,7 +470,7 @@ def test_what_is_refused_before_the_run(host):
         host("", [next_one], tool_workers=1)
 
 
-def test_a_close_that_fails_is_reported(host):
+def test_a_close_that_fails_is_reported(host, caplog):
     class Stuck:
         def reset(self): ...
 
@@ -462,7 +481,24 @@ def test_a_close_that_fails_is_reported(host):
 
     here = host(Stuck)
     here.begin(0, prompt(), 0).result(0)
-    assert here.end(0).result(0).close_error.startswith("Stuck.close raised OSError: still in use")
+    assert here.end(0).result(0) == Ended()
+    assert "Stuck.close raised OSError: still in use" in caplog.text
+
+
+def test_closing_does_not_wait_for_what_hangs(host, log, monkeypatch):
+    monkeypatch.setattr("cohort.environments.host.CLOSE_SECONDS", 0.3)
+    here = host(functools.partial(World, log), tool_workers=1)
+    for attempt in range(2):  # and a closed host can be used again
+        here.begin(attempt, prompt(plan=["ok", "hang"]), 0).result(30)
+        hanging = here.answer(attempt, turn("x"))
+        time.sleep(0.1)
+        ended = here.end(attempt)
+        here.close()
+        for future in (hanging, ended):
+            assert isinstance(future.exception(10), EpisodeFailed)
+    assert len(processes(log)) == 2
+    assert not any(map(alive, processes(log)))
+    assert not here._homes[0]._pools  # nothing was started for the calls that failed
 
 
 def test_workers_import_no_torch(host):

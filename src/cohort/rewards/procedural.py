@@ -40,19 +40,15 @@ def reasoning_gym(
     """
     if reasoning_gym is None:
         return None
-    dataset, item = _item(reasoning_gym, int(reasoning_gym_index))
-    asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
-    if item["question"] not in asked:
+    name, dataset, item = _item(reasoning_gym, int(reasoning_gym_index))
+    asked = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    if not any(item["question"] in text for text in asked):
         raise RewardError(
             f"reasoning_gym: item {reasoning_gym_index} of {reasoning_gym} has another question than the row: the data "
             "was made by another version of reasoning-gym, or its items differ between processes"
         )
-    answer: str | None = turn_text(completion, prefill).strip()
-    if tag:
-        before, closed, _ = answer.rpartition(f"</{tag}>")
-        _, opened, inside = before.rpartition(f"<{tag}>")
-        answer = inside.strip() if closed and opened else None
-    if answer is not None and not _is_data(answer, item["metadata"]["source_dataset"]):
+    answer = _answer(turn_text(completion, prefill), tag)
+    if answer is not None and not _is_data(answer, name):
         return 0.0
     try:
         return float(dataset.score_answer(answer, deepcopy(item)))
@@ -61,21 +57,31 @@ def reasoning_gym(
 
 
 @lru_cache(maxsize=4096)
-def _item(settings: str, index: int) -> tuple[Any, dict[str, Any]]:
-    """The data set and one of its items."""
-    dataset = _dataset(settings)
-    return dataset, dataset[index]
+def _item(settings: str, index: int) -> tuple[str, Any, dict[str, Any]]:
+    """The name of the data set, the data set, and one of its items."""
+    name, dataset = _dataset(settings)
+    return name, dataset, dataset[index]
 
 
 @lru_cache(maxsize=64)
-def _dataset(settings: str) -> Any:
+def _dataset(settings: str) -> tuple[str, Any]:
     arguments = ast.literal_eval(settings)
     if arguments["name"] in EVALUATED:
         raise RewardError(
             f"reasoning_gym: the scorer of {arguments['name']} evaluates the answer as Python, so the policy could run "
             "programs: use another reward with the column answer, such as math"
         )
-    return import_extra("reasoning_gym", "reasoning_gym", "reasoning-gym").create_dataset(**arguments)
+    package = import_extra("reasoning_gym", "reasoning_gym", "reasoning-gym")
+    return arguments["name"], package.create_dataset(**arguments)
+
+
+def _answer(text: str, tag: str) -> str | None:
+    """The text between the last tags, or the whole text without a tag; None if there are no tags."""
+    if not tag:
+        return text.strip()
+    before, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, inside = before.rpartition(f"<{tag}>")
+    return inside.strip() if closed and opened else None
 
 
 def _is_data(answer: str, name: str) -> bool:
