@@ -234,7 +234,10 @@ class Host:
 
         def finish(done: Future[tuple[str, bool]]) -> None:
             failure = _failure(done)
-            if failure is None:
+            if failure is None and isinstance(done.result(), EpisodeFailed):
+                live.failed = True
+                outcome.set_exception(done.result())
+            elif failure is None:
                 outcome.set_result(done.result())
             elif live.abandoned or next(left, None) is None:
                 outcome.set_result((error_text(str(failure)), True))
@@ -266,7 +269,9 @@ class Host:
                 outcome.set_result(None)
             elif not isinstance(value, EpisodeFailed):
                 outcome.set_result(value)
-            elif method in shape.tools and live.place is self._calls:  # it was cancelled, and the environment lives on
+            elif (
+                failure and method in shape.tools and live.place is self._calls
+            ):  # it was cancelled, and the environment lives on
                 outcome.set_result((error_text(str(failure)), True))
             else:
                 live.failed = True
