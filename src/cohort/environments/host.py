@@ -232,7 +232,7 @@ class Host:
             with _errors_to(outcome):
                 self._run(live, place, function, arguments=call.arguments).add_done_callback(finish)
 
-        def finish(done: Future[tuple[str, bool]]) -> None:
+        def finish(done: Future[Any]) -> None:
             failure = _failure(done)
             if failure is None and isinstance(done.result(), EpisodeFailed):
                 live.failed = True
