@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from multiprocessing.connection import wait
@@ -175,9 +175,7 @@ def start(
     else:
         command, inside, mark = [], str(INSIDE), ""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
-        for name, data in program.files.items():
-            (path := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        _write_files(Path(folder), program.files)
     command += [PYTHON, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
     popen = _spawn([*command, *([mark] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
     process = Process(popen, (stdout, stderr), limits.output, mark)
@@ -188,6 +186,12 @@ def start(
         raise SandboxError(f"a sandbox could not be made: {result.stderr.strip() or f'exit code {result.exit_code}'}")
     process.started, process.is_ready = time.monotonic(), True
     return process
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _spawn(
@@ -252,7 +256,7 @@ def map_users(process: int) -> None:
         Path(f"/proc/{process}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
 
 
-# -- pipes and anonymous files, closed with an ExitStack at the latest ---------------------------------------------------
+# -- pipes and anonymous files, closed with an ExitStack at the latest --------------------------------------------------
 
 
 def pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
