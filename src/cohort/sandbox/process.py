@@ -148,8 +148,7 @@ def start(
         SandboxError: the sandbox could not be made, or the run was cancelled.
     """
     (ready, ready_end), (stdout, stdout_end), (stderr, stderr_end) = (pipe(stack) for _ in range(3))
-    texts = (program.source, program.stdin)
-    source, stdin = (sealed_file(stack, text.encode(errors="surrogatepass")) for text in texts)
+    source, stdin = (sealed_file(stack, text) for text in (program.source, program.stdin))
     inherited = [ready_end, source, *pipes]
     settings: dict[str, object] = {
         "ready": ready_end.fileno(),
@@ -256,7 +255,7 @@ def map_users(process: int) -> None:
         Path(f"/proc/{process}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
 
 
-# -- pipes and anonymous files, closed with an ExitStack at the latest --------------------------------------------------
+# -- pipes and anonymous files, closed with an ExitStack at the latest -------------------------------------------------
 
 
 def pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
@@ -265,11 +264,12 @@ def pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
     return stack.enter_context(FileIO(reads, "r")), stack.enter_context(FileIO(writes, "w"))
 
 
-def sealed_file(stack: ExitStack, data: bytes) -> FileIO:
-    """An anonymous file that holds data and cannot be written to.
+def sealed_file(stack: ExitStack, content: str | bytes) -> FileIO:
+    """An anonymous file that holds a text or bytes and cannot be written to.
 
     Unlike a pipe, it has a length and can be opened again, as in ``program < input``.
     """
+    data = content.encode(errors="surrogatepass") if isinstance(content, str) else content
     if sys.platform != "linux":
         file = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
         file.write(data)
