@@ -56,7 +56,7 @@ def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **argume
     call, start = Call(), time.perf_counter()
     call.returned = function(**call.arguments(arguments, logs))
     if inspect.isawaitable(call.returned):
-        call.returned = _run_on_loop(_without_exit(call.returned)).result()
+        call.returned = run_on_loop(_without_exit(call.returned)).result()
     call.seconds = time.perf_counter() - start
     return call
 
@@ -109,7 +109,7 @@ class Calls:
             CallFailed: the function cannot be sent to a worker process.
         """
         if is_async(function):
-            return _run_on_loop(self._await(function, arguments, timeout))
+            return run_on_loop(self._await(function, arguments, timeout))
         if not here:
             return self.workers.submit(function, arguments, timeout)
         future: Future[Any] = Future()
@@ -185,7 +185,7 @@ def partial_layers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     return layers
 
 
-def _run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+def run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine on the event loop of user functions. The loop has its own thread and lives as long as the
     process: clients and connections remain usable across rollouts, and the loop of a notebook is not touched."""
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
