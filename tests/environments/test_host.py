@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import wait
@@ -20,7 +21,7 @@ from cohort.environments.contract import Ended, EpisodeFailed, ToolCall, ToolErr
 from cohort.environments.host import Host
 from cohort.environments.shapes import LIVE, find_environments
 from cohort.environments.tools import Toolbox
-from cohort.errors import ConfigError, DataError
+from cohort.errors import ConfigError, DataError, EpisodeError
 from cohort.types import Prompt
 from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
 
@@ -197,7 +198,7 @@ def test_a_method_that_hangs(host):
         one.begin(0, prompt(), 0).result(30)
     calls = turn("", ToolCall("hang"), ToolCall("add", {"number": 1}))
     answer = async_desk.answer(0, calls).result(30)  # cancelled: the environment lives on
-    assert [message["content"] for message in answer.messages] == ["Error: took more than 0.3 s", "1"]
+    assert [message["content"] for message in answer.messages] == ["Error: AsyncDesk.hang took more than 0.3 s", "1"]
     with pytest.raises(EpisodeFailed, match=r"Desk.hang took more than 1 s"):
         desk.answer(0, calls).result(30)
 
@@ -441,6 +442,24 @@ def test_one_step_in_ten_fails(place, host, log):
         assert not balance(log)
     here.close()
     assert not any(map(alive, processes(log)))
+
+
+def test_a_function_that_blocks_the_event_loop_is_found(host):
+    free = threading.Event()
+
+    async def block() -> str:
+        """Blocks."""
+        free.wait(30)
+        return "free"
+
+    here = host("", [block], call_timeout=0.2)
+    here.begin(0, prompt(), 0).result(0)
+    here.check()
+    blocked = here.answer(0, turn("", ToolCall("block")))
+    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 0.2 s"):
+        here.check()
+    free.set()
+    assert blocked.result(30).messages[0]["content"] == "free"
 
 
 def test_environments_by_name_and_tools_of_a_row(host):
