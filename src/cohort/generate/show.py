@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,7 +18,7 @@ from cohort.data import Row
 from cohort.generate.request import shortened
 from cohort.rollout.stops import REPLACEMENT
 from cohort.rollout.trajectory import decode
-from cohort.types import Completion, FinishReason, Prompt, Segment
+from cohort.types import Completion, FinishReason, Prompt
 
 LOOKBACK = 16
 """Minimum number of tokens that ``TextStream`` decodes together."""
@@ -186,24 +184,21 @@ def _is_pipe(file: IO[str]) -> bool:
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
-    (segment,), full_logps = completion.segments, completion.full_logps
+    (segment,) = completion.segments
+    ids = segment.token_ids.tolist()
+    forced = [None] * (len(ids) - completion.num_tokens)  # log-probs of the prefix's tokens, which were not drawn
+    full = {} if completion.full_logps is None else {"full_logps": [*forced, *completion.full_logps.tolist()]}
     return {
         "prompt": row["prompt"],
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": segment.token_ids.tolist(),
-        "logps": _by_token(completion.sampler_logps, segment),
-        **({} if full_logps is None else {"full_logps": _by_token(full_logps, segment)}),
+        "token_ids": ids,
+        "logps": [*forced, *completion.sampler_logps.tolist()],
+        **full,
         "finish_reason": str(completion.finish_reason),
         **{column: value for column, value in row.items() if column != "prompt"},
     }
-
-
-def _by_token(logps_N: NDArray[np.float64], segment: Segment) -> list[float | None]:
-    """One entry per token of the segment; null for tokens of the prefix, which were not drawn."""
-    logps: list[float | None] = logps_N.tolist()
-    return [None] * (len(segment.token_ids) - len(logps)) + logps
 
 
 def headline(prompt: Prompt | None, sample: int | None, completion: Completion) -> str:
