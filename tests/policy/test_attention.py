@@ -96,16 +96,6 @@ def test_outputs_and_gradients(layout, window):
     assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=window)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "window"),
-    [(1, 1, 6, None), (2, 1, 1, 5), (3, 1, 16, None), (4, 4, 3, 5), (6, 2, 24, None), (7, 1, 7, 5), (12, 2, 6, 1000)],
-)
-def test_shared_heads_and_widths(heads, kv_heads, width, window):
-    layout = LAYOUTS["several after each prefix"]
-    tensors = made(layout[0], layout[2], heads, kv_heads, width)
-    assert_same(tensors, layout, 1e-13, scaling=width**-0.5, window=window)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_explicit_formula(layout):
     """Without settings, and with a cap and a window, for which the fused kernels are not used."""

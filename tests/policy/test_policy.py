@@ -55,23 +55,6 @@ def test_dropout_is_off_everywhere_by_default():
     assert first.tolist() == second.tolist()
 
 
-def test_dropout_stays_when_asked_for():
-    policy = Policy(tiny_llama(attention_dropout=0.5), SINGLE, dropout=True)
-    with policy.training():
-        first, second = (policy.logps(PROMPTS, COMPLETIONS, 1.0)[0] for _ in range(2))
-    assert first.tolist() != second.tolist()
-
-
-def test_frozen_copy_is_a_copy(float32_policy):
-    reference = float32_policy.copy_frozen()
-    before = reference.logps(PROMPTS, COMPLETIONS, 1.0)[0]
-    assert not before.requires_grad
-    with torch.no_grad():
-        for parameter in float32_policy.model.parameters():
-            parameter.mul_(1.1)
-    assert reference.logps(PROMPTS, COMPLETIONS, 1.0)[0].tolist() == before.tolist()
-
-
 def test_moving_the_reference_mixes_weights(float32_policy):
     reference = float32_policy.copy_frozen()
     old = [p.clone() for p in reference.model.parameters()]
