@@ -143,8 +143,7 @@ def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None
 
     Args:
         futures: from ``Calls.submit``.
-        limit: seconds after which to check that the event loop reacts. It does not while a function blocks it, as
-            ``time.sleep`` does. None: not checked.
+        limit: seconds after which to check that the event loop reacts. None: not checked.
 
     Raises:
         CallFailed: calls have not ended, and the event loop does not react.
@@ -153,13 +152,25 @@ def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None
     while waiting:
         _, waiting = wait(waiting, timeout=limit)
         if waiting and limit:
-            answered = threading.Event()
-            _event_loop().call_soon_threadsafe(answered.set)
-            if not answered.wait(limit):
-                raise CallFailed(
-                    f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use "
-                    "await, or make it a plain function"
-                )
+            check_loop(limit)
+
+
+def check_loop(limit: float) -> None:
+    """Check that the event loop reacts. It does not while a function blocks it, as ``time.sleep`` does.
+
+    Args:
+        limit: seconds for a reaction.
+
+    Raises:
+        CallFailed: it did not react.
+    """
+    reacted = threading.Event()
+    _event_loop().call_soon_threadsafe(reacted.set)
+    if not reacted.wait(limit):
+        raise CallFailed(
+            f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use await, or "
+            "make it a plain function"
+        )
 
 
 def as_failure(error: BaseException) -> CallFailed:
