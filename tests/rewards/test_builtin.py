@@ -248,7 +248,11 @@ def test_no_text_takes_much_time(runner_of):
         "language", "json_schema(schema={}, fenced=True)", "json_schema(schema={})", "regex(pattern='x$')",
         "soft_overlong(max_length=9, buffer=1)", "cosine_length(max_length=9, correct='gsm8k')",
     ]  # fmt: skip
-    assert {spec.partition("(")[0] for spec in specs} == set(BUILTIN_REWARDS) - {"code", "environment_reward"}
+    assert {spec.partition("(")[0] for spec in specs} == set(BUILTIN_REWARDS) - {
+        "code",
+        "environment_reward",
+        "reasoning_gym",
+    }
     runner = runner_of(*map(resolve_reward, specs), timeout=20.0, workers=2)
     groups = rollout(texts, ids=(3,), answer="#### 5")
     assert runner.score(groups).errors == {}
