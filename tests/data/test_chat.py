@@ -8,16 +8,7 @@ import pytest
 from cohort.config import DataConfig, GRPOConfig
 from cohort.data import PromptSet
 from cohort.errors import ConfigError, DataError
-from tests.data.templates import (
-    CHATML,
-    DEEPSEEK_R1,
-    HARMONY,
-    LLAMA3,
-    MISTRAL,
-    NO_GENERATION_PROMPT,
-    QWEN3,
-    byte_tokenizer,
-)
+from tests.data.templates import CHATML, DEEPSEEK_R1, HARMONY, LLAMA3, MISTRAL, QWEN3, byte_tokenizer
 
 USER = {"role": "user", "content": "1+1?"}
 TALK = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"}]
@@ -94,6 +85,48 @@ def test_tools_of_a_row(given):
     assert one.prefill == EMPTY_THOUGHT
 
 
+OTHER_TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+
+
+def prompts_with_tools(rows, tools, template=QWEN3, **settings):
+    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings), tools=tools)[:]
+
+
+def test_every_conversation_has_the_tools_of_the_run():
+    rows = [{"prompt": [USER], "tools": names} for names in (None, ["find"], '["find", "add"]', [])]
+    both, find, same, none = prompts_with_tools(
+        rows, [TOOL, OTHER_TOOL], chat_template_kwargs={"enable_thinking": False}
+    )
+    assert both.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
+    assert find.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
+    assert same.text == both.text.replace(
+        json.dumps(TOOL) + "\n" + json.dumps(OTHER_TOOL), json.dumps(OTHER_TOOL) + "\n" + json.dumps(TOOL)
+    )
+    assert none.text.startswith("<|im_start|>user")
+    assert find.template_arguments == {"enable_thinking": False, "tools": [OTHER_TOOL]}
+    assert none.template_arguments == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "tools", "message"),
+    [
+        ({"prompt": "1+1", "tools": []}, [TOOL], "row 0: the prompt is text; .* set data.format to 'chat'"),
+        ({"prompt": "1+1"}, [], "row 0: the prompt is text; tools and environments need conversations"),
+        ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: column 'tools' names 'saw'; the run's tools are: add"),
+        ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw'; the run's tools are: none. Set environment.tools"),
+        ({"prompt": [USER], "tools": [TOOL]}, [TOOL], "row 0: column 'tools' must list names of the run's tools"),
+        (
+            {"prompt": [USER], "tools": [TOOL, "add"]},
+            [TOOL],
+            "must be a list of JSON schemas of functions, or of names",
+        ),
+    ],
+)
+def test_rows_that_do_not_go_with_the_tools_of_the_run(row, tools, message):
+    with pytest.raises(DataError, match=message):
+        prompts_with_tools([row], tools)
+
+
 CALLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}{%- for m in messages %}<{{ m.role }}>
 {%- if 'tool_calls' in m %}{%- for call in m.tool_calls %}{{ call.function | tojson }}{%- endfor %}
 {%- else %}{{ m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<assistant>{%- endif %}"""
@@ -152,11 +185,11 @@ def user(content):
     ("template", "messages", "row", "settings", "message"),
     [
         (
-            NO_GENERATION_PROMPT,
+            CHATML.split("\n{%- if add")[0],
             TALK,
             {},
             {},
-            "the chat template writes no generation prompt: .* Set data.chat_template",
+            "the chat template writes no generation prompt: .* Set data.chat",
         ),
         ("{% if true %}Answer!{% endif %}", [USER], {}, {}, "the chat template does not show the messages"),
         (None, TALK, {}, {}, "no chat template: set data.format to 'text' for string prompts"),

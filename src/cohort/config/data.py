@@ -83,15 +83,10 @@ def parse_slice(text: str) -> slice:
     return slice(start, stop, step)
 
 
-def _check_slice(text: str) -> str:
-    parse_slice(text)
-    return text
-
-
 Table = Annotated[dict[str, Any], BeforeValidator(_plain)]
 Columns = dict[str, Annotated[str, Field(min_length=1)]]
 Filter = Annotated[str | dict[str, Any], BeforeValidator(_read_filter)]
-Slice = Annotated[str, AfterValidator(_check_slice)]
+Slice = Annotated[str, AfterValidator(lambda text: parse_slice(text) and text)]
 
 
 class Source(Section):
@@ -179,8 +174,9 @@ class DataConfig(Section):
 
     train: Sources = ""
     """A file (.jsonl, .json, .csv, .parquet; also .gz and .zst), a folder of such files or one that `datasets` wrote,
-    or the name of a data set for `datasets.load_dataset`. Or a list of paths and of tables with a path and other
-    settings, as in { path = "a.jsonl", weight = 2.0 }; see docs/data.md."""
+    the name of a data set for `datasets.load_dataset`, or "reasoning_gym:NAME?size=1000" (extra "reasoning-gym"). Or a
+    list of paths and of tables with a path and other settings, as in { path = "a.jsonl", weight = 2.0 }; see
+    docs/data.md."""
     eval: Sets = ""
     """The evaluation data, in the same forms, or a table of named sets, as in { gsm8k = "test.jsonl", aime =
     "aime.jsonl" }, whose metrics are eval/gsm8k/... and eval/aime/.... Empty: no evaluation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class LengthLimit:
         """
         limits = []
         if config.max_prompt_length is not None:
-            limits.append(cls(config.max_prompt_length, "data.max_prompt_length", config.overlong_prompts))
+            limits.append((config.max_prompt_length, "data.max_prompt_length"))
         if context is not None:
             if context <= max_completion_length:
                 raise DataError(
@@ -57,8 +57,8 @@ class LengthLimit:
                     f"{context:,} tokens: lower it"
                 )
             why = f"the model's context of {context:,} less {setting}, {max_completion_length:,}"
-            limits.append(cls(context - max_completion_length, why, config.overlong_prompts))
-        return min(limits, key=lambda limit: limit.tokens, default=None)
+            limits.append((context - max_completion_length, why))
+        return cls(*min(limits), config.overlong_prompts) if limits else None
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
         """Apply the rule "error".
@@ -92,6 +92,9 @@ class PromptSet:
         name: what errors call the data.
         limit: maximum length of a prompt.
         mixed: allow text next to conversations.
+        tools: JSON schemas of the run's tools, which every conversation is rendered with; the column ``tools`` of a row
+            may list the names of some. Empty for an environment without tools. None: the run has neither, and the
+            column may hold schemas.
 
     Raises:
         DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
@@ -106,21 +109,21 @@ class PromptSet:
         name: str = "the training data",
         limit: LengthLimit | None = None,
         mixed: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None
         self.data, self.name, self.limit = data, data.name, limit
         self.columns = tuple(dict.fromkeys(column for source in data.sources for column in source.rows.columns))
-        self.renderers = [Renderer(source.config, tokenizer) for source in data.sources]
+        self.renderers = [Renderer(source.config, tokenizer, tools) for source in data.sources]
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
-            for batch, row_names in source.batches():
-                token_ids = renderer.token_ids(batch, row_names)
+            for batch in source.rows.batches():
+                token_ids = renderer.token_ids(*batch)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
-        self._flat = np.concatenate(batches)
-        self._ends = np.cumsum(lengths)
+        self._flat, self._ends = np.concatenate(batches), np.cumsum(lengths)
         self._starts = self._ends - lengths
         self._bounds = np.cumsum([0, *(len(source.rows) for source in data.sources)])
         self.row_indices = np.arange(len(data))
@@ -164,16 +167,17 @@ class PromptSet:
     def prompt(self, index: int, uid: int) -> Prompt:
         """One of the prompts. Its ``row_index`` counts all rows of the source, those that a filter leaves out too."""
         number, row_index = self._locate(index)
-        source = self.data.sources[number]
+        rows = self.data.sources[number].rows
         token_ids = self._flat[self._starts[index] : self._ends[index]].tolist()
-        return self.render(number, source.rows[row_index], int(source.rows.numbers[row_index]), token_ids, uid)
+        return self.render(number, rows[row_index], int(rows.numbers[row_index]), token_ids, uid)
 
     def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
         """The prompt of a row of source ``number``, with these token ids."""
         source = self.data.sources[number]
-        text, content, prefill = self.renderers[number].decode(row, f"{source.where}, row {row_number}", token_ids)
+        where = f"{source.rows.where}, row {row_number}"
+        text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
-        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name)
+        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
 
     @property
     def fingerprint(self) -> str:
@@ -214,17 +218,17 @@ class PromptSet:
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)
         source = self.data.sources[number]
-        return f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
+        return f"{source.rows.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
 
     def _apply(self, limit: LengthLimit) -> None:
         limit.check(self.lengths, self.name, self._row_name)
-        over = self.lengths > limit.tokens
-        count = int(over.sum())
+        fits = self.lengths <= limit.tokens
+        count = int((~fits).sum())
         if limit.rule != "drop":
             self._starts = np.maximum(self._starts, self._ends - limit.tokens)
             self.truncated = count
             return
-        self._starts, self._ends, self.row_indices = self._starts[~over], self._ends[~over], self.row_indices[~over]
+        self._starts, self._ends, self.row_indices = self._starts[fits], self._ends[fits], self.row_indices[fits]
         self.dropped = count
         read = " of the first {:,} rows (checked before the run)" if self.data.streams else ""
         if not len(self):
@@ -234,10 +238,8 @@ class PromptSet:
             )
         for source, prompts in zip(self.data.sources, self.ranges(), strict=True):
             if self.data.weights and not prompts:
-                raise DataError(
-                    f"{source.where}: data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}, "
-                    "and the source has a weight"
-                )
+                dropped = f"data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}"
+                raise DataError(f"{source.rows.where}: {dropped}, and the source has a weight")
 
 
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:

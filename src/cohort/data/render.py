@@ -7,15 +7,19 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.chat import ChatTemplate, Conversation
-from cohort.data.rows import Row, plain
+from cohort.data.rows import Row, check_column, plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message
+
+IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
 def check_columns(columns: Sequence[str], where: str) -> None:
@@ -37,25 +41,32 @@ def check_columns(columns: Sequence[str], where: str) -> None:
             )
 
 
-class PromptMaker:
-    """Makes the prompt of a row, before it is rendered. Needs no tokenizer.
+class Renderer:
+    """Makes, renders and tokenizes the prompts of one source.
 
     Args:
-        config: the settings.
+        config: the settings of the source.
+        tokenizer: the tokenizer of the policy. None: prompts can be made, but not rendered.
+        tools: see ``PromptSet``.
 
     Raises:
         DataError: ``data.prompt_template`` is not valid.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config = config
-        self._fields: dict[str, None] = {}
+    def __init__(
+        self, config: DataConfig, tokenizer: Any = None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        self._config, self._tokenizer, self._tools = config, tokenizer, tools
         try:
-            for _, name, _, _ in string.Formatter().parse(config.prompt_template or ""):
-                if name is not None:
-                    self._fields[re.split(r"[.\[]", name)[0]] = None
+            parsed = list(string.Formatter().parse(config.prompt_template or ""))
         except ValueError as error:
             raise self._bad_template(error) from None
+        self._fields = dict.fromkeys(re.split(r"[.\[]", name)[0] for _, name, _, _ in parsed if name is not None)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template. Text prompts need none, so it is not looked for before the first conversation."""
+        return ChatTemplate(self._tokenizer, self._config.chat_template)
 
     def make(self, row: Row, where: str) -> str | Conversation:
         """The prompt of a row.
@@ -80,7 +91,7 @@ class PromptMaker:
             if messages[0]["role"] == "system":
                 raise DataError(f"{where}: has a system message of its own; unset data.system_prompt")
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        tools = _json_column(row, "tools", where, "a list of JSON schemas of functions", _is_tools)
+        tools = _json_column(row, "tools", where, "a list of JSON schemas of functions, or of names", _is_tools)
         variables = _json_column(row, "chat_template_kwargs", where, "a table", lambda value: isinstance(value, dict))
         return Conversation(messages, tools, {**config.chat_template_kwargs, **(variables or {})})
 
@@ -100,9 +111,7 @@ class PromptMaker:
 
     def _filled_template(self, row: Row, where: str) -> str:
         for column in self._fields:
-            if column not in row:
-                known = ", ".join(row)
-                raise DataError(f"{where}: data.prompt_template names column {column!r}; the row has: {known}")
+            check_column(column, row, f"{where}: data.prompt_template", "the row has")
             if row[column] is None:
                 raise DataError(f"{where}: column {column!r}, which data.prompt_template names, is empty")
         try:
@@ -129,6 +138,70 @@ class PromptMaker:
                     f"the prompt of {where} is text, and its column {column!r} is for conversations: set data.format "
                     "to 'chat', or rename the column with data.columns if it is something else"
                 )
+
+    def token_ids(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
+        """The token ids of the prompts of rows. Text gets the special tokens of the tokenizer; a conversation has those
+        of its template, as with ``apply_chat_template``.
+
+        Raises:
+            DataError: a row cannot be a prompt, or the tokenizer refuses it.
+        """
+        made = [(self._make_with_tools(row, where), where) for row, where in zip(rows, row_names, strict=True)]
+        texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in made]
+        kinds = {isinstance(content, str) for content, _ in made}
+        if len(kinds) > 1:
+            return self._one_by_one(rows, row_names)
+        try:
+            found: list[list[int]] = self._tokenizer(texts, add_special_tokens=kinds.pop(), **IDS_ONLY)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
+            if len(rows) > 1:
+                return self._one_by_one(rows, row_names)
+            raise DataError(f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}") from error
+        if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
+            raise DataError(f"{empty[0]}: the prompt has no tokens")
+        return found
+
+    def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
+        return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
+
+    def decode(
+        self, row: Row, where: str, token_ids: Sequence[int]
+    ) -> tuple[str, str | list[Message], str, Mapping[str, Any]]:
+        """The text of the token ids, the prompt of the row as reward functions receive it, the prefill, and the
+        arguments of the chat template.
+        """
+        content = self._make_with_tools(row, where)
+        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        if isinstance(content, str):
+            return text, content, "", {}
+        prefill = self.chat.prefill(content, self.chat.render(content, where))
+        tools = {"tools": content.tools} if content.tools else {}
+        return text, list(content.messages), prefill, {**content.variables, **tools}
+
+    def _make_with_tools(self, row: Row, where: str) -> str | Conversation:
+        """The prompt of a row, with the JSON schemas of the tools that it names."""
+        content = self.make(row, where)
+        if isinstance(content, Conversation):
+            return replace(content, tools=self._schemas(content.tools, where))
+        if self._tools is not None:
+            raise DataError(
+                f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
+            )
+        return content
+
+    def _schemas(self, given: Sequence[Any] | None, where: str) -> Sequence[Mapping[str, Any]] | None:
+        if given and not isinstance(given[0], str):
+            if self._tools:
+                raise DataError(f"{where}: column 'tools' must list names of the run's tools, got JSON schemas")
+            return given
+        known = {tool["function"]["name"]: tool for tool in self._tools or ()}
+        names = list(known) if given is None else given
+        if unknown := [name for name in names if name not in known]:
+            raise DataError(
+                f"{where}: column 'tools' names {unknown[0]!r}; the run's tools are: {', '.join(known) or 'none'}. Set "
+                "environment.tools, or rename the column with data.columns if it is something else"
+            )
+        return [known[name] for name in names] or None
 
 
 def _checked_messages(messages: list[Any], where: str) -> list[Message]:
@@ -169,7 +242,7 @@ def without_null_keys(value: Any) -> Any:
 
 
 def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
-    """A column that holds a value or the JSON text of one; None if it is missing or empty."""
+    """A column that holds a value or the JSON text of one; None if it is missing."""
     value = row.get(column)
     if isinstance(value, str):
         with suppress(ValueError):  # the check below refuses the text
@@ -181,67 +254,9 @@ def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Cal
             f"{where}: column {column!r} must be {expected}, or JSON text of one, got {value!r:.80}; if it holds "
             "something else, rename it with data.columns"
         )
-    return without_null_keys(value) or None
+    return without_null_keys(value)
 
 
 def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value)
-
-
-IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-
-
-class Renderer:
-    """Renders and tokenizes the prompts of one source.
-
-    Args:
-        config: the settings of the source.
-        tokenizer: the tokenizer of the policy.
-    """
-
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self.maker = PromptMaker(config)
-        self._config = config
-        self._tokenizer = tokenizer
-        self._chat: ChatTemplate | None = None
-
-    @property
-    def chat(self) -> ChatTemplate:
-        """The chat template. Text prompts need none, so it is not looked for before the first conversation."""
-        if self._chat is None:
-            self._chat = ChatTemplate(self._tokenizer, self._config.chat_template)
-        return self._chat
-
-    def token_ids(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
-        """The token ids of the prompts of rows. Text gets the special tokens of the tokenizer; a conversation has those
-        of its template, as with ``apply_chat_template``.
-
-        Raises:
-            DataError: a row cannot be a prompt, or the tokenizer refuses it.
-        """
-        contents = [self.maker.make(row, where) for row, where in zip(rows, row_names, strict=True)]
-        pairs = zip(contents, row_names, strict=True)
-        texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in pairs]
-        kinds = {isinstance(content, str) for content in contents}
-        if len(kinds) > 1:
-            return self._one_by_one(rows, row_names)
-        try:
-            found: list[list[int]] = self._tokenizer(texts, add_special_tokens=kinds.pop(), **IDS_ONLY)["input_ids"]
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
-            if len(rows) > 1:
-                return self._one_by_one(rows, row_names)
-            raise DataError(f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}") from error
-        if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
-            raise DataError(f"{empty[0]}: the prompt has no tokens")
-        return found
-
-    def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
-        return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
-
-    def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:
-        """The text of the token ids, the prompt of the row as reward functions receive it, and the prefill."""
-        content = self.maker.make(row, where)
-        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        if isinstance(content, str):
-            return text, content, ""
-        return text, list(content.messages), self.chat.prefill(content, self.chat.render(content, where))
+    kinds = {type(tool) if tool else None for tool in value} if isinstance(value, list) else {None}
+    return kinds in (set(), {dict}, {str})

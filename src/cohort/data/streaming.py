@@ -30,8 +30,8 @@ class StreamingLoader(PromptLoader):
 
     def __init__(self, prompts: PromptSet, config: DataConfig, *, seed: int) -> None:
         super().__init__(prompts, config, seed=seed)
-        numbers = range(len(prompts.data.sources))
-        self._sources_of_lanes = [[number] for number in numbers] if prompts.data.weights else [list(numbers)]
+        numbers = list(range(len(prompts.data.sources)))
+        self._sources_of_lanes = [[number] for number in numbers] if prompts.data.weights else [numbers]
         self._is_conversation = prompts.prompt(0, uid=0).is_conversation
         self._begin(DataCursor())
 
@@ -45,10 +45,8 @@ class StreamingLoader(PromptLoader):
         end = cursor.position + used
         self._seek(cursor, end)
         before, now = cursor.read or ReadPosition([]), copy.deepcopy(self._read)
-        return DataCursor(end, now), {
-            "prompts/dropped": now.dropped - before.dropped,
-            "prompts/truncated": now.truncated - before.truncated,
-        }
+        changes = {name: getattr(now, name) - getattr(before, name) for name in ("dropped", "truncated")}
+        return DataCursor(end, now), {f"prompts/{name}": count for name, count in changes.items()}
 
     def _describe_order(self) -> str:
         if self._config.order == "sequential":
@@ -88,16 +86,16 @@ class StreamingLoader(PromptLoader):
                 return prompt
             self._read.dropped += 1
         data = self.prompts.data
-        where = data.sources[lane].where if data.weights else data.name
+        where = data.sources[lane].rows.where if data.weights else data.name
         raise DataError(f"{where}: data.overlong_prompts drops every prompt of an epoch")
 
     def _prompt(self, number: int, row_number: int, row: Row, uid: int) -> Prompt | None:
         """The prompt of a row; None if it is dropped."""
         prompts, source, limit = self.prompts, self.prompts.data.sources[number], self.prompts.limit
-        where = f"{source.where}, row {row_number}"
+        where = f"{source.rows.where}, row {row_number}"
         (ids,) = prompts.renderers[number].token_ids([row], [where])
         if limit is not None and len(ids) > limit.tokens:
-            limit.check(np.array([len(ids)]), source.where, lambda _: f"row {row_number}")
+            limit.check(np.array([len(ids)]), source.rows.where, lambda _: f"row {row_number}")
             if limit.rule == "drop":
                 return None
             ids = ids[-limit.tokens :]
@@ -106,7 +104,7 @@ class StreamingLoader(PromptLoader):
         if prompt.is_conversation is not self._is_conversation:
             first = prompts.data.sources[0]
             raise DataError(
-                f"text and conversations are mixed: the prompts of {where} and of {first.where}, row "
+                f"text and conversations are mixed: the prompts of {where} and of {first.rows.where}, row "
                 f"{first.rows.numbers[0]}, are of two kinds. Set data.format to 'chat'"
             )
         return prompt

@@ -8,21 +8,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cohort.config import ModelConfig, RolloutConfig
-from cohort.data import Row
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, write_stdout
 from cohort.policy import load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch, local_engine
+from cohort.rollout import LocalEngine, Purpose, RNGKey, TokenEvent, Watch, local_engine
 from cohort.runs import as_json
-from cohort.types import Completion, FinishReason, Group, Prompt
+from cohort.types import Completion, FinishReason, Group
 
 BATCHES_PER_CALL = 4
 """Full batches per call of the engine. A call begins with the longest prompts, so output in order may wait until its
@@ -41,39 +39,28 @@ def generate(request: Request) -> int:
         BrokenPipeError: standard output was closed.
     """
     with flags_in_errors():
-        return Job.prepare(request).run()
+        return Job(request).run()
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A checked request."""
+    """A checked request: everything but the model's weights is checked, the cheapest first.
 
-    request: Request
-    tokenizer: Any
-    config: Any
-    """The model's config."""
-    rows: Sequence[Row]
-    prompts: Sequence[Prompt]
-    samplings: Sequence[Sampling]
-    """One per prompt."""
+    Raises:
+        CohortError: an argument is wrong.
+    """
 
-    @classmethod
-    def prepare(cls, request: Request) -> Job:
-        """Check everything except the model's weights, the cheapest first.
-
-        Raises:
-            CohortError: an argument is wrong.
-        """
+    def __init__(self, request: Request) -> None:
+        self.request = request
         request.check()
         sampling = request.sampling()
-        rows = read_rows(request)
+        self.rows = read_rows(request)
         resolve_device(request.device or "auto")
         _check_folder(request.model)
-        tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-        prompts = render(request, rows, tokenizer)
-        config = read_config(request.model, trust_remote_code=request.trust_remote_code)
-        sampling = with_prefix(request, sampling, tokenizer, config)
-        return cls(request, tokenizer, config, rows, prompts, within_context(request, prompts, sampling, config))
+        self.tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+        self.prompts = render(request, self.rows, self.tokenizer)
+        self.config = read_config(request.model, trust_remote_code=request.trust_remote_code)
+        sampling = with_prefix(request, sampling, self.tokenizer, self.config)
+        self.samplings = within_context(request, self.prompts, sampling, self.config)
 
     @property
     def total(self) -> int:
@@ -139,7 +126,7 @@ class Job:
         def on_completion(first: int, index: int, sample: int, completion: Completion) -> None:
             if stream:
                 write_stdout(stream.remainder(completion.text) + "\n")
-            meter.advance()
+            meter.count()
             results.add(first + index, sample, completion)
 
         size = max(1, BATCHES_PER_CALL * self.request.batch_size // count)
@@ -149,7 +136,7 @@ class Job:
                 unstarted = Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0)
                 groups = [Group(prompt, (unstarted,) * count) for prompt in prompts]
             else:
-                each_token = on_token if stream or meter.live else None
+                each_token = on_token if stream or meter.shown else None
                 watch = Watch(each_token, partial(on_completion, first), cancelled=interrupted)
                 groups = engine.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):

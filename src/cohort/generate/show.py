@@ -9,10 +9,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Self
+from typing import IO, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -20,7 +18,7 @@ from cohort.data import Row
 from cohort.generate.request import shortened
 from cohort.rollout.stops import REPLACEMENT
 from cohort.rollout.trajectory import decode
-from cohort.types import Completion, FinishReason, Prompt, Segment
+from cohort.types import Completion, FinishReason, Prompt
 
 LOOKBACK = 16
 """Minimum number of tokens that ``TextStream`` decodes together."""
@@ -117,7 +115,7 @@ class InOrder:
         )
 
 
-class Meter:
+class Meter(Progress):
     """A progress bar on standard error.
 
     Shown only if standard error is a terminal and standard output is not a pipe: the program at the pipe's other end
@@ -129,8 +127,8 @@ class Meter:
     """
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        self.tokens = 0
-        self._bar = Progress(
+        self.tokens, self._started = 0, time.monotonic()
+        super().__init__(
             TextColumn("completion"),
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
@@ -141,12 +139,12 @@ class Meter:
             redirect_stdout=False,  # standard output may be a file
             disable=not shown or not sys.stderr.isatty() or _is_pipe(sys.stdout),
         )
-        self._task = self._bar.add_task("", total=total, meter=self)
+        self._task = self.add_task("", total=total, meter=self)
 
     @property
-    def live(self) -> bool:
+    def shown(self) -> bool:
         """Whether the bar is shown and counts every token."""
-        return not self._bar.disable
+        return not self.disable
 
     @property
     def speed(self) -> str:
@@ -154,27 +152,19 @@ class Meter:
         seconds = time.monotonic() - self._started
         return f"{self.tokens:,} tokens, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
-    def __enter__(self) -> Self:
-        self._started = time.monotonic()
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
+    def count(self) -> None:
         """Count a completion."""
-        self._bar.advance(self._task)
+        self.advance(self._task)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Hide the bar while something is printed to the same terminal."""
-        if not self.live or not sys.stdout.isatty():
+        if not self.shown or not sys.stdout.isatty():
             yield
             return
-        self._bar.stop()
+        self.stop()
         yield
-        self._bar.start()
+        self.start()
 
 
 def _is_pipe(file: IO[str]) -> bool:
@@ -186,24 +176,21 @@ def _is_pipe(file: IO[str]) -> bool:
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
-    (segment,), full_logps = completion.segments, completion.full_logps
+    (segment,) = completion.segments
+    ids = segment.token_ids.tolist()
+    forced = [None] * (len(ids) - completion.num_tokens)  # log-probs of the prefix's tokens, which were not drawn
+    full = {} if completion.full_logps is None else {"full_logps": [*forced, *completion.full_logps.tolist()]}
     return {
         "prompt": row["prompt"],
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": segment.token_ids.tolist(),
-        "logps": _by_token(completion.sampler_logps, segment),
-        **({} if full_logps is None else {"full_logps": _by_token(full_logps, segment)}),
+        "token_ids": ids,
+        "logps": [*forced, *completion.sampler_logps.tolist()],
+        **full,
         "finish_reason": str(completion.finish_reason),
         **{column: value for column, value in row.items() if column != "prompt"},
     }
-
-
-def _by_token(logps_N: NDArray[np.float64], segment: Segment) -> list[float | None]:
-    """One entry per token of the segment; null for tokens of the prefix, which were not drawn."""
-    logps: list[float | None] = logps_N.tolist()
-    return [None] * (len(segment.token_ids) - len(logps)) + logps
 
 
 def headline(prompt: Prompt | None, sample: int | None, completion: Completion) -> str:
