@@ -237,9 +237,12 @@ class Host:
             with _errors_to(outcome):
                 self._run(live, None, self._callers[call.name], {"arguments": call.arguments}).add_done_callback(finish)
 
-        def finish(done: Future[tuple[str, bool]]) -> None:
+        def finish(done: Future[Any]) -> None:
             failure = _failure(done)
-            if failure is None:
+            if failure is None and isinstance(done.result(), EpisodeFailed):
+                live.failed = True
+                outcome.set_exception(done.result())
+            elif failure is None:
                 outcome.set_result(done.result())
             elif live.abandoned or next(left, None) is None:
                 outcome.set_result((error_text(str(failure)), True))
@@ -271,7 +274,7 @@ class Host:
                 outcome.set_result(None)
             elif not isinstance(value, EpisodeFailed):
                 outcome.set_result(value)
-            elif method in shape.tools and live.home is None:  # it was cancelled, and the environment lives on
+            elif failure and method in shape.tools and live.home is None:  # cancelled; the environment lives on
                 outcome.set_result((error_text(str(value)), True))
             else:
                 live.failed = True

@@ -164,7 +164,7 @@ class TestCommand:
             Server(given)
 
     def test_one_that_does_not_answer_is_refused(self, monkeypatch):
-        monkeypatch.setattr("cohort.environments.adapters.mcp.START_SECONDS", 1.0)
+        monkeypatch.setattr("cohort.environments.adapters.mcp.START_SECONDS", 0.5)
         with pytest.raises(ConfigError, match="cannot be used: no answer in 0.5 s"):
             Server(f"mcp:{sys.executable} -c 'import time; time.sleep(60)'")
 
