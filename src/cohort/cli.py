@@ -214,7 +214,7 @@ def rewards(name: str | None = None, /) -> None:
     Args:
         name: A built-in reward.
     """
-    from cohort.rewards.listing import explain_reward, list_rewards
+    from cohort.rewards.names import explain_reward, list_rewards
 
     print(list_rewards() if name is None else explain_reward(name))
 

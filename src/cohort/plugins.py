@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -44,49 +42,36 @@ def load_function(spec: str, *, what: str, error: type[CohortError] = ConfigErro
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class FileModule:
-    """A module that was loaded from a file, with the file's text at that time."""
-
-    name: str
-    path: str
-    source: str
+_FILE_MODULES: dict[str, tuple[str, str]] = {}
+"""Modules that were loaded from files: name to path, and to the file's text at that time."""
 
 
-_FILE_MODULES: dict[str, FileModule] = {}
-
-
-def file_modules() -> list[FileModule]:
+def file_modules() -> dict[str, tuple[str, str]]:
     """All modules loaded from files, for ``know_file_modules`` in another process."""
-    return list(_FILE_MODULES.values())
+    return dict(_FILE_MODULES)
 
 
-def know_file_modules(modules: Iterable[FileModule]) -> None:
+def know_file_modules(modules: Mapping[str, tuple[str, str]]) -> None:
     """Make these modules importable by name, as another process loaded them. The files may have changed since."""
-    _FILE_MODULES.update({module.name: module for module in modules})
-    if _Finder not in sys.meta_path:
-        sys.meta_path.append(_Finder)
+    _FILE_MODULES.update(modules)
+    if _Importer not in sys.meta_path:
+        sys.meta_path.append(_Importer)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of ``know_file_modules``."""
+class _Importer(importlib.machinery.SourceFileLoader):
+    """Finds the modules of ``know_file_modules``, and compiles the recorded text instead of the file's current one."""
 
     @classmethod
     def find_spec(cls, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        module = _FILE_MODULES.get(name)
-        if module is None:
+        if name not in _FILE_MODULES:
             return None
-        folder = str(Path(module.path).parent)
-        if folder not in sys.path:
+        path, _ = _FILE_MODULES[name]
+        if (folder := str(Path(path).parent)) not in sys.path:
             sys.path.append(folder)  # lets the file import its neighbours
-        return importlib.util.spec_from_file_location(name, module.path, loader=_Loader(name, module.path))
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the recorded text instead of the file's current one."""
+        return importlib.util.spec_from_file_location(name, path, loader=cls(name, path))
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(_FILE_MODULES[fullname].source.encode(), self.path)
+        return self.source_to_code(_FILE_MODULES[fullname][1].encode(), self.path)
 
 
 def _load_file(file: str, what: str, error: type[CohortError]) -> ModuleType:
@@ -97,7 +82,7 @@ def _load_file(file: str, what: str, error: type[CohortError]) -> ModuleType:
     name = f"cohort_{what.replace(' ', '_')}_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     sys.modules.pop(name, None)  # in a notebook, the file may have changed
     try:
-        know_file_modules([FileModule(name, str(path), importlib.util.decode_source(path.read_bytes()))])
+        know_file_modules({name: (str(path), importlib.util.decode_source(path.read_bytes()))})
         return importlib.import_module(name)
     except Exception as failure:
         _FILE_MODULES.pop(name, None)

@@ -11,7 +11,7 @@ from typing import Any
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
 from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
-from cohort.evaluation import Best, Evaluation, Evaluator, check_settings, tried_prompts
+from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import Objective, try_user_functions
 from cohort.policy import context_length, load_policy, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
@@ -277,7 +277,7 @@ class GRPOTrainer:
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""
         prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
-        self.rewards.dry_run(tried_prompts(prompts))
+        self.rewards.dry_run(prompts[:2], episodes=self.args.environment.wanted)
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:

@@ -7,6 +7,7 @@ Axis letters are suffixes of tensor names everywhere:
     B  segments: the rows that the model reads. A sequence has one or more of them
     T  tokens of the segments, end to end: drawn by the policy, or given to it
     N  drawn tokens, flat, sequence by sequence: the axis of the objective
+    E  turns of the sequences, end to end; a completion without an episode is one turn
     V  vocabulary          K  reward functions          M  mismatch rules          U  entries of supports (ragged)
 
 A worked example: two prompts and two completions each. The second completion of the first prompt called a tool: the
@@ -25,6 +26,8 @@ its history was rewritten after the first turn: it drew 5 and 6; its second segm
     ids_T      = [3, 1, 2, 7, 8, 40, 41, 9, 2, 5, 6, 50, 4]
     drawn_T    = [1, 1, 1, 1, 1,  0,  0, 1, 1, 1, 1,  0, 1]
     sequence_N = [0, 0, 0, 1, 1, 1, 2, 3, 3, 3]     which completion a drawn token belongs to
+    sequence_E = [0, 1, 1, 2, 3, 3]                 which completion a turn belongs to
+    turn_N     = [0, 0, 0, 1, 1, 2, 3, 4, 4, 5]     which of these turns a drawn token belongs to
 
 Log-probs, entropies, advantages, coefficients and lengths are of drawn tokens, so they have axis N: no formula sees a
 token that the policy did not draw, and no logits are computed for it.
@@ -49,7 +52,8 @@ Message = Mapping[str, Any]
 RESERVED_COLUMNS = frozenset(
     {
         *("prompts", "completions", "completion", "completion_ids", "finish_reasons", "finish_reason"),
-        *("prefills", "prefill", "trainer_state", "log_extra", "log_metric"),
+        *("prefills", "prefill", "trainer_state", "log_extra", "log_metric", "transcripts", "transcript"),
+        *("environments", "environment_state", "environment_rewards", "environment_reward"),
     }
 )
 """Names of what Cohort passes to reward functions. No column of the data may have one of them."""
@@ -368,6 +372,18 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of sequences, end to end, on the CPU: axis E."""
+
+    sequence_E: Tensor
+    """Sequence of each turn, in order."""
+    turn_N: Tensor
+    """Turn (0..E-1) of each drawn token."""
+    rewards_E: Tensor
+    """The environment's reward for each turn, float64; 0 where it gave none."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """A rollout's completions as flat tensors, laid out once; ``train.layout`` makes it and cuts index sets from it.
 
@@ -409,6 +425,8 @@ class TokenBatch:
     full_logps_N: Tensor | None = None
     """The sampler's log-probs over the whole vocabulary, when it drew from another distribution and the log-probs here
     do not replay that. None: ``sampler_logps_N`` and the log-probs here are over the same tokens."""
+    turns: Turns | None = None
+    """None: every completion is one turn."""
 
     @property
     def num_sequences(self) -> int:

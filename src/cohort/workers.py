@@ -94,7 +94,8 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         with self._lock:
             # The function is stored too: while it is alive, no other function gets its id.
             if (stored := self._encoded.get(id(function))) is None:
-                stored = self._encoded[id(function)] = (function, (len(self._encoded), _encode(function)))
+                encoded = pickle.dumps((file_modules(), _dumps(function, "the function")))
+                stored = self._encoded[id(function)] = (function, (len(self._encoded), encoded))
             if not self._pools:
                 self._pools.append(_Pool(self.count))
             future: Future[Any] = Future()
@@ -117,7 +118,7 @@ class _Pool:
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._processes = [_Process() for _ in range(count)]
         for process in self._processes:
-            threading.Thread(target=_serve, args=(self.calls, process), daemon=True).start()
+            threading.Thread(target=make_calls, args=(self.calls, process.call), daemon=True).start()
 
     def stop(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -135,13 +136,13 @@ def _stop_all(pools: list[_Pool]) -> None:
         pools.pop().stop()
 
 
-def _serve(calls: queue.SimpleQueue[Any], process: _Process) -> None:
-    """Pass one call after another to a worker process, until there is None in the queue."""
+def make_calls(calls: queue.SimpleQueue[Any], call: Callable[..., Any]) -> None:
+    """The work of a thread: ``call(*arguments)`` for each ``(future, *arguments)`` in a queue, until it holds None."""
     while (item := calls.get()) is not None:
-        future, *call = item
+        future, *arguments = item
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(process.call(*call))
+                future.set_result(call(*arguments))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -159,10 +160,7 @@ class _Process:
     def call(self, function: EncodedFunction, arguments: Mapping[str, Any], timeout: float | None) -> Any:
         import dill
 
-        try:
-            sent = dill.dumps(dict(arguments), recurse=True)
-        except Exception as error:
-            raise CallFailed(f"its arguments cannot be sent to another process: {error}") from error
+        sent = _dumps(dict(arguments), "its arguments")
         if self._process is not None and self._process.poll() is not None:
             self.stop()  # the process died after its last call, so this call is not to blame
         number, encoded = function
@@ -238,23 +236,14 @@ def _exit_reason(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _encode(function: Callable[..., Any]) -> bytes:
+def _dumps(value: Any, what: str) -> bytes:
     import dill
 
     try:
-        body = dill.dumps(function, recurse=True)
+        sent: bytes = dill.dumps(value, recurse=True)
     except Exception as error:
-        raise CallFailed(f"the function cannot be sent to another process: {error}") from error
-    return pickle.dumps((file_modules(), body))
-
-
-def _decode(encoded: bytes) -> Callable[..., Any]:
-    import dill
-
-    files, body = pickle.loads(encoded)
-    know_file_modules(files)
-    function: Callable[..., Any] = dill.loads(body)
-    return function
+        raise CallFailed(f"{what} cannot be sent to another process: {error}") from error
+    return sent
 
 
 def describe_error(error: BaseException) -> str:
@@ -268,20 +257,16 @@ def describe_error(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {text}{location}"
 
 
-def _die_with_parent(parent: int) -> None:
-    """On Linux, ask the kernel to kill this process when the parent's thread ends. Without it, a function that never
-    releases the interpreter lock would outlive the parent."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the request
-            os._exit(1)
-
-
 def _work(connection: Connection, parent: int) -> None:
     """The main loop of a worker: load or call a function for each message, and send an answer."""
     import dill
 
-    _die_with_parent(parent)
+    if sys.platform == "linux":
+        # Ask the kernel to kill this process when the parent's thread ends. Without it, a function that never releases
+        # the interpreter lock would outlive the parent.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the request
+            os._exit(1)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def listen() -> None:  # in a thread, so that a busy worker notices the end of its parent
@@ -296,7 +281,9 @@ def _work(connection: Connection, parent: int) -> None:
         number, encoded, arguments = pickle.loads(messages.get())
         try:
             if arguments is None:
-                functions[number], answer = _decode(encoded), b""
+                files, body = pickle.loads(encoded)
+                know_file_modules(files)
+                functions[number], answer = dill.loads(body), b""
             else:
                 answer = dill.dumps(functions[number](**dill.loads(arguments)), recurse=True)
             answer = pickle.dumps((True, answer))

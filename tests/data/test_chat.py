@@ -27,7 +27,7 @@ EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def prompts_of(template, rows, **settings):
-    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings)).all()
+    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings))[:]
 
 
 def prompt_of(template, messages, row=None, **settings):
@@ -79,7 +79,7 @@ def test_a_template_that_refuses_the_probes():
 def test_batches_are_tokenized_like_each_conversation_alone(template):
     tokenizer = byte_tokenizer(template)
     talks = [[{"role": "user", "content": text}] for text in ("hi", "é <think> x", "a" * 500)] + [TALK, BEGUN]
-    prompts = PromptSet([{"prompt": talk} for talk in talks], tokenizer, DataConfig()).all()
+    prompts = PromptSet([{"prompt": talk} for talk in talks], tokenizer, DataConfig())[:]
     for prompt, talk in zip(prompts, talks, strict=True):
         end = {"continue_final_message": True} if talk is BEGUN else {"add_generation_prompt": True}
         assert list(prompt.token_ids) == tokenizer.apply_chat_template(talk, tokenize=True, **end)["input_ids"]

@@ -93,7 +93,7 @@ def test_errors_name_the_source_and_the_row_in_it():
 def test_text_and_conversations_side_by_side():
     tokenizer = byte_tokenizer(CHATML)
     rows = [{"prompt": "1"}, {"prompt": MESSAGES}, {"prompt": "2"}]
-    prompts = PromptSet(rows, tokenizer, DataConfig(), mixed=True).all()
+    prompts = PromptSet(rows, tokenizer, DataConfig(), mixed=True)[:]
     assert [prompt.text[:5] for prompt in prompts] == ["<bos>", "<|im_", "<bos>"]
 
 
@@ -103,7 +103,7 @@ def test_a_column_that_only_some_rows_have_is_none_elsewhere():
         ([one, other], ["", ""]),
         ([Source(path=[one]), Source(path=[other])], ["source 0", "source 1"]),
     ):
-        prompts = PromptSet(rows, TOKENIZER, DataConfig()).all()
+        prompts = PromptSet(rows, TOKENIZER, DataConfig())[:]
         assert [prompt.columns for prompt in prompts] == [{"prompt": "1", "n": None}, other]
         assert [prompt.source for prompt in prompts] == names
 
@@ -155,13 +155,13 @@ def test_overlong_prompts():
         "'truncate_left', which keeps the last tokens of such prompts"
     )
     dropped = fitted(4, "drop")
-    assert [prompt.row_index for prompt in dropped.all()] == [0, 2, 4]
+    assert [prompt.row_index for prompt in dropped[:]] == [0, 2, 4]
     assert dropped.row_indices.tolist() == [0, 2, 4]
     assert dropped.describe_lengths() == (
         "2 to 4 tokens, median 3, 99% at most 4; 2 longer prompts dropped (data.overlong_prompts)"
     )
     cut = fitted(4, "truncate_left", [{"prompt": "123456"}, {"prompt": "12"}])
-    assert [prompt.text for prompt in cut.all()] == ["3456", "12"]
+    assert [prompt.text for prompt in cut[:]] == ["3456", "12"]
     assert cut.prompt(0, uid=0).prompt == "123456"
     assert cut.describe_lengths().endswith("1 longer prompts cut to their last tokens (data.overlong_prompts)")
     with pytest.raises(DataError, match="every prompt has more than 1 tokens .*: nothing is left"):

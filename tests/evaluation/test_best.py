@@ -1,5 +1,6 @@
 """The best model of a run, and early stopping."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -33,48 +34,32 @@ def stored_best(folder):
     return {key: record[key] for key in ("step", "metric", "value")}
 
 
-def best_of(values, **settings):
-    """The state after a series of evaluations, and the steps that were a new best."""
-    best = Best(EvalConfig(metric_for_best_model=METRIC, **settings))
-    return best, [step for step, value in enumerate(values) if best.update(step, {METRIC: value})]
+@pytest.mark.parametrize(
+    ("values", "settings", "new_best", "best", "since"),
+    [
+        ([0.2, 0.1, 0.4, 0.4, math.nan, 0.3], {}, [0, 2], (2, 0.4), 3),  # a tie does not win
+        ([0.2, 0.1, 0.4], {"greater_is_better": False}, [0, 1], (1, 0.1), 1),
+        ([math.nan, math.inf, None], {}, [], (None, None), 3),
+        ([0.4], {"metric_for_best_model": None}, [], (None, None), 0),
+    ],
+)
+def test_the_best_by_hand(values, settings, new_best, best, since):
+    found = Best(EvalConfig(**{"metric_for_best_model": METRIC} | settings))
+    logged = [{} if value is None else {METRIC: value} for value in values]
+    assert [step for step, metrics in enumerate(logged) if found.update(step, metrics)] == new_best
+    assert (found.step, found.value, found.evaluations_since) == (*best, since)
+    expected = {"step": best[0], "metric": METRIC, "value": best[1]} if new_best else {}
+    assert found.note() == expected
 
 
-def test_the_best_by_hand():
-    best, steps = best_of([0.2, 0.1, 0.4, 0.4, math.nan, 0.3])
-    assert steps == [0, 2]  # a tie does not win
-    assert (best.step, best.value, best.evaluations_since) == (2, 0.4, 3)
-    assert best.note() == {"step": 2, "metric": METRIC, "value": 0.4}
-    best, steps = best_of([0.2, 0.1, 0.4], greater_is_better=False)
-    assert steps == [0, 1]
-    assert Best(EvalConfig()).note() == {}
-    assert not Best(EvalConfig()).update(1, {METRIC: 1.0})
-
-
-@pytest.mark.parametrize(("patience", "ends"), [(0, False), (2, True), (3, False)])
-def test_patience(patience, ends):
-    best, _ = best_of([0.5, 0.4, 0.3], early_stopping_patience=patience)
-    assert best.exhausted is ends
-
-
-def test_nan_never_wins():
-    best, steps = best_of([math.nan, math.nan], early_stopping_patience=2)
-    assert (steps, best.step, best.exhausted) == ([], None, True)
-
-
-def test_a_metric_that_is_not_logged_never_wins(caplog):
-    best = Best(EvalConfig(metric_for_best_model=METRIC))
-    assert not best.update(1, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0.1})
-    assert (best.step, best.evaluations_since) == (None, 1)
-    assert "which the evaluation did not log: eval/pass@1/mean" in caplog.text
-    assert not best.update(2, {})
-    assert len(caplog.messages) == 1
-    assert not best.update(3, {METRIC: math.inf})
-
-
-def test_a_metric_that_is_never_logged_does_not_stop_the_run(demo_tokenizer, tmp_path):
-    settings = {"eval_rows": ROWS[:2], "max_steps": 1, "metric_for_best_model": "eval/custom/typo"}
-    assert "best" not in make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
-    assert checkpoints_of(tmp_path / "run") == ["step-1"]
+def test_patience_and_a_metric_that_is_not_logged(caplog):
+    best = Best(EvalConfig(metric_for_best_model=METRIC, early_stopping_patience=2))
+    exhausted = [
+        best.update(step, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0}) or best.exhausted for step in (1, 2)
+    ]
+    assert exhausted == [False, True]
+    (message,) = caplog.messages  # once
+    assert message.endswith("which the evaluation did not log: eval/pass@1/mean")
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_step(demo_tokenizer, tmp_path):
@@ -94,43 +79,34 @@ def test_an_evaluation_that_fails_does_not_lose_the_step(demo_tokenizer, tmp_pat
     assert same_parameters(resumed, straight)
 
 
-@pytest.mark.parametrize(
-    "metric", ["reward", "eval/reward", "eval/rewards/other/mean", "eval/pass@2/mean", "eval/maj@1/mean"]
-)
-def test_a_metric_that_no_evaluation_logs_is_an_error_before_the_model_is_loaded(demo_tokenizer, tmp_path, metric):
+def test_a_metric_that_no_evaluation_logs_is_an_error_before_the_model_is_loaded(demo_tokenizer):
     class Unread:
         def __getattr__(self, name):
             raise AssertionError("the model was looked at")
 
     with pytest.raises(ConfigError, match="no evaluation logs; there are\n  eval/reward/mean"):
-        make_trainer(demo_tokenizer, tmp_path / "run", model=Unread(), eval_rows=ROWS[:2], metric_for_best_model=metric)
+        make_trainer(demo_tokenizer, None, model=Unread(), eval_rows=ROWS[:2], metric_for_best_model="reward")
 
 
-def test_metrics_that_evaluations_log():
-    for metric in (
-        "eval/a/reward/low",
-        "eval/b/rewards/math/mean",
-        "eval/a/maj@4/mean",
-        "eval/a/errors",
-        "eval/a/custom/x",
-    ):
-        settings = EvalConfig(metric_for_best_model=metric, maj_at_k=[4], num_generations_eval=4)
-        check_settings(settings, ("a", "b"), ("math",))
-    with pytest.raises(ConfigError, match="eval/a/reward/mean\n"):
-        check_settings(EvalConfig(metric_for_best_model=METRIC), ("a", "b"), ("math",))
-    with pytest.raises(ConfigError, match="there is no evaluation: set data.eval"):
-        check_settings(EvalConfig(metric_for_best_model=METRIC), (), ("math",))
+@pytest.mark.parametrize(
+    ("metric", "sets", "message"),
+    [
+        *((f"eval/{name}", "ab", "") for name in ("a/reward/low", "b/rewards/math/mean", "a/errors", "a/custom/x")),
+        ("eval/a/maj@4/mean", "ab", ""),
+        *((f"eval/{name}/mean", ("",), "which no evaluation logs") for name in ("rewards/other", "pass@2", "maj@1")),
+        (METRIC, "ab", "eval/a/reward/mean\n"),
+        (METRIC, "", "there is no evaluation: set data.eval"),
+    ],
+)
+def test_metrics_that_evaluations_log(metric, sets, message):
+    settings = EvalConfig(metric_for_best_model=metric, maj_at_k=[4], num_generations_eval=4)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_settings(settings, tuple(sets), ("math",))
 
 
 def test_the_best_model_is_kept_and_resumes(demo_tokenizer, tmp_path, capsys):
-    settings = {
-        "eval_rows": ROWS[:8],
-        "eval_steps": 1,
-        "save_steps": 1,
-        "max_steps": 4,
-        "metric_for_best_model": METRIC,
-    }
-    settings |= {"early_stopping_patience": 3, "num_generations_eval": 2, "progress": True}
+    settings = {"eval_rows": ROWS[:8], "eval_steps": 1, "save_steps": 1, "max_steps": 4, "progress": True}
+    settings |= {"metric_for_best_model": METRIC, "early_stopping_patience": 3, "num_generations_eval": 2}
     straight, resumed = straight_and_resumed(
         lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=3
     )
@@ -141,17 +117,13 @@ def test_the_best_model_is_kept_and_resumes(demo_tokenizer, tmp_path, capsys):
     assert straight.summary["best"] == resumed.summary["best"] == expected
     assert "stopped_early" not in straight.summary
     for name in ("straight", "broken"):
-        folder = tmp_path / name
-        assert stored_best(folder) == expected
-        assert not (folder / "best.part").exists()
+        assert stored_best(tmp_path / name) == expected
     line = f"best: {METRIC} {max(values):.3f} after step {step}, kept in {tmp_path / 'straight'}/best"
     assert line in capsys.readouterr().out
     weights = [(tmp_path / name / "best" / "model.safetensors").read_bytes() for name in ("straight", "broken")]
     assert weights[0] == weights[1]
-    best, at_step = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / path)
-        for path in ("best", f"checkpoints/step-{step}")
-    )
+    paths = ("best", f"checkpoints/step-{step}")
+    best, at_step = (AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / path) for path in paths)
     assert all(torch.equal(a, b) for a, b in zip(best.parameters(), at_step.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(tmp_path / "straight" / "best").get_vocab() == demo_tokenizer.get_vocab()
 
@@ -174,15 +146,6 @@ def test_early_stopping(demo_tokenizer, tmp_path, capsys):
         assert more.train(resume=True)["steps"] == steps
 
 
-def test_other_settings_reset_the_best(demo_tokenizer, tmp_path, caplog):
-    settings = {"eval_rows": ROWS[:8], "max_steps": 1, "metric_for_best_model": "eval/reward/high"}
-    make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
-    settings |= {"max_steps": 2, "num_generations_eval": 4}
-    summary = make_trainer(demo_tokenizer, tmp_path / "run", **settings).train(resume=True)
-    assert summary["best"]["step"] == 2
-    assert "was measured differently (num_generations_eval): starting anew" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("metric", "changed", "kept"),
     [
@@ -200,7 +163,7 @@ def test_which_settings_reset_the_best(metric, changed, kept, caplog):
     now = Best(EvalConfig(**settings | changed), "the prompts")
     now.load_state_dict(before.state_dict(), before.record())
     assert (now.step, now.value, now.evaluations_since) == ((4, 0.5, 2) if kept else (None, None, 0))
-    assert bool(caplog.messages) is not kept
+    assert caplog.messages == [] if kept else f"measured differently ({next(iter(changed))}): starting" in caplog.text
     other = Best(EvalConfig(**settings), "other prompts")
     other.load_state_dict(before.state_dict(), before.record())
     assert other.step is None
@@ -224,11 +187,8 @@ def test_the_model_in_best_takes_precedence(demo_tokenizer, tmp_path, caplog):
     broken = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=6, **settings)
     break_after(broken, 3)
     resumed = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, **settings | {"eval_steps": 0})
-    assert (
-        resumed.train(resume=True)["best"]
-        == stored_best(tmp_path / "run")
-        == {"step": 3, "metric": METRIC, "value": 0.9}
-    )
+    expected = {"step": 3, "metric": METRIC, "value": 0.9}
+    assert resumed.train(resume=True)["best"] == stored_best(tmp_path / "run") == expected
     assert "best/ holds the model after step 3, which the checkpoint does not know" in caplog.text
 
 
@@ -236,18 +196,14 @@ def test_an_interrupted_replacement_of_the_best_is_undone(demo_tokenizer, tmp_pa
     settings = {"rewards": by_step([0.9, 0.2, 0.3, 0.1]), "eval_rows": ROWS[:4], "metric_for_best_model": METRIC}
     settings |= {"eval_steps": 1, "save_steps": 1}
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, **settings).train()
-    (tmp_path / "run" / "best").rename(tmp_path / "run" / "best.old")
-    more = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings)
-    assert (
-        more.train(resume=True)["best"] == stored_best(tmp_path / "run") == {"step": 0, "metric": METRIC, "value": 0.9}
-    )
-    assert not caplog.messages
-    shutil.rmtree(tmp_path / "run" / "best")
-    more = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, **settings)
-    assert (
-        more.train(resume=True)["best"] == stored_best(tmp_path / "run") == {"step": 3, "metric": METRIC, "value": 0.1}
-    )
-    assert "best/ no longer holds the model after step 0" in caplog.text
+    best = tmp_path / "run" / "best"
+    best.rename(tmp_path / "run" / "best.old")
+    for max_steps, step, value in ((2, 0, 0.9), (3, 3, 0.1)):
+        more = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=max_steps, **settings)
+        expected = {"step": step, "metric": METRIC, "value": value}
+        assert more.train(resume=True)["best"] == stored_best(tmp_path / "run") == expected
+        assert ("best/ no longer holds the model after step 0" in caplog.text) is (max_steps == 3)
+        shutil.rmtree(best)
 
 
 def test_the_best_adapters_are_saved_as_adapters(demo_tokenizer, tmp_path):

@@ -3,15 +3,19 @@
 import contextlib
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from cohort.cli import main
+from cohort.config import DataConfig
+from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
 from cohort.evaluation import command
 from cohort.evaluation.request import Request, model_of, run_of
+from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import ROWS, make_trainer
 
@@ -103,10 +107,6 @@ def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
 
 
 def test_the_rows_can_be_trained_on_and_evaluated_again(rows, tmp_path, capsys):
-    from cohort.config import DataConfig
-    from cohort.data import PromptSet, load_rows
-    from cohort.policy import load_tokenizer
-
     arguments = ("--reward", REWARD, "--max-tokens", "8", *SETTINGS, "--quiet")
     assert evaluate("--data", "rows.jsonl", *arguments, "--output", "out.jsonl") == 0
     config = DataConfig(prompt_column="question", format="chat")
@@ -135,21 +135,18 @@ def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
 
 
 def test_one_model_is_in_memory_at_a_time(rows, monkeypatch, worse, capsys):
-    import weakref
+    alive, counts, real = weakref.WeakSet(), [], command.load_policy
 
-    alive, most = weakref.WeakSet(), []
-    real = command.load_policy
-
-    def watched(*arguments, **settings):
-        most.append(len(alive))
-        policy = real(*arguments, **settings)
+    def watched(*arguments):
+        counts.append(len(alive))
+        policy = real(*arguments)
         alive.add(policy.model)
         return policy
 
     monkeypatch.setattr(command, "load_policy", watched)
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS)
     assert evaluate(*arguments, "--against", worse) == 0
-    assert most == [0, 0]
+    assert counts == [0, 0]
 
 
 def test_several_sets(rows, tmp_path, capsys):
@@ -196,64 +193,45 @@ def test_reward_weights_of_the_run_are_dropped_with_its_rewards(run_folder):
 
 
 def test_which_model_of_a_run(run_folder):
-    path, text = model_of(str(run_folder))
-    assert path == str(run_folder / "best")
+    assert model_of(str(run_folder))[0] == str(run_folder / "best")
     shutil.rmtree(run_folder / "best")
-    path, text = model_of(str(run_folder))
-    assert path == str(run_folder / "checkpoints" / "step-2")
-    assert text == "the newest checkpoint of the run, after step 2"
-    assert model_of(path) == (path, "")
+    newest = str(run_folder / "checkpoints" / "step-2")
+    assert model_of(str(run_folder)) == (newest, "the newest checkpoint of the run, after step 2")
+    assert (model_of(newest), model_of("some/hub-id")) == ((newest, ""), ("some/hub-id", ""))
     assert run_of(run_folder / "checkpoints" / "step-1") == run_folder
-    assert model_of("some/hub-id") == ("some/hub-id", "")
     shutil.rmtree(run_folder / "checkpoints")
     assert main(["eval", str(run_folder)]) == 2
+
+
+RUN = f"--data rows.jsonl --reward {REWARD}"
+MODEL_RUN = " ".join([RUN, *SETTINGS])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no data to evaluate on: give --data FILE"),
-        (("--data", "rows.jsonl"), "no reward function: give --reward NAME"),
-        (("--data", "nope.jsonl", "--reward", REWARD), "no data file nope.jsonl"),
-        (("--data", "rows.jsonl", "--reward", "nope"), "unknown reward 'nope'"),
-        (("--data", "rows.jsonl", "--reward", REWARD), "row 0: no column 'prompt'"),
-        (("--data", "a=rows.jsonl", "rows.jsonl", "--reward", REWARD), "NAME=FILE: rows.jsonl has none"),
-        (("--data", "a=rows.jsonl", "a=b.jsonl", "--reward", REWARD), "two files the same name"),
-        (("--data", "a/b=rows.jsonl", "--reward", REWARD), "expected letters, digits"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--k", "2"), "pass_at_k needs 2 completions per prompt"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--k", "0"), "eval.pass_at_k.0: input should be greater"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--temperature", "-1"), "eval.temperature_eval"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--eval.what", "1"), "unknown setting --eval.what"),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--config", "nope.toml"), "no config file nope.toml"),
-        (
-            ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--max-tokens", "5000"),
-            "eval.max_completion_length_eval (5,000) leaves no room for a prompt",
-        ),
-        (
-            ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--max-tokens", "9", "--against", "./nowhere"),
-            "no model folder ./nowhere",
-        ),
-        (("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS, "--device", "abacus"), "'abacus' cannot be used here"),
-        (
-            ("--data", "rows.jsonl", "--reward", REWARD, "--output", "rows.jsonl"),
-            "rows.jsonl exists: give another file",
-        ),
-        (("--data", "*.jsonl", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is an input file"),
-        (
-            ("--data.eval", '[{path = "rows.jsonl"}]', "--reward", REWARD, "--json", "./rows.jsonl", "--overwrite"),
-            "is an input file",
-        ),
-        (("--data", ".", "--reward", REWARD, "--output", "rows.jsonl", "--overwrite"), "is an input file"),
-        (
-            ("--data", "a.jsonl", "--reward", "rows.jsonl.py:f(x=1)", "--output", "rows.jsonl.py", "--overwrite"),
-            "is an input file",
-        ),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--json", "a", "--output", "./a"), "are the same file"),
-        (
-            ("--data", "rows.jsonl", "--reward", REWARD, "--eval.confidence", "0.9999"),
-            "is too small for confidence 0.9999",
-        ),
-        (("--data", "rows.jsonl", "--reward", REWARD, "--json", "no/where.json"), "there is no folder no"),
+        ("", "no data to evaluate on: give --data FILE"),
+        ("--data rows.jsonl", "no reward function: give --reward NAME"),
+        (f"--data nope.jsonl --reward {REWARD}", "no data file nope.jsonl"),
+        ("--data rows.jsonl --reward nope", "unknown reward 'nope'"),
+        (RUN, "row 0: no column 'prompt'"),
+        (f"{RUN} --data a=rows.jsonl", "NAME=FILE: rows.jsonl has none"),
+        (f"--data a=rows.jsonl a=b.jsonl --reward {REWARD}", "two files the same name"),
+        (f"--data a/b=rows.jsonl --reward {REWARD}", "expected letters, digits"),
+        (f"{RUN} --k 2", "pass_at_k needs 2 completions per prompt"),
+        (f"{RUN} --temperature -1", "eval.temperature_eval"),
+        (f"{RUN} --eval.what 1", "unknown setting --eval.what"),
+        (f"{RUN} --config nope.toml", "no config file nope.toml"),
+        (f"{MODEL_RUN} --max-tokens 5000", "eval.max_completion_length_eval (5,000) leaves no room for a prompt"),
+        (f"{MODEL_RUN} --max-tokens 9 --against ./nowhere", "no model folder ./nowhere"),
+        (f"{MODEL_RUN} --device abacus", "'abacus' cannot be used here"),
+        (f"{RUN} --output rows.jsonl", "rows.jsonl exists: give another file"),
+        (f"--data *.jsonl --reward {REWARD} --output rows.jsonl --overwrite", "is an input file"),
+        (f"--data.eval=[{{path='rows.jsonl'}}] --reward {REWARD} --json ./rows.jsonl --overwrite", "is an input file"),
+        (f"--data . --reward {REWARD} --output rows.jsonl --overwrite", "is an input file"),
+        ("--data a.jsonl --reward rows.jsonl.py:f(x=1) --output rows.jsonl.py --overwrite", "is an input file"),
+        (f"{RUN} --json a --output ./a", "are the same file"),
+        (f"{RUN} --json no/where.json", "there is no folder no"),
     ],
 )
 def test_errors_are_reported_before_a_model_is_loaded(rows, tmp_path, monkeypatch, capsys, arguments, message):
@@ -262,21 +240,21 @@ def test_errors_are_reported_before_a_model_is_loaded(rows, tmp_path, monkeypatc
 
     monkeypatch.setattr(command, "load_policy", load)
     (tmp_path / "rows.jsonl.py").write_text("")
-    assert evaluate(*arguments) == 2
+    assert evaluate(*arguments.split()) == 2
     assert message in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_no_partial_file(rows, monkeypatch, capsys, tmp_path, worse):
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS, "--output", "out.jsonl")
-    real, calls = command.Job._evaluate, []
+    real, calls = command.load_policy, []
 
-    def interrupted(self, subject):
-        calls.append(subject)
+    def interrupted(*arguments):
+        calls.append(arguments)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return real(self, subject)
+        return real(*arguments)
 
-    monkeypatch.setattr(command.Job, "_evaluate", interrupted)
+    monkeypatch.setattr(command, "load_policy", interrupted)
     for at, message in ((1, "interrupted; nothing was written"), (2, "interrupted; out.jsonl is written")):
         calls.clear()
         assert evaluate(*arguments, "--against", worse) == 130

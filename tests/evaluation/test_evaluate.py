@@ -10,10 +10,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from cohort import GRPOConfig
 from cohort.errors import ConfigError, DataError
 from cohort.evaluation.evaluate import WINDOW, correct
-from cohort.report.console import evaluation_line, split_metric
+from cohort.report.console import evaluation_line
 from tests.train.harness import (
     ROWS,
     digits_reward,
@@ -114,17 +113,6 @@ def test_several_sets_by_name(demo_tokenizer, tmp_path, capsys):
     assert "eval/hard/reward/mean" in json.loads((tmp_path / "run" / "summary.json").read_text())["eval_after"]
 
 
-def test_sets_from_the_settings(demo_tokenizer, tmp_path):
-    for name in ("a", "b"):
-        rows = ROWS[:4] if name == "a" else ROWS[4:10]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets = {name: tmp_path / f"{name}.jsonl" for name in ("a", "b")}
-    config = GRPOConfig(data={"eval": sets, "eval_rows": 5})
-    assert config.data.eval == {name: str(path) for name, path in sets.items()}
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", data={"eval": sets, "eval_rows": 5})
-    assert {name: len(prompts) for name, prompts in trainer.evaluator.sets.items()} == {"a": 4, "b": 5}
-
-
 def test_completions_are_stored_with_the_columns_of_rollouts(demo_tokenizer, tmp_path):
     trainer = make_trainer(
         demo_tokenizer, tmp_path / "run", rewards=logs_answers, eval_rows=ROWS[:4], max_steps=1, num_generations_eval=2
@@ -156,11 +144,9 @@ def test_majority_votes_and_what_functions_log(demo_tokenizer, tmp_path):
     assert found.counts["custom/has_answer"] == np.mean(answers.ravel() != None)  # noqa: E711
 
 
-def test_majority_votes_use_the_answers_of_the_pass_function(demo_tokenizer, tmp_path, caplog):
-    """The first function logs an answer for one prompt only."""
-
+def test_majority_votes_use_the_answers_of_the_pass_function(demo_tokenizer, caplog):
     def other(prompt, completion, log_extra):
-        if prompt == ROWS[2]["prompt"]:
+        if prompt == ROWS[2]["prompt"]:  # an answer for one prompt only
             log_extra("answer", "A")
         return 1.0
 
@@ -192,13 +178,9 @@ def test_votes_without_answers(demo_tokenizer, caplog):
 def test_what_is_correct(demo_tokenizer):
     (judged,) = correct(np.array([[1.0, 0.5, np.nan, 2.0]]), 1.0)
     assert judged.tolist() == pytest.approx([1, 0, np.nan, 1], nan_ok=True)
-
-    def other(completions, **_):
-        return [float(len(text) % 2) for text in completions]
-
-    settings = {"eval_rows": ROWS[:6], "pass_function": "other", "num_generations_eval": 2}
-    found = make_trainer(demo_tokenizer, None, rewards=[digits_reward, other], **settings).evaluations()[""]
-    assert found.values["pass@1"] == pytest.approx(found.values["rewards/other"])
+    settings = {"eval_rows": ROWS[:6], "pass_function": "logs_answers", "num_generations_eval": 2}
+    found = make_trainer(demo_tokenizer, None, rewards=[digits_reward, logs_answers], **settings).evaluations()[""]
+    assert found.values["pass@1"] == pytest.approx(found.values["rewards/logs_answers"])
 
 
 def test_evaluations_do_not_change_the_training(demo_tokenizer, tmp_path):
@@ -221,9 +203,7 @@ def test_evaluations_do_not_change_the_training(demo_tokenizer, tmp_path):
     assert same_parameters(plain, evaluated)
 
 
-def test_rewards_that_draw_random_numbers_are_the_same_in_every_evaluation(demo_tokenizer):
-    """Whichever other sets there are."""
-
+def test_rewards_that_draw_random_numbers_are_the_same_whichever_other_sets_there_are(demo_tokenizer):
     def drawn(completions, **_):
         return [random.random() for _ in completions]
 
@@ -261,51 +241,29 @@ def test_text_that_is_not_utf8_is_escaped(demo_tokenizer):
     assert table.column("extra/answer").to_pylist() == ["\\ud800x"] * 2
 
 
-# Errors -----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("sets", "message"),
+    ("sets", "settings", "error", "message"),
     [
-        ({"a/b": ROWS[:2]}, "expected letters, digits, '-' and '_'"),
-        ({"reward": ROWS[:2]}, "none of reward, rewards, length"),
-        ({"": ROWS[:2]}, "got ''"),
-        ({}, "has no sets"),
-        ({"a": []}, "the evaluation data 'a' has no rows"),
-        ({"a": [{"q": "1"}]}, "the evaluation data 'a', row 0: no column 'prompt'"),
+        ({"a/b": ROWS[:2]}, {}, DataError, "expected letters, digits, '-' and '_'"),
+        ({}, {}, DataError, "has no sets"),
+        ({"a": []}, {}, DataError, "the evaluation data 'a' has no rows"),
+        (
+            ROWS[:3],
+            {"max_completion_length_eval": 500},
+            DataError,
+            r"eval.max_completion_length_eval \(500\) leaves no",
+        ),
+        (ROWS[:3], {"pass_function": "math"}, ConfigError, "'math', but the reward functions are digits_reward"),
     ],
 )
-def test_invalid_sets(demo_tokenizer, tmp_path, sets, message):
-    with pytest.raises(DataError, match=message):
-        make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=sets)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"max_completion_length_eval": 500}, DataError, r"eval.max_completion_length_eval \(500\) leaves no room"),
-        ({"pass_function": "math"}, ConfigError, "'math', but the reward functions are digits_reward"),
-    ],
-)
-def test_invalid_settings(demo_tokenizer, settings, error, message):
+def test_invalid_sets_and_settings(demo_tokenizer, sets, settings, error, message):
     with pytest.raises(error, match=message):
-        make_trainer(demo_tokenizer, None, eval_rows=ROWS[:3], **settings)
+        make_trainer(demo_tokenizer, None, eval_rows=sets, **settings)
 
 
 def test_evaluating_without_data(demo_tokenizer):
     with pytest.raises(DataError, match="pass eval_dataset"):
         make_trainer(demo_tokenizer, None).evaluate()
-
-
-def test_evaluation_settings_may_change_on_resume(demo_tokenizer, tmp_path):
-    settings = {"eval_rows": ROWS[:4], "max_steps": 1}
-    make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
-    more = settings | {"max_steps": 2, "num_generations_eval": 3, "eval_steps": 1, "pass_at_k": [3]}
-    make_trainer(demo_tokenizer, tmp_path / "run", **more).train(resume=True)
-    assert "eval/pass@3/mean" in metrics_of(tmp_path / "run")[-1]
-
-
-# The terminal ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_line_of_an_evaluation():
@@ -315,8 +273,6 @@ def test_the_line_of_an_evaluation():
     assert evaluation_line(metrics | {"eval/errors": 0}, "after step 3") == (
         "evaluation after step 3: reward 0.500 (0.400 to none), math 0.250 (0.150 to none), pass@1 0.500 (0.400 to none)"
     )
-    assert split_metric("eval/aime/pass@8/mean") == ("aime", "pass@8")
-    assert split_metric("eval/rewards/math/mean") == ("", "rewards/math")
 
 
 def test_the_description_includes_the_evaluation(demo_tokenizer, tmp_path):

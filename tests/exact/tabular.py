@@ -115,7 +115,9 @@ class Groups:
         """Of each group, its members drawn one by one from the policy, shape ``[R]``; differentiable."""
         return self.tree.logps(logits_PV)[self.members_RG].sum(-1).exp()
 
-    def coefficients(self, objective, logits_PV, rewards_Q, *, old=None, sampler=None, ref=None, token_rewards_L=None):
+    def coefficients(
+        self, objective, logits_PV, rewards_Q, *, old=None, sampler=None, ref=None, token_rewards_L=None, turns=None
+    ):
         """c of every token as Cohort computes it, each group alone in its minibatch, shape ``[N]``.
 
         ``old``, ``sampler`` and ``ref`` are other policies' logits.
@@ -132,6 +134,7 @@ class Groups:
             max_length=self.tree.longest,
             token_rewards_N=None if token_rewards_L is None else token_rewards_L[self.place_N],
             kl_N=None if ref_N is None else (logps_N if old_N is None else old_N) - ref_N,
+            turns=turns,
         )
         weights_N = self.count * token_weights(
             self.sequence_N,

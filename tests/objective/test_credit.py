@@ -17,6 +17,7 @@ from cohort.objective.credit import process_advantages
 from cohort.objective.shaping import top_k_of_group, unlikeliness
 from cohort.presets import Objective, parts
 from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
+from cohort.types import Turns
 
 NAN = math.nan
 DEFAULT = PRESETS["default"]
@@ -293,6 +294,78 @@ def test_given_advantages_are_taken_as_they_come():
     check(token_advantages(objective, outcomes(token_rewards_N=given)), 1, -2, 3, 0, 5, 0, -7)
     with pytest.raises(ValueError, match="token_rewards_N"):
         token_advantages(objective, outcomes())
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+BY_TURNS = CENTRED.replace(credit="turns", baseline="leave_one_out")
+
+
+def turns(*rewards):
+    """Sequences with these rewards per turn; every turn is one token."""
+    counts = longs(*map(len, rewards))
+    sequence = torch.arange(len(rewards)).repeat_interleave(counts)
+    return Turns(sequence, torch.arange(len(sequence)), doubles(*(reward for some in rewards for reward in some)))
+
+
+def by_turns(returns, group, turns, objective=BY_TURNS):
+    return token_advantages(objective, Outcomes(doubles(*returns), longs(*group), turns.sequence_E, 10, turns=turns))
+
+
+def test_a_turn_is_compared_with_the_others_that_reached_it():
+    # Returns to go: 6, 5, 3; 5, 3; 1. Turn 0: others' means 3, 3.5, 5.5. Turn 1: 3 and 5. Turn 2: none.
+    rewards = turns((1.0, 2.0, 0.0), (2.0, 0.0), (0.0,))
+    check(by_turns((6, 5, 1), (0, 0, 0), rewards), 3.0, 2.0, 3.0, 1.5, -2.0, -4.5)
+
+
+def test_groups_are_compared_each_with_itself_whatever_the_order():
+    rewards = turns((1.0, 0.0), (4.0, 0.0), (0.0, 0.0), (0.0, 0.0))
+    # Group 7: returns to go 3, 2 and 1, 1. Group 2: 9, 5 and 5, 5.
+    check(by_turns((3, 9, 1, 5), (7, 2, 7, 2), rewards), 2.0, 1.0, 4.0, 0.0, -2.0, -1.0, -4.0, 0.0)
+
+
+def test_unscored_trajectories_are_compared_with_nothing():
+    rewards = turns((1.0, 0.0), (3.0, 0.0), (1.0, 0.0, 0.0), (0.0,))
+    # Turn 0: 5 against 2. Turn 1: 4, with no other that has a score.
+    check(by_turns((5, NAN, NAN, 2), (0, 0, 0, 0), rewards), 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, -3.0)
+
+
+def test_a_group_of_one_has_its_returns():
+    check(by_turns((4,), (0,), turns((1.0, -2.0, 0.0))), 4.0, 3.0, 5.0)
+    check(by_turns((NAN,), (0,), turns((1.0, 0.0))), 0.0, 0.0)
+
+
+def test_equal_returns_teach_exactly_nothing():
+    rewards = turns(*[(0.1, 0.2, 0.3)] * 7)
+    assert by_turns([0.7] * 7, [0] * 7, rewards).tolist() == [0.0] * 21
+
+
+def test_tokens_have_the_advantage_of_their_turn_and_a_turn_may_have_none():
+    # Sequence 0: turns of 2, 0 and 1 tokens; sequence 1: one turn of 1 token; sequence 2: one turn without tokens.
+    split = Turns(longs(0, 0, 0, 1, 2), longs(0, 0, 2, 3), doubles(1.0, 2.0, 0.0, 0.0, 0.0))
+    got = token_advantages(BY_TURNS, Outcomes(doubles(3, 1, 0), longs(0, 0, 0), longs(0, 0, 0, 1), 10, turns=split))
+    check(got, 2.5, 2.5, 0.0, -0.5)
+
+
+def test_without_turns_it_is_leave_one_out():
+    one = CENTRED.replace(baseline="leave_one_out")
+    assert token_advantages(BY_TURNS, outcomes()).equal(token_advantages(one, outcomes()))
+
+
+def test_a_shaped_reward_counts_in_the_last_turn():
+    shaped = BY_TURNS.replace(soft_overlong={"cache_share": 0.5})
+    # L = 4, cache 2: three tokens cost 0.5, one costs none. Returns to go 2.5, 1.5, 1.5 and 0.
+    got = token_advantages(
+        shaped,
+        Outcomes(doubles(3, 0), longs(0, 0), longs(0, 0, 0, 1), 4, turns=turns((1.0, 0.0, 0.0), (0.0,))),
+    )
+    check(got, 2.5, 1.5, 1.5, -2.5)
+
+
+def test_top_k_compares_the_chosen_turn_by_turn():
+    best = BY_TURNS.replace(group_filter={"rule": "top_k", "k": 2})  # the shortest
+    rewards = turns((1.0, 0.0), (9.0, 9.0, 9.0), (0.0, 0.0))
+    check(by_turns((3, 30, 1), (0, 0, 0), rewards, best), 2.0, 1.0, 0.0, 0.0, 0.0, -2.0, -1.0)
 
 
 # Returns to go ------------------------------------------------------------------------------------------------------

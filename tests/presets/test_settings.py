@@ -324,6 +324,7 @@ BOUNDS = [
 SEQUENCE_KL = {"beta": 0.1, "scope": "sequence", "correction": "none"}
 TOKEN_WHITENING = {"rule": "batch_std", "unit": "token"}
 BY_REWARD = {"reward_aggregation": "normalize_then_sum"}
+TURNS = {"credit": "turns", "baseline": "leave_one_out", "scale": "none"}
 GIVEN = {"credit": "given", "baseline": "none", "scale": "none"}
 
 KL_REWARD, KL_ADVANTAGE = {**SEQUENCE_KL, "place": "reward"}, {"beta": 0.1, "place": "advantage", "correction": "none"}
@@ -360,6 +361,13 @@ COMBINATIONS = [
     ({"credit": "process", **RARE}, "unlikeliness is about a completion's one reward"),
     ({**GIVEN, "group_filter": "top_k"}, "group_filter is about a completion's one reward"),
     ({"credit": "process", "scale": "none", "kl": KL_REWARD}, "needs a completion's one reward; credit 'process'"),
+    ({"credit": "turns"}, "credit 'turns' compares a turn with the others that reached it: set baseline 'leave_one_"),
+    ({"credit": "turns", "baseline": "leave_one_out"}, "credit 'turns' compares a turn .* and scale 'none'"),
+    ({"credit": "turns", "scale": "none"}, "credit 'turns' compares a turn"),
+    ({**TURNS, "group_filter": "drop_dead"}, "whose later turns may differ: .* set group_filter 'none'"),
+    ({**TURNS, "kl": KL_REWARD}, "the KL in the reward needs .* credit 'turns' has none"),
+    ({**TURNS, "ratio_level": "sequence_mean"}, "ratio_level 'sequence_mean' moves a completion as one"),
+    ({**TURNS, **BY_REWARD}, "reward_aggregation 'normalize_then_sum' needs credit 'outcome'"),
     ({"baseline": "second_best", "scale": "batch_std"}, "baseline 'second_best' is an estimate of its own"),
     # Ratio, trust region and mismatch.
     ({"ratio_anchor": "self"}, "ratio_anchor 'self' makes every ratio 1"),
@@ -419,6 +427,8 @@ ALLOWED = [
     {"credit": "return_to_go", "discount": 0.9, "ratio_level": "prefix_product"},
     {"credit": "return_to_go", "scale": TOKEN_WHITENING, "baseline": "batch_mean"},
     {"credit": "process", "scale": "none"},
+    {**TURNS, "group_filter": "top_k", **OVERLONG},
+    {**TURNS, "kl": KL_ADVANTAGE, **RARE},
     GIVEN,
     {"baseline": "second_best"},
     {"ratio_anchor": "sampler", "mismatch": "off_policy_mask"},

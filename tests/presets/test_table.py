@@ -138,6 +138,7 @@ OTHER_TEXTS = [
     ({"baseline": "none"}, "A_i = R_i"),
     ({"scale": {"rule": "group_mean", "epsilon": 0.1}}, "(mean(R_group) + 0.1)"),
     ({"credit": "process"}, "sum over the steps that end at t or later"),
+    ({"credit": "turns", "baseline": "leave_one_out", "scale": "none"}, "of the group that reached it; 0 if none did)"),
     ({"credit": "given", "baseline": "none", "scale": "none"}, "as the reward function gives it"),
     ({"truncated": "zero"}, "cut completions have advantage 0"),
     ({"truncated": "penalize", "truncated_penalty": 0.7}, "have 0.7 subtracted"),

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, resolve_reward
-from cohort.rewards.format import json_schema, regex, think_format
-from cohort.rewards.language import language
 from cohort.rewards.length import cosine_length, soft_overlong
 from cohort.rewards.messages import completion_text, turn_text, whole_text
-from cohort.rewards.text import exact_match, fuzzy_match, repetition_penalty
+from cohort.rewards.text import exact_match, fuzzy_match, json_schema, language, regex, repetition_penalty, think_format
 from tests.rewards.conftest import rollout
 
 
@@ -159,7 +157,7 @@ def test_regex():
 
 
 def test_a_pattern_that_does_not_end_fails(monkeypatch):
-    monkeypatch.setattr("cohort.rewards.format.MATCH_SECONDS", 0.2)
+    monkeypatch.setattr("cohort.rewards.text.MATCH_SECONDS", 0.2)
     start = time.perf_counter()
     with pytest.raises(TimeoutError):
         regex("a" * 40, pattern="(a|a)*[bc]")  # 2^40 ways
@@ -251,7 +249,7 @@ def test_no_text_takes_much_time(runner_of):
         "language", "json_schema(schema={}, fenced=True)", "json_schema(schema={})", "regex(pattern='x$')",
         "soft_overlong(max_length=9, buffer=1)", "cosine_length(max_length=9, correct='gsm8k')",
     ]  # fmt: skip
-    assert {spec.partition("(")[0] for spec in specs} == set(BUILTIN_REWARDS) - {"code"}
+    assert {spec.partition("(")[0] for spec in specs} == set(BUILTIN_REWARDS) - {"code", "environment_reward"}
     runner = runner_of(*map(resolve_reward, specs), timeout=20.0, workers=2)
     groups = rollout(texts, ids=(3,), answer="#### 5")
     assert runner.score(groups).errors == {}

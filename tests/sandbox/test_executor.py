@@ -14,7 +14,6 @@ import pytest
 
 from cohort.errors import ConfigError, SandboxError
 from cohort.sandbox import Limits, Outcome, Program, Sandbox, sandbox
-from cohort.sandbox.bubblewrap import interpreter
 from tests.sandbox.conftest import sandboxes
 from tests.sandbox.needs import needs_bwrap
 from tests.sandbox.test_attacks import FILES, run
@@ -96,8 +95,7 @@ def test_packages(monkeypatch, tmp_path):
     # an environment below /tmp is visible, although the sandbox has a /tmp of its own
     (tmp_path / "user_package.py").write_text("value = 7")
     tmp_path.chmod(0o755)  # the program is another user
-    found = dataclasses.replace(interpreter(sys.executable), packages=(str(tmp_path),))
-    monkeypatch.setattr(sandbox, "interpreter", lambda _: found)
+    monkeypatch.setattr(sandbox, "installed_packages", lambda: [str(tmp_path)])
     source = f"import user_package\nprint(user_package.value)\nopen({str(tmp_path / 'new')!r}, 'w')"
     result = Sandbox(packages=True).run_sync(Program(source), LIMITS)
     assert result.stdout == "7\n"
@@ -293,9 +291,3 @@ def test_limits_are_checked(name):
 def test_files_are_inside_the_working_folder(name):
     with pytest.raises(ConfigError, match="relative paths"):
         Program("", files={name: b""})
-
-
-@needs_bwrap
-def test_an_interpreter_that_does_not_exist():
-    with pytest.raises(SandboxError, match="no/such/python"):
-        Sandbox(python="/no/such/python").check()

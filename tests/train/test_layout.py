@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from cohort.objective import PRESETS
 from cohort.train import active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
 from cohort.train.layout import microbatches
-from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Segment, Support
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Scores, Segment, Support, Turn
 from tests.train.updates import CPU, all_sequences, segments_of
 
 EOS = FinishReason.EOS
@@ -92,6 +93,44 @@ def test_given_tokens_at_the_end_of_a_segment_are_left_out():
     assert batch.lengths_S.tolist() == [2, 0, 2]
     (pack,) = packs(batch, all_sequences(batch), 100)
     assert pack.microbatches == ((0, 2),)
+
+
+def acted(rewards, drawn, reward=None):
+    """A completion with turns of these many drawn tokens and these rewards."""
+    turns = tuple(Turn(count, EOS, (), reward=reward) for count, reward in zip(drawn, rewards, strict=True))
+    plain = Completion.of_tokens(range(sum(drawn)), [-1.0] * sum(drawn), EOS)
+    return replace(plain, episode=Episode(turns, reward))
+
+
+def test_turns_are_laid_end_to_end():
+    first = (acted([1.0, None], [2, 1]), Completion.of_tokens([7, 8], [-1.0, -1.0], EOS))
+    second = (acted([], []), acted([0.5, -1.0, None], [1, 0, 2]))
+    groups = [Group(Prompt(p, p, (1,), "", "", {}), some) for p, some in enumerate((first, second))]
+    turns = lay_out(groups, CPU).turns
+    assert turns.sequence_E.tolist() == [0, 0, 1, 3, 3, 3]
+    assert turns.turn_N.tolist() == [0, 0, 1, 2, 2, 3, 5, 5]
+    assert turns.rewards_E.tolist() == [1.0, 0.0, 0.0, 0.5, -1.0, 0.0]
+    assert lay_out(several_turns(), CPU).turns is None
+
+
+def test_the_environments_rewards_count_from_their_turn_on_as_often_as_in_the_score():
+    # Rewards 3 = 1 + 2 (of the end) and 4 = 0 + 4, and 10 and 20 of another function; the first ends after a turn more.
+    completions = (acted([1.0, None], [2, 1], 3.0), acted([None], [2], 4.0))
+    batch = lay_out([Group(Prompt(0, 0, (1,), "", "", {}), completions)], CPU)
+    by_turns = PRESETS["default"].replace(credit="turns", baseline="leave_one_out", scale="none")
+
+    def advantages(names, weights):
+        by_function_SK = torch.tensor([[3.0, 10.0], [4.0, 20.0]], dtype=torch.float64)
+        rewards_S = by_function_SK @ torch.tensor(weights or (1.0, 1.0), dtype=torch.float64)
+        scores = Scores(rewards_S, by_function_SK, names, weights)
+        return assign_advantages(batch, scores, by_turns, max_completion_length=8).advantages_N.tolist()
+
+    # Totals 13 and 24. From turn 1 on: 12, without another to compare with.
+    assert advantages(("environment_reward", "other"), None) == [-11, -11, 12, 11, 11]
+    # Totals 16 and 28. From turn 1 on: 16 - 2 * 1.
+    assert advantages(("environment_reward", "other"), (2.0, 1.0)) == [-12, -12, 14, 12, 12]
+    # A function of another name: everything is earned at the end.
+    assert advantages(("mine", "other"), None) == [-11, -11, 13, 11, 11]
 
 
 def test_supports_are_laid_end_to_end():

@@ -10,6 +10,7 @@ from cohort.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ReportConfig,
     RewardConfig,
     RolloutConfig,
 )

@@ -186,9 +186,9 @@ class PromptSet:
             found.update(self._flat[start:end].tobytes())
         return found.hexdigest()
 
-    def all(self) -> list[Prompt]:
-        """All prompts in order; the uid of a prompt is its index."""
-        return [self.prompt(index, uid=index) for index in range(len(self))]
+    def __getitem__(self, chosen: slice) -> list[Prompt]:
+        """Prompts in order; the uid of a prompt is its index."""
+        return [self.prompt(index, uid=index) for index in range(len(self))[chosen]]
 
     def describe(self) -> list[str]:
         """Sources and lengths in words, one line each."""

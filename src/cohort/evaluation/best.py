@@ -80,12 +80,7 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as a checkpoint stores it."""
-        return {
-            "step": self.step,
-            "value": self.value,
-            "evaluations_since": self.evaluations_since,
-            "measured": self.measured,
-        }
+        return {name: getattr(self, name) for name in ("step", "value", "evaluations_since", "measured")}
 
     def load_state_dict(self, state: Mapping[str, Any], record: dict[str, Any] | None) -> None:
         """Restore the state. A value that was measured with other settings or on other prompts is not comparable and is
@@ -95,22 +90,18 @@ class Best:
             state: the checkpoint's state.
             record: ``best_record`` of the folder; None: there is no best model.
         """
-        if state["measured"] == self.measured:
+        old, new, step = state["measured"], self.measured, state["step"]
+        if old == new:
             self.evaluations_since = state["evaluations_since"]
-        elif state["step"] is not None:
-            old, new = state["measured"], self.measured
+        elif step is not None:
             changed = ", ".join(key for key in {**old, **new} if old.get(key) != new.get(key))
             log.warning(
-                "the best evaluation, after step %s, was measured differently (%s): starting anew",
-                state["step"],
-                changed,
+                "the best evaluation, after step %s, was measured differently (%s): starting anew", step, changed
             )
-        if record is not None and record["measured"] == self.measured:
+        if record is not None and record["measured"] == new:
             self.step, self.value = record["step"], record["value"]
-            if (self.step, self.value) != (state["step"], state["value"]):
+            if (self.step, self.value) != (step, state["value"]):
                 log.warning("best/ holds the model after step %s, which the checkpoint does not know; kept", self.step)
-        elif state["measured"] == self.measured and state["step"] is not None:
+        elif old == new and step is not None:
             self.evaluations_since = 0
-            log.warning(
-                "best/ no longer holds the model after step %s, which was the best: starting anew", state["step"]
-            )
+            log.warning("best/ no longer holds the model after step %s, which was the best: starting anew", step)

@@ -1,4 +1,4 @@
-"""From a request to numbers: everything checked, then one model after the other loaded and evaluated."""
+"""``cohort eval``: everything checked, then one model after the other loaded and evaluated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cohort.rollout import local_engine
 
 
 def evaluate(request: Request) -> int:
-    """Evaluate a model and print the result. Everything that can be checked is checked before a model is loaded.
+    """Evaluate a model and print the result. Everything but the weights is checked first, the cheapest before all.
 
     Returns:
         The exit code, 0.
@@ -35,11 +35,29 @@ def evaluate(request: Request) -> int:
         CohortError: the request cannot be fulfilled.
         KeyboardInterrupt: after Ctrl-C; the message names the files that were written.
     """
-    job = Job.prepare(request)
+    settings = request.settings()
+    request.check_files(settings)
+    rewards = RewardRunner(
+        [as_reward_function(name) for name in settings.reward.functions],
+        settings.reward.weights,
+        settings.reward,
+        per_token=settings.resolved_objective.credit in ("process", "given"),
+    )
+    data = load_sets(None, settings.data)
+    # The metric of the run's best model does not matter here.
+    check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
+    resolve_device(settings.model.device)
+    names = [request.model] if request.against is None else [request.model, request.against]
+    subjects = [_subject(name, settings, rewards, data) for name in names]
+    _check_same_prompts(subjects)
     try:
-        job.run()
+        found = _evaluations(request, settings, subjects)
     finally:
-        job.rewards.close()
+        rewards.close()
+    comparisons = compared(found[0], found[1], settings) if len(found) > 1 else {}
+    if request.json:
+        write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)
+    show(Console(width=None if Console().is_terminal else 120), found, comparisons, settings)
     return 0
 
 
@@ -56,85 +74,6 @@ class Subject:
     config: Any
     """Configuration of the model."""
     evaluator: Evaluator
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request."""
-
-    request: Request
-    settings: GRPOConfig
-    rewards: RewardRunner
-    subjects: Sequence[Subject]
-    """The model and, if any, the model that it is compared with."""
-
-    @classmethod
-    def prepare(cls, request: Request) -> Job:
-        """Check everything but the weights, the cheapest first.
-
-        Raises:
-            CohortError: the request cannot be fulfilled.
-        """
-        settings = request.settings()
-        request.check_files(settings)
-        rewards = RewardRunner(
-            [as_reward_function(name) for name in settings.reward.functions],
-            settings.reward.weights,
-            settings.reward,
-            per_token=settings.resolved_objective.credit in ("process", "given"),
-        )
-        data = load_sets(None, settings.data)
-        # The metric of the run's best model does not matter here.
-        check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
-        resolve_device(settings.model.device)
-        names = [request.model, *([request.against] if request.against is not None else [])]
-        subjects = [_subject(name, settings, rewards, data) for name in names]
-        _check_same_prompts(subjects)
-        return cls(request, settings, rewards, subjects)
-
-    def run(self) -> None:
-        """Evaluate, print and write."""
-        found: list[Mapping[str, Evaluation]] = []
-        written = "nothing was written"
-        try:
-            for subject in self.subjects:
-                found.append(self._evaluate(subject))
-                if self.request.output and len(found) == 1:
-                    write_rows(self.request.output, subject.evaluator, found[0])
-                    written = f"{self.request.output} is written"
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(written) from None
-        comparisons = compared(found[0], found[1], self.settings) if len(found) > 1 else {}
-        if self.request.json:
-            paths = [subject.path for subject in self.subjects]
-            write_summary(self.request.json, paths, found, comparisons, self.settings)
-        show(Console(width=None if Console().is_terminal else 120), found, comparisons, self.settings)
-
-    def _evaluate(self, subject: Subject) -> Mapping[str, Evaluation]:
-        """Load a model, evaluate it and free it."""
-        model = self.settings.model.model_copy(
-            update={"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
-        )
-        policy = load_policy(subject.path, model, subject.config)
-        engine = local_engine(policy, subject.tokenizer, self.settings.rollout)
-        count = self.settings.eval.num_generations_eval
-        prompts = sum(map(len, subject.evaluator.sets.values()))
-        self._print(f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""))
-        self._print(f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}")
-        self._print(f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {self.settings.run.seed}")
-        with _bar(prompts * count, shown=not self.request.quiet) as advance:
-            found = subject.evaluator.evaluate(engine, on_completion=advance)
-        del policy, engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
-            raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
-        return found
-
-    def _print(self, text: str) -> None:
-        if not self.request.quiet:
-            print(text, file=sys.stderr, flush=True)
 
 
 def _subject(name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data]) -> Subject:
@@ -159,6 +98,47 @@ def _check_same_prompts(subjects: Sequence[Subject]) -> None:
                     f"{other[name].dropped} of the other, so they would be compared on different prompts: set "
                     "data.overlong_prompts to 'error' or 'truncate_left', or choose shorter prompts"
                 )
+
+
+def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subject]) -> list[Mapping[str, Evaluation]]:
+    """Evaluate the models, each freed before the next is loaded, and write the completions of the first."""
+    found: list[Mapping[str, Evaluation]] = []
+    written = "nothing was written"
+    try:
+        for subject in subjects:
+            found.append(_evaluation(subject, settings, quiet=request.quiet))
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if request.output and len(found) == 1:
+                write_rows(request.output, subject.evaluator, found[0])
+                written = f"{request.output} is written"
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(written) from None
+    return found
+
+
+def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mapping[str, Evaluation]:
+    """Load a model and evaluate it."""
+    plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
+    policy = load_policy(subject.path, settings.model.model_copy(update=plain), subject.config)
+    engine = local_engine(policy, subject.tokenizer, settings.rollout)
+    count = settings.eval.num_generations_eval
+    prompts = sum(map(len, subject.evaluator.sets.values()))
+    if not quiet:
+        print(
+            f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""),
+            f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}",
+            f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {settings.run.seed}",
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+    with _bar(prompts * count, shown=not quiet) as advance:
+        found = subject.evaluator.evaluate(engine, on_completion=advance)
+    if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
+        raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
+    return found
 
 
 @contextmanager

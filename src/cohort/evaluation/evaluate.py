@@ -10,6 +10,7 @@ from operator import add
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet
@@ -18,7 +19,7 @@ from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_a
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
-from cohort.types import Completion, FinishReason, Prompt, Scores
+from cohort.types import Completion, FinishReason, Scores
 
 log = logging.getLogger("cohort.train")
 WINDOW = 4
@@ -112,14 +113,12 @@ class Evaluator:
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
         for prompts in made.values():
             with seeded(config.run.seed):
-                rewards.dry_run(tried_prompts(prompts), state=TrainerState(evaluating=True))
+                state = TrainerState(evaluating=True)
+                rewards.dry_run(prompts[:2], state=state, episodes=config.environment.wanted)
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
-        self,
-        engine: Engine,
-        state: TrainerState | None = None,
-        on_completion: Callable[[], None] | None = None,
+        self, engine: Engine, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
     ) -> dict[str, Evaluation]:
         """Sample and score every prompt of every set. Unscored completions are left out of a prompt's numbers.
 
@@ -140,8 +139,7 @@ class Evaluator:
 
     def fingerprint(self, metric: str) -> str:
         """Hash of the prompts that a metric is measured on."""
-        found = [prompts.fingerprint for name, prompts in self.sets.items() if metric.startswith(prefix(name))]
-        return " ".join(found)
+        return " ".join(one.fingerprint for name, one in self.sets.items() if metric.startswith(prefix(name)))
 
     def describe(self) -> str:
         """The sets and the sampling in words."""
@@ -155,13 +153,11 @@ class Evaluator:
     def _evaluate(
         self, engine: Engine, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
     ) -> Evaluation:
-        import pyarrow
-
         count, key = self.settings.num_generations_eval, RNGKey(self.seed, 0, Purpose.EVAL)
         size = max(1, WINDOW * self.batch_size // count)
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
-            some = [prompts.prompt(index, uid=index) for index in range(first, min(first + size, len(prompts)))]
+            some = prompts[first : first + size]
             with self.rewards.begin(some, count, state) as scoring:
 
                 def ended(index: int, sample: int, completion: Completion, take: Any = scoring.on_completion) -> None:
@@ -178,12 +174,9 @@ class Evaluator:
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))
         values = per_prompt(scores, completions, self.settings, self.seed, self._answers(scores))
+        confidence, resamples = self.settings.confidence, self.settings.bootstrap_samples
         found = estimates(
-            values,
-            confidence=self.settings.confidence,
-            resamples=self.settings.bootstrap_samples,
-            seed=self.seed,
-            not_proportions=NOT_PROPORTIONS,
+            values, confidence=confidence, resamples=resamples, seed=self.seed, not_proportions=NOT_PROPORTIONS
         )
         counts = {
             "unscored": int(scores.rewards_S.isnan().sum()),
@@ -225,17 +218,15 @@ def per_prompt(
     """
     count = settings.num_generations_eval
 
-    def of_prompts(column: Any) -> Any:
-        return np.asarray(column, dtype=np.float64).reshape(-1, count)
-
-    by_function = {name: of_prompts(scores.by_function_SK[:, k]) for k, name in enumerate(scores.names)}
-    lengths = [length if reason.usable else np.nan for length, reason in completions]
-    cut = [float(reason is FinishReason.LENGTH) if reason.usable else np.nan for _, reason in completions]
-    values = {"reward": _mean(of_prompts(scores.rewards_S))}
-    values |= {f"rewards/{name}": _mean(rewards_PG) for name, rewards_PG in by_function.items()}
-    values |= {"length": _mean(of_prompts(lengths)), "cut_share": _mean(of_prompts(cut))}
-
-    correct_PG = correct(by_function[judge_of(settings, scores.names)], settings.pass_threshold)
+    columns: dict[str, Any] = {"reward": scores.rewards_S}
+    columns |= {f"rewards/{name}": scores.by_function_SK[:, k] for k, name in enumerate(scores.names)}
+    columns |= {
+        "length": [length if reason.usable else np.nan for length, reason in completions],
+        "cut_share": [reason is FinishReason.LENGTH if reason.usable else np.nan for _, reason in completions],
+    }
+    by_prompt = {name: np.asarray(column, np.float64).reshape(-1, count) for name, column in columns.items()}
+    values = {name: _mean(values_PG) for name, values_PG in by_prompt.items()}
+    correct_PG = correct(by_prompt[f"rewards/{judge_of(settings, scores.names)}"], settings.pass_threshold)
     values |= {f"pass@{k}": pass_at_k(correct_PG, k) for k in settings.pass_at_k}
     if answers is None:
         return values | {f"maj@{k}": np.full(len(correct_PG), np.nan) for k in settings.maj_at_k}
@@ -256,16 +247,12 @@ def _mean(values_PG: Floats) -> Floats:
 
 def eval_sampling(config: GRPOConfig) -> Sampling:
     """Sampling of evaluations: that of training, with the settings of ``[eval]`` over it."""
-    settings = config.eval
-    overrides = {
-        "temperature": settings.temperature_eval,
-        "top_p": settings.top_p_eval,
-        "top_k": settings.top_k_eval,
-        "min_p": settings.min_p_eval,
-        "max_completion_length": settings.max_completion_length_eval,
+    overrides: dict[str, Any] = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "min_p", "max_completion_length")
+        if (value := getattr(config.eval, f"{name}_eval")) is not None
     }
-    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-    return replace(Sampling.of(config.rollout), record_support=False, **given)
+    return replace(Sampling.of(config.rollout), record_support=False, **overrides)
 
 
 def judge_of(settings: EvalConfig, functions: Sequence[str]) -> str:
@@ -319,8 +306,3 @@ def check_settings(settings: EvalConfig, sets: Sequence[str], functions: Sequenc
             f"eval.metric_for_best_model is {metric!r}, which no evaluation logs; there are\n  {listed}\n"
             "and, for those that end in /mean, the bounds /low and /high of their intervals"
         )
-
-
-def tried_prompts(prompts: PromptSet) -> list[Prompt]:
-    """The prompts that reward functions are tried on before anything is sampled."""
-    return [prompts.prompt(index, uid=index) for index in range(min(2, len(prompts)))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -69,20 +69,14 @@ class Request(EvalFlags):
 
     def _source(self) -> str | None:
         """The file of settings: ``--config``, or that of the run that the model comes from."""
-        run = run_of(Path(self.model).expanduser()) if self.config is None else None
-        return self.config if run is None else str(run / "config.toml")
+        run = run_of(Path(self.model).expanduser())
+        return str(run / "config.toml") if run and self.config is None else self.config
 
     def _flags(self) -> list[str]:
-        pairs: list[str] = []
-        for name, setting in SETTINGS.items():
-            value: Any = getattr(self, name)
-            if name == "data":
-                value = _sets(self.data)
-            if value is None or (name == "reward" and not value):
-                continue
-            text = value if isinstance(value, str) else json.dumps(value)
-            pairs += [f"--{setting}", text]
-        return pairs
+        values = {**vars(self), "data": _sets(self.data), "reward": self.reward or None}
+        given = {setting: values[name] for name, setting in SETTINGS.items() if values[name] is not None}
+        texts = {setting: value if isinstance(value, str) else json.dumps(value) for setting, value in given.items()}
+        return [f"--{setting}={text}" for setting, text in texts.items()]
 
     def check_files(self, settings: GRPOConfig) -> None:
         """Check the output files before anything expensive; they are written at the end.
@@ -94,27 +88,22 @@ class Request(EvalFlags):
             ConfigError: a file exists, is an input, or cannot be written.
         """
         rewards = [f"{name.partition('.py:')[0]}.py" for name in settings.reward.functions if ".py:" in name]
-        source = self._source()
-        read = [*_paths(settings.data.eval), *rewards, *([source] if source else [])]
-        for flag, file in (("--output", self.output), ("--json", self.json)):
-            if file is None:
-                continue
-            path = Path(file).expanduser()
+        read = [*_paths(settings.data.eval), *rewards, *filter(None, [self._source()])]
+        given = {"--output": self.output, "--json": self.json}
+        files = {flag: Path(file).expanduser() for flag, file in given.items() if file is not None}
+        for flag, path in files.items():
             self.check_output(flag, path)
             if any(_is_read(path, one) for one in read):
                 raise ConfigError(f"{flag} {path} is an input file of rows, rewards or settings: choose another")
-        written = [Path(file).expanduser().resolve() for file in (self.output, self.json) if file]
-        if len(set(written)) < len(written):
+        if len({path.resolve() for path in files.values()}) < len(files):
             raise ConfigError("--output and --json are the same file: choose two")
 
 
-def _paths(given: Any) -> Iterator[str]:
+def _paths(given: Any) -> list[str]:
     """The paths in ``data.eval``: a path, a source, several of them, or named sets of them."""
-    if isinstance(given, Mapping | tuple):
-        for item in given.values() if isinstance(given, Mapping) else given:
-            yield from _paths(item)
-    else:
-        yield str(given.path if isinstance(given, Source) else given)
+    if not isinstance(given, Mapping | tuple):
+        return [str(given.path if isinstance(given, Source) else given)]
+    return [path for item in (given.values() if isinstance(given, Mapping) else given) for path in _paths(item)]
 
 
 def _is_read(path: Path, name: str) -> bool:
@@ -162,8 +151,8 @@ def model_of(model: str) -> tuple[str, str]:
         return model, ""
     if (folder / "best").is_dir():
         note = json.loads((folder / "best" / "best.json").read_text(encoding="utf-8"))
-        described = f"the best model of the run, after step {note['step']} ({note['metric']} {note['value']:.4g})"
-        return str(folder / "best"), described
+        value = f"{note['metric']} {note['value']:.4g}"
+        return str(folder / "best"), f"the best model of the run, after step {note['step']} ({value})"
     run = RunFolder(folder)
     if not (steps := run.checkpoint_steps()):
         raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from cohort.config import GRPOConfig
-from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling
-from cohort.evaluation.statistics import Comparison, Estimate, Floats, compare
-from cohort.runs import json_value, write_atomically
+from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling, prefix
+from cohort.evaluation.statistics import Comparison, Estimate, compare
+from cohort.runs import as_json, write_atomically
 
 Evaluations = Mapping[str, Evaluation]
 Comparisons = Mapping[str, Mapping[str, Comparison]]
@@ -27,24 +27,13 @@ OUTPUT_COLUMNS = ("set", "samples", "pass_rate")
 
 
 def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> Comparisons:
-    """Compare two models prompt by prompt, for every metric that both have."""
-
-    def one(metric: str, first_P: Floats, second_P: Floats) -> Comparison:
-        numbers = settings.eval
-        return compare(
-            first_P,
-            second_P,
-            confidence=numbers.confidence,
-            resamples=numbers.bootstrap_samples,
-            seed=settings.run.seed,
-            proportion=metric not in NOT_PROPORTIONS,
-        )
-
+    """Compare two models prompt by prompt, metric by metric."""
+    confidence, resamples = settings.eval.confidence, settings.eval.bootstrap_samples
+    compare_P = partial(compare, confidence=confidence, resamples=resamples, seed=settings.run.seed)
     return {
         name: {
-            metric: one(metric, values_P, second[name].values[metric])
+            metric: compare_P(values_P, second[name].values[metric], proportion=metric not in NOT_PROPORTIONS)
             for metric, values_P in evaluation.values.items()
-            if metric in second[name].values
         }
         for name, evaluation in first.items()
     }
@@ -56,28 +45,24 @@ def show(console: Console, found: Sequence[Evaluations], comparisons: Comparison
     for name, evaluation in found[0].items():
         prompts = evaluation.table.num_rows // settings.eval.num_generations_eval
         title = f"{name}: " * bool(name) + f"{prompts:,} prompts, {_share(confidence)} intervals over them"
-        table = Table("metric", title=title, box=SIMPLE)
-        for heading in ("model", "against")[: len(found)]:
-            table.add_column(heading)
+        table = Table("metric", *("model", "against")[: len(found)], title=title, box=SIMPLE)
         if comparisons:
             table.add_column("difference")
             table.add_column("p", justify="right")
-        for metric in dict.fromkeys(metric for one in found for metric in one[name].estimates):
-            cells = [_cell(one[name].estimates.get(metric), metric) for one in found]
+        for metric in evaluation.estimates:
+            cells = [_cell(one[name].estimates[metric], metric) for one in found]
             if comparisons:
-                comparison = comparisons[name].get(metric)
-                cells.append(_cell(comparison.difference, metric, signed=True) if comparison else "")
-                cells.append(f"{comparison.p_value:.2g}" if comparison else "")
+                comparison = comparisons[name][metric]
+                cells += [_cell(comparison.difference, metric, signed=True), f"{comparison.p_value:.2g}"]
             table.add_row(metric, *cells)
         for count in dict.fromkeys(count for one in found for count, number in one[name].counts.items() if number):
             table.add_row(count, *(f"{one[name].counts.get(count, 0):g}" for one in found))
         console.print(table)
         if comparisons:
-            both = [one[name].values["reward"] for one in found]
-            points = all(0 <= value <= 1 for values_P in both for value in values_P if not math.isnan(value))
-            console.print(
-                verdict(comparisons[name]["reward"], confidence, points=points), highlight=False, soft_wrap=True
-            )
+            rewards = np.concatenate([one[name].values["reward"] for one in found])
+            points = bool(np.all((rewards >= 0) & (rewards <= 1) | np.isnan(rewards)))
+            text = verdict(comparisons[name]["reward"], confidence, points=points)
+            console.print(text, highlight=False, soft_wrap=True)
 
 
 def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
@@ -125,15 +110,13 @@ def _share(confidence: float) -> str:
     return f"{100 * confidence:.6g}%"
 
 
-def _cell(estimate: Estimate | None, metric: str, *, signed: bool = False) -> str:
-    if estimate is None or math.isnan(estimate.mean):
+def _cell(estimate: Estimate, metric: str, *, signed: bool = False) -> str:
+    if math.isnan(estimate.mean):
         return "none"
-    form = ("+" if signed else "") + (".1f" if metric == "length" else ".3f")
-    plain = form.lstrip("+")
-    if not estimate.has_interval:
-        return f"{estimate.mean:{form}} [none]"
+    form = ".1f" if metric == "length" else ".3f"
     # Without a space inside the interval, a narrow terminal breaks the line before it.
-    return f"{estimate.mean:{form}} [{estimate.low:{plain}},{estimate.high:{plain}}]"
+    interval = f"{estimate.low:{form}},{estimate.high:{form}}" if estimate.has_interval else "none"
+    return f"{estimate.mean:{'+' * signed}{form}} [{interval}]"
 
 
 def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
@@ -157,23 +140,20 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
             line = {
                 **{(f"row.{key}" if key in OUTPUT_COLUMNS else key): value for key, value in row.items()},
                 **({"set": name} if name else {}),
-                "samples": [_sample(one) for one in samples],
+                "samples": [
+                    {
+                        **{key: one[key] for key in ("completion", "finish_reason")},
+                        "length": len(one["token_ids"]),
+                        **{key: value for key, value in one.items() if key.startswith(("reward", "extra/"))},
+                    }
+                    for one in samples
+                ],
                 "pass_rate": sum(scored) / len(scored) if scored else None,
             }
-            lines.append(json.dumps(json_value(line), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+            lines.append(as_json(line, ensure_ascii=False, default=str))
     # Lone surrogates, which UTF-8 cannot encode, are escaped as JSON escapes them.
     text = "".join(lines).encode("utf-8", "backslashreplace").decode()
     write_atomically(Path(file).expanduser(), text)
-
-
-def _sample(one: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in one.items() if key.startswith(("reward", "extra/"))}
-    return {
-        "completion": one["completion"],
-        "finish_reason": one["finish_reason"],
-        "length": len(one["token_ids"]),
-        **kept,
-    }
 
 
 def write_summary(
@@ -190,11 +170,9 @@ def write_summary(
             {key: value for name, one in each.items() for key, value in one.metrics(name).items()} for each in found
         ],
         "comparison": {
-            f"eval/{name}/{metric}" if name else f"eval/{metric}": asdict(comparison)
-            | {"shown": comparison.shown(settings.eval.confidence)}
+            f"{prefix(name)}{metric}": asdict(comparison) | {"shown": comparison.shown(settings.eval.confidence)}
             for name, by_metric in comparisons.items()
             for metric, comparison in by_metric.items()
         },
     }
-    text = json.dumps(json_value(summary), indent=2, allow_nan=False, ensure_ascii=False)
-    write_atomically(Path(file).expanduser(), text + "\n")
+    write_atomically(Path(file).expanduser(), as_json(summary, ensure_ascii=False, indent=2))

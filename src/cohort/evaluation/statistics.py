@@ -187,10 +187,8 @@ def estimates(
         elif not _all_equal(given):
             to_resample[name] = values_P
     if to_resample:
-        means_IM = resampled_means(np.stack(list(to_resample.values()), axis=1), resamples, seed)
-        tail = (1 - confidence) / 2
-        lows, highs = np.nanquantile(means_IM, [tail, 1 - tail], axis=0)
-        for name, low, high in zip(to_resample, lows, highs, strict=True):
+        bounds = bootstrap_bounds(np.stack(list(to_resample.values()), axis=1), confidence, resamples, seed)
+        for name, low, high in zip(to_resample, *bounds, strict=True):
             found[name] = Estimate(found[name].mean, float(low), float(high))
     return found
 
@@ -217,6 +215,12 @@ def wilson(mean: float, count: int, confidence: float = 0.95) -> Estimate:
     # At 0 and 1 a bound is exactly the mean, which rounding would miss.
     low = 0.0 if mean == 0 else max(0.0, centre - half)
     return Estimate(mean, low, 1.0 if mean == 1 else min(1.0, centre + half))
+
+
+def bootstrap_bounds(values_PM: Floats, confidence: float, resamples: int, seed: int) -> Floats:
+    """Lower and upper bounds of the percentile bootstrap's intervals of M means over prompts, shape ``[2, M]``."""
+    tail = (1 - confidence) / 2
+    return np.nanquantile(resampled_means(values_PM, resamples, seed), [tail, 1 - tail], axis=0)
 
 
 def resampled_means(values_PM: Floats, resamples: int, seed: int) -> Floats:
@@ -301,9 +305,7 @@ def compare(
     if len(differences_P) and proportion and _binary(first_P[both_P]) and _binary(second_P[both_P]):
         low, high = paired_shares(wins, losses, len(differences_P), confidence)
     elif not _all_equal(differences_P):
-        tail = (1 - confidence) / 2
-        means_I = resampled_means(differences_P[:, None], resamples, seed)[:, 0]
-        low, high = (float(bound) for bound in np.quantile(means_I, [tail, 1 - tail]))
+        low, high = bootstrap_bounds(differences_P[:, None], confidence, resamples, seed)[:, 0].tolist()
     mean = float(differences_P.mean()) if len(differences_P) else math.nan
     return Comparison(
         Estimate(mean, low, high),

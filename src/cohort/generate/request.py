@@ -1,15 +1,52 @@
-"""The arguments of ``cohort generate``, and the checks that need no model. Imports no torch."""
+"""The request of ``cohort generate``: its arguments, its prompts, and their sampling settings."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from cohort.errors import ConfigError
+from cohort.config import DataConfig, RolloutConfig
+from cohort.config.errors import explain_errors
+from cohort.data import PromptSet, Row, file_format, load_rows
+from cohort.data.files import read_lines
+from cohort.errors import CohortError, ConfigError, DataError
 from cohort.flags import GenerateFlags
+from cohort.policy import context_length, end_token_ids
+from cohort.rollout import Sampling
+from cohort.types import Prompt
+
+DEFAULT_TOKENS = 256
+"""Maximum length of a completion without ``--max-tokens``, unless the model's context ends before."""
+OUTPUT_COLUMNS = ("prompt", "prompt_index", "sample_index", "text", "token_ids", "logps", "full_logps", "finish_reason")
+"""The columns of the output that describe a completion."""
+FLAGS = {
+    "rollout.max_completion_length": "--max-tokens",
+    "max_completion_length": "--max-tokens",
+    "min_completion_length": "--min-tokens",
+    "rollout.cache_tokens": "--cache-tokens",
+    "forced_ids": "--prefix",
+    "model.path": "MODEL",
+    "model.device": "--device",
+    "data.system_prompt": "--system",
+}
+"""The flags for settings that errors of other rooms name."""
+
+
+@contextlib.contextmanager
+def flags_in_errors() -> Iterator[None]:
+    """Make errors name flags of the command line instead of settings."""
+    try:
+        yield
+    except CohortError as error:
+        names = "|".join(re.escape(name) for name in FLAGS)
+        raise type(error)(re.sub(names, lambda found: FLAGS[found[0]], str(error))) from error.__cause__
 
 
 @dataclass(frozen=True)
@@ -29,9 +66,9 @@ class Request(GenerateFlags):
         return 1 if self.n is None else self.n
 
     @property
-    def as_chat(self) -> bool:
-        """Whether the chat template is applied to strings too."""
-        return self.chat or self.system is not None
+    def origin(self) -> str:
+        """What errors call the source of the prompts."""
+        return self.prompts or "the command line"
 
     @property
     def output_path(self) -> Path | None:
@@ -46,7 +83,7 @@ class Request(GenerateFlags):
                 prompts, or cannot be created.
         """
         for name in ("system", "prefix", "regex", "json_schema", "stop"):
-            if not is_text(getattr(self, name)):
+            if not _is_text(getattr(self, name)):
                 raise ConfigError(f"--{name.replace('_', '-')} is not UTF-8 text")
         if "" in self.stop:
             raise ConfigError("--stop must not be empty: every text contains the empty string")
@@ -58,14 +95,171 @@ class Request(GenerateFlags):
             raise ConfigError(f"--output {path} is the file of prompts: give another one")
         self.check_output("--output", path)
 
+    def sampling(self) -> Sampling:
+        """The sampling settings without the prefix, which needs a tokenizer.
 
-def is_text(value: Any) -> bool:
+        Raises:
+            ConfigError: a number is out of its range, or a schema cannot be read.
+        """
+        with explain_errors(RolloutConfig):
+            schema = RolloutConfig(json_schema=self.json_schema).json_schema
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return Sampling(
+            max_completion_length=self.max_tokens or max(DEFAULT_TOKENS, self.min_tokens or 0),
+            min_completion_length=self.min_tokens or 0,
+            stop=tuple(self.stop),
+            regex=self.regex,
+            json_schema=schema,
+            record_support=False,
+            **given,
+        )
+
+
+def _is_text(value: Any) -> bool:
     """Whether a string, or all strings in a JSON value, can be encoded as UTF-8.
 
     Undecodable bytes from the shell and unpaired surrogates cannot.
     """
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        return bool(json.dumps(value, ensure_ascii=False, default=str).encode())
     except UnicodeEncodeError:
         return False
-    return True
+
+
+def read_rows(request: Request) -> list[Row]:
+    """The prompts as rows: the prompt in column ``prompt``, and the other columns of a file.
+
+    Raises:
+        DataError: a file or a line cannot be read, a row has no prompt, or there are no prompts.
+    """
+    if request.prompts is None:
+        return [{"prompt": text} for text in _arguments(request.prompt)]
+    path = Path(request.prompts).expanduser()
+    if path.suffix == ".txt":
+        return [{"prompt": line} for line in _lines(path)]
+    if file_format(path) is None:
+        raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl, .json, .csv or .parquet file")
+    column, rows = request.prompt_column, list[Row]()
+    for index, row in enumerate(load_rows(request.prompts)):
+        if column not in row:
+            has = f"no column {column!r}; the row has: {', '.join(row)}"
+            raise DataError(f"{request.prompts}, row {index}: {has}. Set --prompt-column")
+        others = {_free_name(key, row): value for key, value in row.items() if key != column}
+        rows.append({"prompt": row[column], **others})
+    return rows
+
+
+def _arguments(prompts: Sequence[str]) -> list[str]:
+    """The prompts of the command line. "-" is standard input; so is no prompt, unless it is a terminal."""
+    if not prompts and (sys.stdin is None or sys.stdin.isatty()):
+        raise ConfigError("no prompt: give one or more as arguments, a file with --prompts, or one through a pipe")
+    texts = list(prompts) or ["-"]
+    if texts.count("-") > 1:
+        raise ConfigError("'-' is standard input, which can be one prompt only")
+    for index, text in enumerate(texts):
+        if not text.strip():
+            raise DataError(f"prompt {index} of the command line is empty")
+    return [_standard_input() if text == "-" else text for text in texts]
+
+
+def _standard_input() -> str:
+    """All of standard input as one prompt, without the last line break."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not {error.encoding} text: {error.reason} at byte {error.start}") from None
+    if not text.strip():
+        raise DataError("the prompt from standard input is empty")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file that are not blank."""
+    if not path.exists():
+        raise DataError(f"there is no prompts file {path}")
+    if not (lines := [line.rstrip("\r\n") for _, line in read_lines(path) if line.strip()]):
+        raise DataError(f"{path} has no prompts")
+    return lines
+
+
+def _free_name(column: str, row: Row) -> str:
+    """A row's column in the output: ``row.text`` for a column named ``text``."""
+    name = column
+    while name in OUTPUT_COLUMNS or (name != column and name in row):
+        name = f"row.{name}"
+    return name
+
+
+def render(request: Request, rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:
+    """The rows as prompts; the uid of each is its position.
+
+    Raises:
+        DataError: a prompt is empty, or neither text nor a list of messages, or has a system message beside
+            ``--system``.
+        ConfigError: a chat template is needed and the tokenizer has none.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    for index, row in enumerate(rows):
+        if not _is_text(row["prompt"]):
+            raise DataError(f"{request.origin}, row {index}: the prompt is not UTF-8 text")
+        if isinstance(row["prompt"], list) and not has_template:
+            raise DataError(
+                f"{request.origin}, row {index}: the prompt is a list of messages, and the model's tokenizer has no "
+                "chat template: give strings, or a model that has one"
+            )
+    as_chat = request.chat or request.system is not None
+    if as_chat and not has_template:
+        raise ConfigError("--chat and --system need a tokenizer with a chat template, and the model's has none")
+    config = DataConfig(format="chat" if as_chat else "auto", system_prompt=request.system)
+    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=request.origin, mixed=True)[:]
+
+
+def with_prefix(request: Request, sampling: Sampling, tokenizer: Any, config: Any) -> Sampling:
+    """The settings with the prefix's tokens. A grammar is compiled and checked against them.
+
+    Raises:
+        ConfigError: a grammar cannot be compiled or does not allow the prefix, or the prefix is too long.
+    """
+    forced = tokenizer(request.prefix, add_special_tokens=False)["input_ids"] if request.prefix else []
+    limit = request.max_tokens or max(sampling.max_completion_length, len(forced))
+    sampling = replace(sampling, forced_ids=tuple(forced), max_completion_length=limit)
+    ends = end_token_ids(SimpleNamespace(config=config), tokenizer)
+    vocabulary = getattr(config, "vocab_size", None)
+    if sampling.constrained and ends and vocabulary:  # the engine checks the rest when the model has been loaded
+        from cohort.rollout.grammar import Grammar
+
+        matcher = Grammar.of(tokenizer, sampling, ends, vocabulary).matcher()
+        for token in forced:
+            matcher.consume(token)
+    return sampling
+
+
+def within_context(request: Request, prompts: Sequence[Prompt], sampling: Sampling, config: Any) -> list[Sampling]:
+    """The settings of each prompt. Without ``--max-tokens`` a completion may fill the model's context.
+
+    Raises:
+        DataError: a prompt leaves no room for its completion.
+    """
+    if (context := context_length(config)) is None:
+        return [sampling] * len(prompts)
+    needed = request.max_tokens or max(1, sampling.min_completion_length, len(sampling.forced_ids))
+    room = {prompt.uid: context - len(prompt.token_ids) for prompt in prompts}
+    for prompt in prompts:
+        if needed > room[prompt.uid]:
+            reason = f"--max-tokens is {needed}" if request.max_tokens else f"its completion needs at least {needed}"
+            raise DataError(
+                f"{request.origin}, prompt {prompt.uid} ({shortened(prompt.text)!r}) has {len(prompt.token_ids)} "
+                f"tokens and {reason}: together more than the model's context of {context}"
+            )
+    limit = sampling.max_completion_length
+    return [replace(sampling, max_completion_length=min(limit, room[prompt.uid])) for prompt in prompts]
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, for messages.
+
+    >>> shortened("x" * 61)[55:]
+    'xx...'
+    """
+    return text if len(text) <= 60 else text[:57] + "..."

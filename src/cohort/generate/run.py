@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import signal
 import sys
 import threading
@@ -15,22 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from cohort.config import ModelConfig, RolloutConfig
 from cohort.data import Row
 from cohort.errors import ModelError, NonFiniteError
-from cohort.generate.prompts import read_rows, render
-from cohort.generate.request import Request
-from cohort.generate.sampling import base_sampling, flags_in_errors, with_prefix, within_context
+from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, write_stdout
-from cohort.policy import (
-    Policy,
-    end_token_ids,
-    load_model,
-    load_tokenizer,
-    read_config,
-    resolve_device,
-    resolve_precision,
-)
-from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch
+from cohort.policy import load_policy, load_tokenizer, read_config, resolve_device
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch, local_engine
+from cohort.runs import as_json
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 BATCHES_PER_CALL = 4
@@ -74,7 +65,7 @@ class Job:
             CohortError: an argument is wrong.
         """
         request.check()
-        sampling = base_sampling(request)
+        sampling = request.sampling()
         rows = read_rows(request)
         resolve_device(request.device or "auto")
         _check_folder(request.model)
@@ -82,8 +73,7 @@ class Job:
         prompts = render(request, rows, tokenizer)
         config = read_config(request.model, trust_remote_code=request.trust_remote_code)
         sampling = with_prefix(request, sampling, tokenizer, config)
-        samplings = within_context(request, prompts, sampling, config)
-        return cls(request, tokenizer, config, rows, prompts, samplings)
+        return cls(request, tokenizer, config, rows, prompts, within_context(request, prompts, sampling, config))
 
     @property
     def total(self) -> int:
@@ -128,16 +118,12 @@ class Job:
 
     def _engine(self) -> LocalEngine:
         """The sampling engine, with the model loaded as for training."""
-        request, device = self.request, resolve_device(self.request.device or "auto")
-        precision = resolve_precision(request.precision or "auto", device, getattr(self.config, "hidden_size", 0))
-        model = load_model(request.model, precision, device, trust_remote_code=request.trust_remote_code)
-        return LocalEngine(
-            Policy(model, precision),
-            self.tokenizer,
-            end_token_ids(model, self.tokenizer),
-            max_batch_size=request.batch_size,
-            cache_tokens=request.cache_tokens,
-        )
+        given = self.request
+        device, precision = given.device or "auto", given.precision or "auto"
+        settings = ModelConfig(device=device, precision=precision, trust_remote_code=given.trust_remote_code)
+        policy = load_policy(given.model, settings, self.config)
+        limits = RolloutConfig(max_batch_size=given.batch_size, cache_tokens=given.cache_tokens)
+        return local_engine(policy, self.tokenizer, limits)
 
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
         count, key = self.request.count, RNGKey(self.request.seed or 0, 0, Purpose.EVAL)
@@ -160,11 +146,11 @@ class Job:
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
             if interrupted():
-                groups = [_not_started(prompt, count) for prompt in prompts]
+                unstarted = Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0)
+                groups = [Group(prompt, (unstarted,) * count) for prompt in prompts]
             else:
-                watch = Watch(
-                    on_token if stream or meter.live else None, partial(on_completion, first), cancelled=interrupted
-                )
+                each_token = on_token if stream or meter.live else None
+                watch = Watch(each_token, partial(on_completion, first), cancelled=interrupted)
                 groups = engine.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):
                 for sample, completion in enumerate(group.completions):
@@ -180,7 +166,8 @@ class Job:
                 head = headline(prompt, sample if self.request.count > 1 else None, completion)
                 write_stdout(f"{head}\n{completion.text}\n\n")
             else:
-                file.write(json.dumps(record(self.rows[index], index, sample, completion), ensure_ascii=False) + "\n")
+                line = record(self.rows[index], index, sample, completion)
+                file.write(as_json(line, ensure_ascii=False, default=str))
                 file.flush()
 
     def describe(self, engine: LocalEngine) -> str:
@@ -207,10 +194,6 @@ def _check_folder(model: str) -> None:
         steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
         hint = f"give one of its checkpoints, such as {steps[-1]}" if steps else "it has no checkpoint yet"
         raise ModelError(f"{model} is the folder of a run: {hint}")
-
-
-def _not_started(prompt: Prompt, count: int) -> Group:
-    return Group(prompt, (Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0),) * count)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Self
 
 import numpy as np
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.data import Row
+from cohort.generate.request import shortened
 from cohort.rollout.stops import REPLACEMENT
 from cohort.rollout.trajectory import decode
 from cohort.types import Completion, FinishReason, Prompt, Segment
@@ -188,7 +188,7 @@ def record(row: Row, index: int, sample: int, completion: Completion) -> dict[st
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
     (segment,), full_logps = completion.segments, completion.full_logps
     return {
-        "prompt": _as_json(row["prompt"]),
+        "prompt": row["prompt"],
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
@@ -196,7 +196,7 @@ def record(row: Row, index: int, sample: int, completion: Completion) -> dict[st
         "logps": _by_token(completion.sampler_logps, segment),
         **({} if full_logps is None else {"full_logps": _by_token(full_logps, segment)}),
         "finish_reason": str(completion.finish_reason),
-        **{column: _as_json(value) for column, value in row.items() if column != "prompt"},
+        **{column: value for column, value in row.items() if column != "prompt"},
     }
 
 
@@ -204,18 +204,6 @@ def _by_token(logps_N: NDArray[np.float64], segment: Segment) -> list[float | No
     """One entry per token of the segment; null for tokens of the prefix, which were not drawn."""
     logps: list[float | None] = logps_N.tolist()
     return [None] * (len(segment.token_ids) - len(logps)) + logps
-
-
-def _as_json(value: Any) -> Any:
-    """A value that JSON can represent: null for NaN and infinity, text for other types, such as dates of a parquet
-    file."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def headline(prompt: Prompt | None, sample: int | None, completion: Completion) -> str:
@@ -229,7 +217,7 @@ def headline(prompt: Prompt | None, sample: int | None, completion: Completion) 
     parts = []
     if prompt is not None:
         content = prompt.prompt if isinstance(prompt.prompt, str) else str(prompt.prompt[-1]["content"])
-        parts.append(f"prompt {prompt.uid} {content if len(content) <= 60 else content[:57] + '...'!r}")
+        parts.append(f"prompt {prompt.uid} {shortened(content)!r}")
     if sample is not None:
         parts.append(f"completion {sample}")
     return f"--- {', '.join(parts)} ({completion.finish_reason}, {completion.num_tokens} tokens)"

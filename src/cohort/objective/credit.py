@@ -2,7 +2,7 @@
 
 1 shape the rewards      soft overlong, unlikeliness; a KL in the reward
 2 compare                baseline and scale, per completion (``advantages``), among the chosen of a group
-3 assign credit          to all tokens alike, by process steps, by returns to go, or as given
+3 assign credit          to all tokens alike, by turns, by process steps, by returns to go, or as given
 4 weigh by sign, treat truncated completions
 5 subtract the KL        of a KL in the advantage: after scaling, so that no spread divides beta
 """
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cohort.objective.advantages import batch_std, combined_advantages, group_statistics, outcome_advantages
-from cohort.objective.segments import by_sign, segment_mean, segment_sum, suffix_sums
+from cohort.objective.segments import by_sign, index_in_run, prefix_sums, segment_mean, segment_sum, suffix_sums
 from cohort.objective.shaping import soft_overlong, top_k_of_group, unlikeliness
 from cohort.presets.objective import Objective
 from cohort.presets.parts import BatchStd, GroupStd, Scale, TopK  # noqa: F401 (GroupStd: doctest)
+from cohort.types import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Outcomes:
     """For ``unlikeliness``."""
     kl_N: Tensor | None = None
     """``old_logps - ref_logps``, for a KL in the reward or the advantage."""
+    turns: Turns | None = None
+    """For credit "turns": which part of ``rewards_S`` was earned in which turn. None: one turn each."""
 
     @property
     def lengths_S(self) -> Tensor:
@@ -68,6 +71,11 @@ def token_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
             advantages_N = process_advantages(_token_rewards(outcomes), outcomes.group_S, sequence_N, objective.scale)
         case "return_to_go":
             advantages_N = returns_to_go(objective, outcomes)
+        case "turns":
+            rewards_S = shaped_rewards(objective, outcomes)
+            rewards_S = rewards_S.masked_fill(~_chosen(objective, outcomes, rewards_S), torch.nan)
+            turns = outcomes.turns or one_turn_each(len(rewards_S), sequence_N)
+            advantages_N = turn_advantages(rewards_S, outcomes.group_S, turns)[turns.turn_N]
         case _:
             advantages_N = completion_advantages(objective, outcomes)[sequence_N]
     if weights := objective.sign_weights:
@@ -136,6 +144,42 @@ def process_advantages(token_rewards_N: Tensor, group_S: Tensor, sequence_N: Ten
     groups = group_S[sequence_N[is_step_N]]
     normal_N[is_step_N] = outcome_advantages(token_rewards_N[is_step_N], groups, scale=scale)
     return suffix_sums(normal_N, sequence_N)
+
+
+def turn_advantages(rewards_S: Tensor, group_S: Tensor, turns: Turns) -> Tensor:
+    """``A_ik = G_ik - mean of G_jk over the others j of the group that reached turn k``, shape ``[E]``.
+
+        G_ik = R_i - (rewards of turns 0..k-1 of trajectory i)          the return from turn k on
+
+    Where no other scored trajectory of the group reached turn k, ``A_ik = G_ik``.
+
+    Args:
+        rewards_S: the return of each whole trajectory, the rewards of its turns included; NaN: not scored, A = 0.
+        group_S: group of each trajectory.
+        turns: the turns and the rewards earned in them. What is left of ``rewards_S`` is earned in the last turn.
+
+    The gradient is unbiased: which others reached a turn, and their returns, do not depend on trajectory i. It is
+    biased when rewards are centred turn by turn before they are summed, because a trajectory then chooses its baseline
+    by ending (verl#7244), and when the mean includes i itself.
+
+    The first trajectory ends with turn 0; the second reaches turn 1 alone:
+
+    >>> turns = Turns(torch.tensor([0, 1, 1]), torch.tensor([0, 1, 2]), torch.tensor([0.0, 1.0, 0.0]))
+    >>> turn_advantages(torch.tensor([2.0, 5.0]), torch.tensor([0, 0]), turns)
+    tensor([-3.,  3.,  4.], dtype=torch.float64)
+    """
+    earned_E = turns.rewards_E.double()
+    returns_E = rewards_S.double()[turns.sequence_E] - (prefix_sums(earned_E, turns.sequence_E) - earned_E)
+    places_E2 = torch.stack([group_S[turns.sequence_E], index_in_run(turns.sequence_E)], dim=1)
+    place_E = torch.unique(places_E2, dim=0, return_inverse=True)[1]
+    alone_E = torch.bincount(place_E[~returns_E.isnan()], minlength=len(place_E))[place_E] == 1
+    compared_E = outcome_advantages(returns_E, place_E, baseline="leave_one_out", scale=None)
+    return torch.where(alone_E, returns_E.nan_to_num(nan=0.0), compared_E)
+
+
+def one_turn_each(num_sequences: int, sequence_N: Tensor) -> Turns:
+    """The turns of sequences that have one turn each."""
+    return Turns(torch.arange(num_sequences), sequence_N, torch.zeros(num_sequences, dtype=torch.float64))
 
 
 def returns_to_go(objective: Objective, outcomes: Outcomes) -> Tensor:

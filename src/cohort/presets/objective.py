@@ -101,6 +101,7 @@ class Objective(Checked):
         if self.discount != 1 and self.credit != "return_to_go":
             yield "discount belongs to credit 'return_to_go'"
         yield from self._conflicts_of_rewards()
+        yield from self._conflicts_of_credit()
         yield from self._conflicts_of_scale()
         yield from self._conflicts_of_ratio()
 
@@ -139,6 +140,11 @@ class Objective(Checked):
                 )
         if self.baseline == "second_best" and scale not in (None, "group_std"):
             yield "baseline 'second_best' is an estimate of its own: set scale 'none' (or 'group_std')"
+
+    def _conflicts_of_credit(self) -> Iterator[str]:
+        """Settings that the credit cannot be combined with."""
+        credit, filtered = f"credit {self.credit!r}", self.group_filter
+        scale = None if self.scale is None else self.scale.rule
         if self.credit == "process" and (self.baseline != "group_mean" or scale not in (None, "group_std")):
             yield (
                 f"{credit} normalises all step rewards of a group together: set baseline 'group_mean' and scale "
@@ -146,7 +152,17 @@ class Objective(Checked):
             )
         if self.credit == "given" and (self.baseline != "none" or scale is not None):
             yield f"{credit} uses the advantages as they are: set baseline 'none' and scale 'none'"
-        if self.credit in parts.PER_STEP and self.kl_in_reward:
+        if self.credit == "turns" and (self.baseline != "leave_one_out" or scale is not None):
+            yield (
+                f"{credit} compares a turn with the others that reached it: set baseline 'leave_one_out' and scale "
+                "'none'"
+            )
+        if self.credit == "turns" and isinstance(filtered, parts.DropDead | parts.DynamicSampling):
+            yield (
+                f"group_filter {filtered.rule!r} drops groups of equal rewards, whose later turns may differ: with "
+                f"{credit} set group_filter 'none'"
+            )
+        if self.credit in (*parts.PER_STEP, "turns") and self.kl_in_reward:
             yield f"the KL in the reward needs a completion's one reward; {credit} has none"
 
     def _conflicts_of_scale(self) -> Iterator[str]:

@@ -95,6 +95,6 @@ def _advantage(objective: Objective) -> str:
         formula += "; R_i with its KL subtracted, see below" if objective.kl_in_reward else ""
         text = f"{formula}; {text}" if text else formula
     weights = _text(objective, "sign_weights")
-    compares = baseline in GROUP_BASELINES or isinstance(objective.scale, GroupStd)
+    compares = (baseline in GROUP_BASELINES or isinstance(objective.scale, GroupStd)) and objective.credit != "turns"
     zero = "0 where all rewards of the group are equal" if compares else ""
     return "; ".join(filter(None, (text, weights, zero)))

@@ -21,6 +21,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "credit": {
         "outcome": "",
         "process": "A_t = sum over the steps that end at t or later of (r - mean(r of the group's steps))",
+        "turns": "A_i of a turn = (R_i from the turn on - mean of others of the group that reached it; 0 if none did)",
         "return_to_go": "per token by returns to go, discount {objective.discount:g}",
         "given": "A_t as the reward function gives it, per token",
     },

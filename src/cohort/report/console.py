@@ -45,13 +45,11 @@ def describe_run(
     config: GRPOConfig,
 ) -> str:
     """The run in words: model, numerics, sampling, end tokens, first prompt, rewards, objective, schedule."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
-    count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+    parameters = list(policy.model.parameters())
+    count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     share = "" if trained == count else f"{trained:,} of {count:,} parameters; "
     optim, sampling = config.optim, Sampling.of(config.rollout)
-    replayed = ""
-    if sampling.reweights:
-        replayed = ", replayed in the update" if config.rollout.replay_sampling else ", not replayed in the update"
+    replayed = f", {'' if config.rollout.replay_sampling else 'not '}replayed in the update" * sampling.reweights
     warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
     return "\n".join(
         [
@@ -165,8 +163,9 @@ def best_lines(summary: dict[str, Any]) -> list[str]:
         value = f"{best['metric']} {_number(best['value'])}"
         lines.append(f"best: {value} after step {best['step']}, kept in {summary['output_dir']}/best")
     if summary.get("stopped_early"):
-        step = summary["steps"]
-        lines.append(f"stopped early after step {step}: no better evaluation within eval.early_stopping_patience")
+        lines.append(
+            f"stopped early after step {summary['steps']}: no better evaluation within eval.early_stopping_patience"
+        )
     return lines
 
 
@@ -178,7 +177,7 @@ def split_metric(key: str) -> tuple[str, str]:
     """
     path = key.removeprefix("eval/").removesuffix("/mean")
     head, _, rest = path.partition("/")
-    return ("", path) if not rest or head == "rewards" else (head, rest)
+    return (head, rest) if rest and head != "rewards" else ("", path)
 
 
 CAUSES = {
@@ -198,10 +197,13 @@ def why_no_gradient(metrics: dict[str, Any]) -> str:
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
         return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
     if metrics.get("reward/mean", 0.0) is None:
-        functions = [
-            key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1
+        reasons = [
+            f"{name} {'failed on' if metrics.get(f'rewards/{name}/failed') else 'returned None for'} every one"
+            for name in (
+                key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1
+            )
         ]
-        return f"no update had a gradient: no completion was scored, because {_gave_nothing(functions, metrics)}"
+        return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
     shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
     if not any(shares.values()):
         return "no update had a gradient (docs/metrics.md: tokens/..._share)"
@@ -211,20 +213,11 @@ def why_no_gradient(metrics: dict[str, Any]) -> str:
     return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"
 
 
-def _gave_nothing(functions: list[str], metrics: dict[str, Any]) -> str:
-    """Functions that scored nothing, and whether they failed or returned None."""
-    return " and ".join(
-        f"{name} {'failed on' if metrics.get(f'rewards/{name}/failed') else 'returned None for'} every one"
-        for name in functions
-    )
-
-
 def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
     """One line about a step. It has no loss, whose value means nothing in GRPO."""
     parts = [f"reward {_number(metrics['reward/mean'])}"]
-    for key, value in metrics.items():
-        if key.startswith("rewards/") and key.count("/") == 1:
-            parts.append(f"{key.removeprefix('rewards/')} {_number(value)}")
+    functions = [key for key in metrics if key.startswith("rewards/") and key.count("/") == 1]
+    parts += [f"{key.removeprefix('rewards/')} {_number(metrics[key])}" for key in functions]
     if groups_can_die:
         parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
     if metrics["groups/rounds"] > 1:

@@ -16,6 +16,16 @@ What one call sees depends on the function:
 - **sample**, for a function with a parameter named ``completion``: one completion, as soon as it has ended.
   ``completion`` (its text), ``completion_ids`` and ``finish_reason`` belong to that completion. Returns one number.
 
+With tools or an environment, a text is the answer of the last turn, and the completion of a conversation is its
+transcript. There are four more arguments: per batch and per group, lists with one entry per completion; per sample, the
+entry itself under the second name:
+
+- ``transcripts``, ``transcript``: all messages after the prompt, those of tools and of the environment included.
+- ``environments``, ``environment_state``: the public attributes of the environment at its end, as an object
+  (``environments[0].score``); per sample as a dict.
+- ``environment_rewards``, ``environment_reward``: a number, or ``None`` if the environment gave none.
+- ``turns``: a list of ``cohort.types.Turn``. A column of the data that is named ``turns`` replaces it.
+
 The remaining arguments are the same in all calls:
 
 - ``trainer_state``: the progress of the run (``TrainerState``).
@@ -43,16 +53,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, overload
 
 from cohort.calls import is_async, partial_layers
 from cohort.errors import RewardError
-from cohort.types import Group
+from cohort.types import Completion, Episode, Group, Message
 
 RewardFunction = Callable[..., Any]
 Per = Literal["sample", "group", "batch"]
 F = TypeVar("F", bound=RewardFunction)
 _OPTIONS = "__cohort_reward__"
+_PER_SAMPLE = {
+    "transcripts": "transcript",
+    "environments": "environment_state",
+    "environment_rewards": "environment_reward",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +96,22 @@ def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> di
         state: the progress of the run.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    completions = [completion for _, completion in pairs]
     # Messages are copied for every call: a function may change its arguments.
     prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _ in pairs]
-    texts = [completion.text for _, completion in pairs]
-    ids = [completion.token_ids.tolist() for _, completion in pairs]
-    reasons = [str(completion.finish_reason) for _, completion in pairs]
+    texts = [_answer(completion) for completion in completions]
+    ids = [completion.token_ids.tolist() for completion in completions]
+    reasons = [str(completion.finish_reason) for completion in completions]
+    episodes = _of_episodes(completions)
     if per == "batch":
         columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
         return {
+            **episodes,
             **{column: [prompt.columns.get(column) for prompt, _ in pairs] for column in columns},
             "prompts": prompts,
             "completions": [
-                [{"role": "assistant", "content": text}] if prompt.is_conversation else text
-                for (prompt, _), text in zip(pairs, texts, strict=True)
+                _transcript(completion) if prompt.is_conversation else text
+                for (prompt, completion), text in zip(pairs, texts, strict=True)
             ],
             "completion_ids": ids,
             "finish_reasons": reasons,
@@ -102,8 +121,38 @@ def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> di
     prompt = groups[0].prompt
     shared = {**prompt.columns, "prompt": prompts[0], "prefill": prompt.prefill, "trainer_state": state}
     if per == "group":
-        return {**shared, "completions": texts, "completion_ids": ids, "finish_reasons": reasons}
-    return {**shared, "completion": texts[0], "completion_ids": ids[0], "finish_reason": reasons[0]}
+        return {**episodes, **shared, "completions": texts, "completion_ids": ids, "finish_reasons": reasons}
+    episode = {_PER_SAMPLE.get(name, name): entries[0] for name, entries in episodes.items()}
+    if episode:
+        episode["environment_state"] = vars(episode["environment_state"])
+    return {**episode, **shared, "completion": texts[0], "completion_ids": ids[0], "finish_reason": reasons[0]}
+
+
+def _of_episodes(completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    """The arguments that only completions with tools or an environment have; none where no completion does."""
+    if not any(completion.episode for completion in completions):
+        return {}
+    episodes = [completion.episode or Episode(()) for completion in completions]
+    return {
+        "transcripts": [_transcript(completion) for completion in completions],
+        "environments": [SimpleNamespace(**episode.state) for episode in episodes],
+        "environment_rewards": [episode.reward for episode in episodes],
+        "turns": [list(episode.turns) for episode in episodes],
+    }
+
+
+def _transcript(completion: Completion) -> list[Message]:
+    """The messages after the prompt."""
+    if completion.episode:
+        return [dict(message) for message in completion.episode.messages]
+    return [{"role": "assistant", "content": completion.text}]
+
+
+def _answer(completion: Completion) -> str:
+    """The text of the last assistant turn, without its calls of tools."""
+    if completion.episode and completion.episode.turns:
+        return completion.episode.turns[-1].messages[0].get("content") or ""
+    return completion.text
 
 
 @dataclass(frozen=True, slots=True)

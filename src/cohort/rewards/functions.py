@@ -57,6 +57,7 @@ class Function:
         self._names = frozenset(p.name for p in named)
         self._required = [p.name for p in named if p.default is p.empty and p.name not in LOGS]
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.reads_environment = not self._names.isdisjoint(("environments", "environment_state"))
         self.names_log_extra = "log_extra" in self._names
         self.logs = LOGS if self._accepts_all else self._names & LOGS
         """Which of ``log_extra`` and ``log_metric`` the function accepts."""

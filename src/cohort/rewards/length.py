@@ -13,7 +13,7 @@ from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.contract import reward
 from cohort.rewards.functions import Function
-from cohort.rewards.specs import resolve_reward
+from cohort.rewards.names import resolve_reward
 
 
 def soft_overlong(

@@ -13,9 +13,9 @@ from typing import Any
 
 from cohort.errors import RewardError
 from cohort.rewards.answers import final_answer, is_prose, only_answer
-from cohort.rewards.builtin import import_extra
 from cohort.rewards.contract import reward
 from cohort.rewards.messages import turn_text
+from cohort.rewards.names import import_extra
 from cohort.rewards.values import (
     Number,
     cleaned,

@@ -67,10 +67,10 @@ class RewardModel:
             return list(self.tokenizer(f"{prompt}{completion}")["input_ids"])
         if not getattr(self.tokenizer, "chat_template", None):
             raise RewardError(f"reward model {self.__name__}: its tokenizer has no chat template for conversations")
-        written = completion if isinstance(completion, str) else completion[-1]["content"]
+        written = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
-        answer = {"role": "assistant", "content": prefill + written}
-        text = self.tokenizer.apply_chat_template([*asked, answer], tokenize=False)
+        first = {**written[0], "content": prefill + (written[0]["content"] or "")}
+        text = self.tokenizer.apply_chat_template([*asked, first, *written[1:]], tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes them
 
     def _batches(self, wanted: Sequence[int], ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -7,6 +7,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -17,7 +18,7 @@ from cohort.errors import RewardError
 from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, unique_names
 from cohort.rewards.scores import Position, Task, combine, extra_column
-from cohort.types import Completion, FinishReason, Group, Prompt, Scores
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Scores, Turn
 from cohort.workers import CallFailed
 
 log = logging.getLogger("cohort.rewards")
@@ -87,21 +88,39 @@ class RewardRunner:
         with self.begin([group.prompt for group in groups], 0, state) as scoring:
             return scoring.finish(groups)
 
-    def dry_run(self, prompts: Sequence[Prompt], num_generations: int = 2, state: TrainerState | None = None) -> None:
+    def dry_run(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int = 2,
+        state: TrainerState | None = None,
+        *,
+        episodes: bool = False,
+    ) -> None:
         """Call every function with a placeholder completion of real rows, to find broken functions before sampling.
+
+        With ``episodes``, the completion is an episode of one turn. Functions that name ``environments`` or
+        ``environment_state`` are not called, because there is no environment whose attributes they could read.
 
         Raises:
             RewardError: a function broke its contract, or failed on a row.
         """
         text = "A made completion, to try the reward functions."
         made = Completion.of_tokens((0,), (0.0,), FinishReason.LENGTH, text)
+        tried = self
+        if episodes:
+            turn = Turn(1, FinishReason.LENGTH, ({"role": "assistant", "content": text},), reward=0.0)
+            made = replace(made, episode=Episode((turn,), reward=0.0))
+            tried = copy(self)
+            tried.functions = tuple(function for function in self.functions if not function.reads_environment)
+        if not tried.functions:
+            return
         groups = [Group(prompt, (made,) * num_generations) for prompt in prompts]
         message = "trying the reward functions (%s) on %d rows"
         timer = threading.Timer(DRY_RUN_MESSAGE_SECONDS, log.warning, [message, ", ".join(self.names), len(groups)])
         timer.daemon = True
         timer.start()
         try:
-            with Scoring(self, prompts, 0, state or TrainerState(), "stop") as scoring:
+            with Scoring(tried, prompts, 0, state or TrainerState(), "stop") as scoring:
                 scoring.finish(groups)
         except RewardError as error:
             hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is the text"
@@ -310,7 +329,7 @@ def _split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
 
 def _cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
     """Identifies a call by function, row and completion; None if its result cannot be cached."""
-    if not function.cacheable:
+    if not function.cacheable or completion.episode:  # a score may depend on the environment's state
         return None
     try:
         columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()

@@ -1,14 +1,22 @@
-"""Rewards that compare the text of a completion with the answer of the row, or with itself."""
+"""Rewards for the text of a completion: compared with the row's answer or with itself, its format, its language."""
 
 from __future__ import annotations
 
+import json
+import re as _re
 from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import regex as _regex
+from pydantic import AfterValidator, Field
 
-from cohort.rewards.builtin import import_extra
-from cohort.rewards.messages import completion_text, whole_text
+from cohort.errors import RewardError
+from cohort.rewards.messages import completion_text, turn_text, whole_text
+from cohort.rewards.names import import_extra
+
+# -- the answer of the row, and repetition -----------------------------------------------------------------------------
 
 
 def exact_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case: bool = False) -> float | None:
@@ -83,3 +91,192 @@ def repetition_penalty(
     grams = [tuple(items[start : start + ngram]) for start in range(len(items) - ngram + 1)]
     repeated = len(grams) - len(set(grams))
     return max_penalty * (repeated / len(grams)) if repeated else 0.0
+
+
+# -- format ------------------------------------------------------------------------------------------------------------
+
+_FENCED = _re.compile(
+    r"^```json[^\S\n]*\n((?:(?!^```json).)*?)^```[^\S\n]*$", _re.DOTALL | _re.MULTILINE | _re.IGNORECASE
+)
+
+MATCH_SECONDS = 5.0
+"""Time limit for matching one completion. Most take microseconds; a pattern like ``(a+)+b`` may never end."""
+
+
+def _compiled(pattern: str) -> str:
+    try:
+        _regex.compile(pattern)
+    except _regex.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return pattern
+
+
+def regex(
+    completion: Any, prefill: str = "", *, pattern: Annotated[str, AfterValidator(_compiled)], full: bool = False
+) -> float:
+    r"""1 if a pattern is found in the assistant turn, 0 otherwise.
+
+    The prefill from the prompt is part of the turn. Patterns use Python's syntax, with inline flags: ``(?i)`` ignores
+    case, ``(?s)`` lets dots match line breaks, ``(?m)`` matches line by line. A completion that takes more than 5
+    seconds to match fails with TimeoutError and is unscored.
+
+    Args:
+        pattern: the regular expression.
+        full: the whole turn must match.
+
+    >>> regex("It is 42.", pattern=r"\d+"), regex("It is 42.", pattern=r"\d+", full=True)
+    (1.0, 0.0)
+    """
+    match = _regex.fullmatch if full else _regex.search
+    return float(match(pattern, turn_text(completion, prefill), timeout=MATCH_SECONDS) is not None)
+
+
+def think_format(completion: Any, prefill: str = "", *, start: str = "<think>", end: str = "</think>") -> float:
+    """1 if the assistant turn is ``<think>``, reasoning, ``</think>`` and an answer; 0 otherwise.
+
+    The turn must begin with the first tag, contain each tag once, and have text after the second. The prefill from the
+    prompt is part of the turn: if the chat template ends in ``<think>``, completions need not begin with it. The
+    reasoning may be empty.
+
+    Args:
+        start, end: the two tags.
+
+    >>> think_format("<think>6*7</think>42"), think_format("6*7</think>42")
+    (1.0, 0.0)
+    >>> think_format("6*7</think>42", prefill="<think>")
+    1.0
+    """
+    turn = turn_text(completion, prefill).strip()
+    before, _, answer = turn.partition(end)
+    once = turn.count(start) == 1 and turn.count(end) == 1
+    return float(once and before.startswith(start) and bool(answer.strip()))
+
+
+Schema = dict[str, Any] | bool | str
+
+
+def _checked_schema(schema: Schema) -> Schema:
+    _validator(schema if isinstance(schema, str) else json.dumps(schema))
+    return schema
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    """The validator of a schema, given as JSON text or as the path of a .json file."""
+    jsonschema, referencing = (import_extra(name, "json_schema") for name in ("jsonschema", "referencing"))
+    try:
+        content = json.loads(Path(schema).read_text(encoding="utf-8") if schema.endswith(".json") else schema)
+        kind = jsonschema.validators.validator_for(content)
+        kind.check_schema(content)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        reason = getattr(error, "message", None) or error
+        raise ValueError(f"expected a JSON schema, its text or the path of a .json file: {reason}") from None
+    return kind(content, registry=referencing.Registry())  # fetches no $ref
+
+
+def json_schema(
+    completion: Any,
+    prefill: str = "",
+    *,
+    schema: Annotated[Schema, AfterValidator(_checked_schema)],
+    fenced: bool = False,
+) -> float:
+    """1 if the assistant turn is JSON that a schema accepts, 0 otherwise.
+
+    The prefill from the prompt is part of the turn. JSON follows RFC 8259: no NaN, no Infinity, no text after it. A
+    ``$ref`` to another document is not fetched and raises an error.
+
+    Args:
+        schema: a JSON schema as a table, as JSON text, or the path of a .json file.
+        fenced: read the last fenced json block instead of the whole turn.
+
+    >>> schema = {"type": "object", "required": ["age"], "properties": {"age": {"type": "integer"}}}
+    >>> [json_schema(text, schema=schema) for text in ('{"age": 7}', '{"age": "seven"}', "seven")]
+    [1.0, 0.0, 0.0]
+    """
+    text = turn_text(completion, prefill)
+    validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
+    if fenced:
+        blocks = _FENCED.findall(text)
+        if not blocks:
+            return 0.0
+        text = blocks[-1]
+    try:
+        value = json.loads(text, parse_constant=_refused)
+        return float(validator.is_valid(value))
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply for Python
+        return 0.0
+    except import_extra("referencing", "json_schema").exceptions.Unresolvable as error:
+        raise RewardError(f"json_schema: the schema contains a reference that cannot be resolved: {error}") from None
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
+# -- language ----------------------------------------------------------------------------------------------------------
+
+_NOT_LANGUAGE = _re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\$[^$\n]+\$|\\[A-Za-z]+|https?://\S+|<[^<>\s]+>",
+    _re.DOTALL,
+)
+_SENTENCE_END = _re.compile(r"(?<=[.!?;:])\s+|(?<=[。!?;])|\n+")
+
+
+@lru_cache(maxsize=1)
+def _identifier() -> Any:
+    module = import_extra("py3langid.langid", "language")
+    return module.LanguageIdentifier.from_model_file(module.MODEL_FILE)
+
+
+def _known_language(code: str) -> str:
+    labels = _identifier().labels
+    if code not in labels:
+        raise ValueError(f"unknown language code; supported: {', '.join(sorted(labels))}")
+    return code
+
+
+def language(
+    completion: Any,
+    *,
+    code: Annotated[str, AfterValidator(_known_language)] = "en",
+    min_letters: Annotated[int, Field(gt=0)] = 20,
+) -> float | None:
+    """The share of a completion that is written in a language, from 0 to 1.
+
+    The text of all assistant messages is split into sentences, and the most likely language of each is determined. The
+    share is that of letters in sentences of the requested language. Formulas, code, tags and URLs are ignored. A text
+    with fewer letters than ``min_letters`` is unscored: None.
+
+    Args:
+        code: ISO 639 code of the language, such as "en", "de" or "zh".
+        min_letters: number of letters needed to determine a language. Shorter sentences are joined until they have
+            that many.
+
+    >>> language("The train leaves at noon and arrives before the shops close."), language("Ja.")
+    (1.0, None)
+    """
+    pieces = _pieces(_NOT_LANGUAGE.sub(" ", whole_text(completion)), min_letters)
+    letters = [_letters(piece) for piece in pieces]
+    if sum(letters) < min_letters:
+        return None
+    found = [_identifier().classify(piece)[0] for piece in pieces]
+    return sum(n for n, label in zip(letters, found, strict=True) if label == code) / sum(letters)
+
+
+def _pieces(text: str, min_letters: int) -> list[str]:
+    """The sentences of a text, joined until each piece has enough letters. The rest is added to the last piece."""
+    pieces: list[str] = []
+    piece, letters = [""], 0
+    for sentence in _SENTENCE_END.split(text):
+        piece.append(sentence)
+        letters += _letters(sentence)
+        if letters >= min_letters:
+            pieces.append(" ".join(piece))
+            piece, letters = [""], 0
+    rest = " ".join(piece)
+    return [*pieces[:-1], pieces[-1] + rest] if pieces else [rest]
+
+
+def _letters(text: str) -> int:
+    return sum(character.isalpha() for character in text)

@@ -7,8 +7,9 @@ step-N/            weights, config and tokenizer, as ``transformers`` loads them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.policy import (
-    Policy,
-    adapter_weights,
-    has_adapters,
-    load_adapter_weights,
-    merged,
-    without_progress_bars,
-)
+from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
 from cohort.runs.random_state import random_state, set_random_state
 
 
@@ -92,10 +86,7 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -
     if has_adapters(policy.model):
         load_adapter_weights(policy.model, folder)
     else:
-        # Through transformers, which knows how it wrote each architecture's weights.
-        with without_progress_bars():
-            loaded = type(policy.model).from_pretrained(folder, dtype=policy.precision.master)
-        policy.model.load_state_dict(loaded.state_dict())
+        policy.model.load_state_dict(_loaded_weights(policy, folder))
     if models.stored_reference is not None:
         weights = torch.load(folder / "state" / "reference.pt", map_location=policy.device)
         models.stored_reference.model.load_state_dict(weights)
@@ -141,13 +132,17 @@ def check_saved(policy: Policy, folder: Path) -> None:
     """
     adapters = has_adapters(policy.model)
     trained: Mapping[str, Tensor] = adapter_weights(policy.model) if adapters else policy.model.state_dict()
+    saved = _saved_tensors(folder)
+    if not adapters and not {name for name, _ in _saved_tensors(folder)} <= trained.keys():
+        weights = _loaded_weights(policy, folder)
+        saved = ((name, partial(weights.__getitem__, name)) for name in weights)
     found: set[str] = set()
-    for name, tensor in _saved_tensors(folder):
-        if name not in trained and not adapters:
-            _check_loaded(policy, folder)
-            return
-        if name not in trained or not _bit_equal(tensor, trained[name]):
-            raise _differs(folder, name)
+    for name, read in saved:
+        if name not in trained or not _bit_equal(read(), trained[name]):
+            raise RunFolderError(
+                f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
+                "report.check_saved = false saves without checking"
+            )
         found.add(name)
     # Tied weights are written once, under one of their names.
     written = {trained[name].data_ptr() for name in found}
@@ -155,22 +150,22 @@ def check_saved(policy: Policy, folder: Path) -> None:
         raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
 
 
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The names of the tensors in a folder's files, each with a function that reads the tensor."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                yield name, tensors.get_tensor(name)
+                yield name, partial(tensors.get_tensor, name)
 
 
-def _check_loaded(policy: Policy, folder: Path) -> None:
+def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
+    """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
     model: Any = type(policy.model)
     with without_progress_bars():
-        loaded = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
-    for name, tensor in policy.model.state_dict().items():
-        if name not in loaded or not _bit_equal(loaded[name], tensor):
-            raise _differs(folder, name)
+        weights: dict[str, Tensor] = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
+    return weights
 
 
 def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
@@ -179,10 +174,3 @@ def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
         return False
     bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
     return torch.equal(*bits)
-
-
-def _differs(folder: Path, name: str) -> RunFolderError:
-    return RunFolderError(
-        f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
-        "report.check_saved = false saves without checking"
-    )

@@ -13,6 +13,7 @@ summary.json             written when the run ends
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -21,31 +22,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cohort.config import EvalConfig, GRPOConfig, load_config, to_toml
+import pyarrow
+
+from cohort.config import EvalConfig, GRPOConfig, ReportConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
 from cohort.runs.tables import completion_columns, score_columns, write_table
 from cohort.types import Group, Scores
 
-MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        *("run.output_dir", "run.max_steps", "run.num_epochs", "run.save_steps"),
-        *(f"eval.{name}" for name in EvalConfig.model_fields),
-        *("run.save_total_limit", "rollout.max_batch_size", "rollout.cache_tokens"),
-        *("model.native_kernels", "optim.microbatch_tokens"),
-        *("reward.workers", "reward.timeout", "reward.retries", "reward.on_error", "reward.max_concurrent"),
-        *(
-            "model.device",
-            "model.gradient_checkpointing",
-            "report.progress",
-            "report.log_completions",
-            "report.update_kl_completions",
-            "report.term_norms_steps",
-            "report.check_saved",
-        ),
-    }
-)
+MAY_CHANGE_ON_RESUME: dict[str, set[str]] = {
+    "model": {"device", "gradient_checkpointing", "native_kernels"},
+    "rollout": {"max_batch_size", "cache_tokens"},
+    "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
+    "optim": {"microbatch_tokens"},
+    "eval": set(EvalConfig.model_fields),
+    "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
+    "report": set(ReportConfig.model_fields),
+}
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
 ENDING_SCHEDULES = ("linear", "cosine")
@@ -67,10 +61,8 @@ class RunFolder:
     @classmethod
     def next_free(cls, name: str, *, keep_checkpoints: int | None = None) -> RunFolder:
         """``runs/NAME-001``, or the first number without a folder."""
-        number = 1
-        while (Path("runs") / f"{name}-{number:03d}").exists():
-            number += 1
-        return cls(Path("runs") / f"{name}-{number:03d}", keep_checkpoints=keep_checkpoints)
+        paths = (Path("runs") / f"{name}-{number:03d}" for number in itertools.count(1))
+        return cls(next(path for path in paths if not path.exists()), keep_checkpoints=keep_checkpoints)
 
     def check_free(self) -> None:
         """Check that the folder is empty or does not exist.
@@ -79,12 +71,10 @@ class RunFolder:
             RunFolderError: it is not.
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            what = "is not empty" if self.path.is_dir() else "is a file"
-            what = "already holds a run" if (self.path / "config.toml").exists() else what
-            raise RunFolderError(
-                f"{self.path} {what}: choose another run.output_dir"
-                + (", or continue it (--resume, train(resume=True))" if what.endswith("run") else "")
-            )
+            what, more = "is not empty" if self.path.is_dir() else "is a file", ""
+            if (self.path / "config.toml").exists():
+                what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
+            raise RunFolderError(f"{self.path} {what}: choose another run.output_dir{more}")
 
     def start(self, config: GRPOConfig, first_prompt: str) -> None:
         """Create the folder of a new run."""
@@ -111,15 +101,14 @@ class RunFolder:
         saved, now = load_config(self.path / "config.toml"), config
         # The same objective may be written in several ways.
         same = saved.resolved_objective.settings() == now.resolved_objective.settings()
-        ignored = {f"objective.{part}" for part in ("preset", *saved.objective.parts())} if same else set()
-        changed = [
-            f"{section}.{key}: the run has {_shown(old)}, now {_shown(new)}"
-            for section in GRPOConfig.model_fields
-            for key, old in getattr(saved, section).model_dump().items()
-            if (new := getattr(now, section).model_dump()[key]) != old
-            and f"{section}.{key}" not in MAY_CHANGE_ON_RESUME | ignored
-        ]
-        if changed:
+        ignored = MAY_CHANGE_ON_RESUME | {"objective": {"preset", *saved.objective.parts()} if same else set()}
+        new = now.model_dump(exclude=ignored)
+        if changed := [
+            f"{section}.{key}: the run has {_shown(value)}, now {_shown(new[section][key])}"
+            for section, values in saved.model_dump(exclude=ignored).items()
+            for key, value in values.items()
+            if value != new[section][key]
+        ]:
             raise RunFolderError(
                 f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed) + "\nTo go on with them, "
                 f"start a new run whose model.path is {self.checkpoint(steps[-1])}"
@@ -150,7 +139,7 @@ class RunFolder:
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(json_value(metrics), allow_nan=False) + "\n")
+            lines.write(as_json(metrics))
 
     def drop_metrics_after(self, step: int) -> None:
         """Remove the lines of steps that a resumed run repeats."""
@@ -162,7 +151,7 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
-        write_atomically(self.path / "summary.json", json.dumps(json_value(summary), indent=2, allow_nan=False) + "\n")
+        write_atomically(self.path / "summary.json", as_json(summary, indent=2))
 
     def write_rollout(
         self, step: int, groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float] | None]
@@ -175,8 +164,6 @@ class RunFolder:
             scores: their scores.
             advantages: of each completion, the advantages of its tokens; None if no update used it.
         """
-        import pyarrow
-
         columns = completion_columns(groups) | score_columns(scores)
         means = [None if tokens is None else _mean(tokens) for tokens in advantages]
         columns["advantage"] = pyarrow.array(means, pyarrow.float64())
@@ -190,10 +177,8 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
-        found = (self.path / "checkpoints").glob("step-*")
-        return sorted(
-            int(path.name.removeprefix("step-")) for path in found if path.name.removeprefix("step-").isdigit()
-        )
+        names = (path.name.removeprefix("step-") for path in (self.path / "checkpoints").glob("step-*"))
+        return sorted(int(name) for name in names if name.isdigit())
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -222,7 +207,7 @@ class RunFolder:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         save_model(models.policy, models.tokenizer, part)
-        (part / "best.json").write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+        (part / "best.json").write_text(as_json(record), encoding="utf-8")
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
@@ -248,12 +233,17 @@ def _mean(numbers: Sequence[float]) -> float:
     return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
 
 
-def json_value(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null."""
+def as_json(value: Any, **settings: Any) -> str:
+    """A value as JSON with a line break; null for NaN and infinity, which JSON lacks. ``settings`` are those of
+    ``json.dumps``."""
+    return json.dumps(_finite(value), allow_nan=False, **settings) + "\n"
+
+
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: json_value(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import re
-import subprocess
+import sys
+import sysconfig
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -22,38 +20,16 @@ HOME = "/cohort"
 """The folder of ``INSIDE`` and of a harness in the sandbox."""
 NOBODY = 65534
 """The user id of programs: inside the sandbox, and outside as well if the parent is root."""
+PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+"""The interpreter that runs this process. For a virtual environment, the Python that it was made from."""
+LIBRARIES = tuple(f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", "lib64"))
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
-_QUERY = (
-    "import json, sys, sysconfig; paths = sysconfig.get_paths(); print(json.dumps([sys._base_executable, "
-    "sys.base_prefix, sys.base_exec_prefix, paths['purelib'], paths['platlib']]))"
-)
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreter:
-    """The paths of a Python interpreter."""
-
-    executable: str
-    """For a virtual environment, the Python that it was made from."""
-    libraries: tuple[str, ...]
-    packages: tuple[str, ...]
+def installed_packages() -> list[str]:
     """The folders of installed packages, including those of a virtual environment."""
-
-
-@functools.cache
-def interpreter(python: str) -> Interpreter:
-    """Query an interpreter for its paths.
-
-    Raises:
-        SandboxError: it cannot be run.
-    """
-    try:
-        query = subprocess.run([python, "-I", "-c", _QUERY], capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"the sandbox's python {python!r} cannot be run: {error}") from None
-    executable, *prefixes, pure, native = json.loads(query.stdout)
-    libraries = tuple(f"{prefix}/{name}" for prefix in dict.fromkeys(prefixes) for name in ("lib", "lib64"))
-    return Interpreter(os.path.realpath(executable), libraries, tuple(dict.fromkeys((pure, native))))
+    paths = sysconfig.get_paths()
+    return list(dict.fromkeys((paths["purelib"], paths["platlib"])))
 
 
 def environment(home: str) -> dict[str, str]:
@@ -65,7 +41,7 @@ def environment(home: str) -> dict[str, str]:
 
 
 def arguments(
-    python: Interpreter,
+    packages: Sequence[str],
     harness: Path | None,
     disk: int,
     files: Mapping[str, FileIO],
@@ -75,7 +51,7 @@ def arguments(
     """The arguments of ``bwrap`` up to the command.
 
     Args:
-        python: its files are shown.
+        packages: folders that are shown besides those of Python.
         harness: the file whose folder is shown.
         disk: size of /tmp in MB; 0: it is read-only.
         files: files in /tmp by relative path.
@@ -92,7 +68,7 @@ def arguments(
         result += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
     # /tmp comes first: a Python environment may lie below it, and later mounts cover earlier ones
     result += ["--perms", "1777", "--size", str(disk << 20), "--tmpfs", "/tmp"] if disk else ["--dir", "/tmp"]
-    result += _bind([*SYSTEM, *python.libraries, python.executable, *python.packages])
+    result += _bind([*SYSTEM, *LIBRARIES, PYTHON, *packages])
     result += ["--ro-bind", str(INSIDE), f"{HOME}/{INSIDE.name}"]
     result += ["--ro-bind", str(harness.parent), f"{HOME}/{harness.parent.name}"] if harness else []
     for name, file in files.items():

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
 from multiprocessing.connection import wait
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cohort.errors import SandboxError
 from cohort.sandbox import watchdog
-from cohort.sandbox.bubblewrap import HOME, INSIDE, NOBODY, Interpreter, UserMapping, arguments, environment
+from cohort.sandbox.bubblewrap import HOME, INSIDE, NOBODY, PYTHON, UserMapping, arguments, environment
 from cohort.sandbox.descriptors import TICK, check, pipe, read_pipe, sealed_file
 from cohort.sandbox.executor import Limits, Outcome, Program, Result
 from cohort.sandbox.syscalls import system_call_filter
@@ -121,7 +121,7 @@ def _outcome(code: int, stderr: str) -> Outcome:
 def start(
     stack: ExitStack,
     bwrap: str | None,
-    python: Interpreter,
+    packages: Sequence[str],
     program: Program,
     limits: Limits,
     cancelled: threading.Event,
@@ -132,7 +132,7 @@ def start(
     Args:
         stack: kills the program when it is closed.
         bwrap: path of bubblewrap; None: no sandbox, only the limits of the kernel.
-        python: the interpreter, with the packages that the program can import.
+        packages: folders of packages that the program can import.
         program, limits: see ``Executor.run``.
         cancelled: raise as soon as this is set.
         pipes: the file descriptors of a harness. Closed here.
@@ -149,7 +149,7 @@ def start(
         "source": source.fileno(),
         "pipes": ",".join(str(file.fileno()) for file in pipes),
         "harness": program.harness or "",
-        "packages": os.pathsep.join(python.packages),
+        "packages": os.pathsep.join(packages),
         "memory": limits.memory,
         "disk": limits.disk,
         "cpu": math.ceil(limits.seconds) + 1,
@@ -159,7 +159,7 @@ def start(
         rules = sealed_file(stack, system_call_filter())
         files = {name: sealed_file(stack, data) for name, data in program.files.items()}
         inherited += [rules, *files.values(), *(mapping.ends if mapping else ())]
-        command = [bwrap, *arguments(python, program.harness, limits.disk, files, rules, mapping)]
+        command = [bwrap, *arguments(packages, program.harness, limits.disk, files, rules, mapping)]
         folder, inside, mark = "/tmp", f"{HOME}/{INSIDE.name}", watchdog.mark()
         settings |= {"threads": limits.threads} | ({"user": NOBODY} if mapping else {})
         if program.harness:
@@ -167,8 +167,10 @@ def start(
     else:
         command, inside, mark = [], str(INSIDE), ""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
-        _write_files(Path(folder), program.files)
-    command += [python.executable, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
+        for name, data in program.files.items():
+            (path := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    command += [PYTHON, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
     popen = _spawn([*command, *([mark] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
     process = Process(popen, (stdout, stderr), limits.output, mark)
     stack.callback(process.close)
@@ -180,18 +182,11 @@ def start(
     return process
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-
-
 def _spawn(
     command: list[str], folder: str, streams: tuple[FileIO, FileIO, FileIO], inherited: list[FileIO]
 ) -> subprocess.Popen[bytes]:
     """Start a process with these open files. They are closed here, so that a pipe ends when the process does."""
-    stdin, stdout, stderr = streams
-    numbers = [file.fileno() for file in inherited]
+    (stdin, stdout, stderr), numbers = streams, [file.fileno() for file in inherited]
     try:
         return subprocess.Popen(
             command,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import operator
 import os
 import queue
 import shutil
@@ -26,10 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cohort.errors import SandboxError
-from cohort.sandbox.bubblewrap import Interpreter, interpreter
+from cohort.sandbox.bubblewrap import installed_packages
 from cohort.sandbox.descriptors import START_SECONDS, pipe
 from cohort.sandbox.executor import Limits, Program, Result
 from cohort.sandbox.process import start
+from cohort.workers import make_calls
 
 T = TypeVar("T")
 
@@ -50,8 +52,6 @@ class Sandbox:
 
     packages: bool = False
     """Whether programs can import the installed packages, or only the standard library."""
-    python: str | None = None
-    """The interpreter. None: the one that runs this process."""
     allow_unsandboxed: bool = False
     """Where bubblewrap does not work, run programs as ordinary processes with limits of the kernel, after a warning,
     instead of raising."""
@@ -73,14 +73,14 @@ class Sandbox:
         self, client: Program, server: Program, limits: Limits, server_limits: Limits
     ) -> tuple[Result, Result]:
         """See ``Executor.run_pair``."""
-        bwrap, python = self._bwrap(), self._interpreter()
+        bwrap, packages = self._bwrap(), self._packages()
 
         def run(cancelled: threading.Event) -> tuple[Result, Result]:
             with ExitStack() as stack:
                 requests, client_writes = pipe(stack)
                 answers, server_writes = pipe(stack)
-                serving = start(stack, bwrap, python, server, server_limits, cancelled, (requests, server_writes))
-                asking = start(stack, bwrap, python, client, limits, cancelled, (answers, client_writes))
+                serving = start(stack, bwrap, packages, server, server_limits, cancelled, (requests, server_writes))
+                asking = start(stack, bwrap, packages, client, limits, cancelled, (answers, client_writes))
                 result = asking.finish(asking.started + limits.seconds, cancelled, [serving])
                 return result, serving.finish(time.monotonic() + SERVER_SECONDS, cancelled)
 
@@ -88,12 +88,11 @@ class Sandbox:
 
     def _run(self, bwrap: str | None, program: Program, limits: Limits, cancelled: threading.Event) -> Result:
         with ExitStack() as stack:
-            process = start(stack, bwrap, self._interpreter(), program, limits, cancelled)
+            process = start(stack, bwrap, self._packages(), program, limits, cancelled)
             return process.finish(process.started + limits.seconds, cancelled)
 
-    def _interpreter(self) -> Interpreter:
-        python = interpreter(self.python or sys.executable)
-        return python if self.packages else replace(python, packages=())
+    def _packages(self) -> list[str]:
+        return installed_packages() if self.packages else []
 
     def _bwrap(self) -> str | None:
         """The path of bubblewrap; None if programs run without it.
@@ -141,7 +140,7 @@ def _warn_once(problem: str) -> None:
 async def _in_queue(run: Callable[[threading.Event], T]) -> T:
     """Call a function in one of the process's threads. It gets an event that is set when the call is cancelled."""
     cancelled, future = threading.Event(), Future[T]()
-    _queue(os.getpid()).put((future, functools.partial(run, cancelled)))
+    _queue(os.getpid()).put((future, run, cancelled))
     ended = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(ended)
@@ -153,20 +152,11 @@ async def _in_queue(run: Callable[[threading.Event], T]) -> T:
 
 
 @functools.cache
-def _queue(process: int) -> queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
+def _queue(process: int) -> queue.SimpleQueue[Any]:
     """The queue of a process, with as many threads as processors. A fork of the process has a queue of its own."""
-    calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for _ in range(processors):
-        threading.Thread(target=_serve, args=(calls,), name=f"cohort-sandbox-{process}", daemon=True).start()
+        arguments = (calls, operator.call)
+        threading.Thread(target=make_calls, args=arguments, name=f"cohort-sandbox-{process}", daemon=True).start()
     return calls
-
-
-def _serve(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:
-    while True:
-        future, call = calls.get()
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)

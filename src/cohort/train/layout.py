@@ -24,7 +24,8 @@ from torch import Tensor
 
 from cohort.objective import Objective, Outcomes, segment_sum, token_advantages
 from cohort.policy import PackedRows
-from cohort.types import FinishReason, Group, Scores, Segment, Support, TokenBatch
+from cohort.rewards import environment_reward
+from cohort.types import Completion, FinishReason, Group, Scores, Segment, Support, TokenBatch, Turns
 
 Item = TypeVar("Item")
 
@@ -73,6 +74,24 @@ def lay_out(groups: Sequence[Group], device: torch.device, repetition_penalty: f
         loss_N=torch.ones(num_tokens, dtype=torch.bool, device=device),
         support=support,
         full_logps_N=full_logps_N,
+        turns=_turns(completions),
+    )
+
+
+def _turns(completions: Sequence[Completion]) -> Turns | None:
+    """The turns of the completions; None where every completion is one turn."""
+    if not any(completion.episode for completion in completions):
+        return None
+    turns = [
+        [(turn.num_drawn, turn.reward or 0.0) for turn in c.episode.turns] if c.episode else [(c.num_tokens, 0.0)]
+        for c in completions
+    ]
+    drawn = [sum(count for count, _ in some) for some in turns]
+    assert drawn == [completion.num_tokens for completion in completions], "every drawn token belongs to a turn"
+    return Turns(
+        sequence_E=numbers(torch.tensor([len(some) for some in turns])),
+        turn_N=numbers(torch.tensor([count for some in turns for count, _ in some], dtype=torch.long)),
+        rewards_E=torch.tensor([reward for some in turns for _, reward in some], dtype=torch.float64),
     )
 
 
@@ -137,12 +156,19 @@ def assign_advantages(
         truncated_S=batch.truncated_S,
         sampler_logps_N=batch.sampler_logps_N.cpu(),
         kl_N=kl_N,
+        turns=batch.turns and _weighted(batch.turns, scores),
     )
     loss_N = batch.loss_N
     if objective.truncated == "mask":
         loss_N = loss_N & ~batch.truncated_S.to(loss_N.device)[batch.sequence_N]
     advantages_N = token_advantages(objective, outcomes).to(loss_N.device)
     return replace(batch, advantages_N=advantages_N, loss_N=loss_N)
+
+
+def _weighted(turns: Turns, scores: Scores) -> Turns:
+    """The turns with what each adds to the score: nothing unless `environment_reward` is a reward function."""
+    weights = dict(zip(scores.names, scores.weights or (1.0,) * len(scores.names), strict=True))
+    return replace(turns, rewards_E=turns.rewards_E * weights.get(environment_reward.__name__, 0.0))
 
 
 # Parts of it ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import sys
 from types import ModuleType
 
 from . import plan, wire
-from .names import free_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Remote(wire.Far):  # noqa: PLW1641 - __hash__ is set below
+class Remote:  # noqa: PLW1641 - __hash__ is set below
     """A stand-in for an object in the program's process.
 
     Args:
@@ -57,7 +56,7 @@ class Remote(wire.Far):  # noqa: PLW1641 - __hash__ is set below
         return value
 
     def __instancecheck__(self, thing: Any) -> bool:
-        thing = thing.remote if isinstance(thing, wire.Both) else thing
+        thing = thing.remote if isinstance(thing, Both) else thing
         return isinstance(thing, Remote) and self._link.ask("isinstance", thing, self) is True
 
     def __subclasscheck__(self, thing: Any) -> bool:
@@ -82,27 +81,42 @@ class Remote(wire.Far):  # noqa: PLW1641 - __hash__ is set below
         return same if same is NotImplemented else not same
 
 
-def _forward(operation: str, convert: Callable[[Any], Any], *, only_remote: bool = False) -> Callable[..., Any]:
+def _forward(operation: str, convert: Any = None, *, only_remote: bool = False) -> Callable[..., Any]:
     def forward(self: Remote, *arguments: Any) -> Any:
         if only_remote and not all(isinstance(argument, Remote) for argument in arguments):
             return NotImplemented
-        return convert(self._link.ask(operation, self, *arguments))
+        answer = self._link.ask(operation, self, *arguments)
+        return convert(answer) if convert else answer
 
     return forward
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"str": str, "repr": str, "hash": int, "bool": lambda v: v is True}
-for _name in [
-    *("len", "getitem", "setitem", "delitem", "setattr", "delattr", "iter", "next", "enter"),
-    *("neg", "abs", "int", "float", *_CONVERSIONS),
-]:
-    setattr(Remote, f"__{_name}__", _forward(_name, _CONVERSIONS.get(_name, _unchanged)))
+for _name in "len getitem setitem delitem setattr delattr iter next enter neg abs int float".split():  # noqa: SIM905
+    setattr(Remote, f"__{_name}__", _forward(_name))
+for _name, _convert in {"str": str, "repr": str, "hash": int, "bool": lambda answer: answer is True}.items():
+    setattr(Remote, f"__{_name}__", _forward(_name, _convert))
 for _name in wire.BINARY[2:]:
-    setattr(Remote, f"__{_name.strip('_')}__", _forward(_name, _unchanged, only_remote=True))
+    setattr(Remote, f"__{_name.strip('_')}__", _forward(_name, only_remote=True))
+
+
+class Both:
+    """A number, string or tuple that is compared here as plain data, and has its other attributes there."""
+
+    remote: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.remote, name)
+
+    def __str__(self) -> str:
+        return str(self.remote)
+
+    def __repr__(self) -> str:
+        return repr(self.remote)
+
+
+_BOTH: dict[type, Any] = {kind: type("Both", (Both, kind), {}) for kind in (int, float, str, tuple)}
 
 
 class Link:
@@ -202,15 +216,20 @@ class Link:
             vars(value)["_known"] = 3 if name[:1].isupper() else 2
         return value
 
-    def find(self, data: list[Any]) -> Remote:
-        """The stand-in for an object of the program: always the same."""
+    def find(self, data: list[Any], plain: Any = None) -> Any:
+        """The stand-in for an object of the program: always the same. With its plain data, a new ``Both``."""
         kind, number = data
         if kind != "object":
             raise ValueError(f"unknown kind of data {kind!r}")
-        return self._remotes.setdefault(number, Remote(self, int(number)))
+        remote = self._remotes.setdefault(number, Remote(self, int(number)))
+        if plain is None:
+            return remote
+        both = _BOTH[type(plain)](plain)
+        both.remote = remote
+        return both
 
     def _refer(self, value: Any) -> list[Any]:
-        if isinstance(value, wire.Both):
+        if isinstance(value, Both):
             value = value.remote
         if isinstance(value, Remote):
             return ["object", value._number]
@@ -296,7 +315,7 @@ def main(source: bytes, reads: int, writes: int) -> None:
     sys.modules["tests"] = module = ModuleType("tests")
     names = module.__dict__
     names["__builtins__"] = _safe_builtins()
-    broken = _run(lambda names: _look_up(free_names(task), names, link), names, task["seconds"], link)
+    broken = _run(lambda names: _look_up(plan.free_names(task), names, link), names, task["seconds"], link)
     for step in steps:
         error = broken or _run(step.run, names, task["seconds"], link)
         if link.unusable is not None:

@@ -54,7 +54,7 @@ class Objects:
             self._kept.append(value)
         return ["object", number]
 
-    def find(self, data: list[Any]) -> Any:
+    def find(self, data: list[Any], _plain: Any = None) -> Any:
         """The object that JSON data stands for."""
         return self._kept[data[1]]
 

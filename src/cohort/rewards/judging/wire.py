@@ -109,8 +109,8 @@ def _type(name: str) -> Any:
     return getattr(__import__(module or "builtins"), attribute)
 
 
-def decode(data: Any, find: Callable[[list[Any]], Any]) -> Any:
-    """Decode JSON data. ``find`` returns the object for what ``refer`` returned.
+def decode(data: Any, find: Callable[..., Any]) -> Any:
+    """Decode JSON data. ``find`` returns the object for what ``refer`` returned; it also gets the plain data, if any.
 
     >>> decode(["tuple", [1, ["collections.deque", [2]]]], find=list)
     (1, deque([2]))
@@ -121,42 +121,13 @@ def decode(data: Any, find: Callable[[list[Any]], Any]) -> Any:
     if name in CODECS:
         return CODECS[name][1](_type(name), body, lambda item: decode(item, find))
     if name == "both":
-        plain, other = decode(body[0], find), find(body[1])
-        if not isinstance(other, Far):  # the object is back in its own process
-            return other
-        value = _BOTH[type(plain)](plain)
-        value.remote = other
-        return value
+        return find(body[1], decode(body[0], find))
     if name == "type":
         return TYPES[body]
     if name == "array":
         numpy: Any = __import__("numpy")
         return numpy.array(decode(body[1], find), dtype=body[0])[()]
     return find(data)
-
-
-class Far:
-    """Base of the stand-ins for objects of the other process."""
-
-
-class Both:
-    """A number, string or tuple that is compared here as plain data, and has its other attributes there."""
-
-    remote: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.remote, name)
-
-    def __str__(self) -> str:
-        return str(self.remote)
-
-    def __repr__(self) -> str:
-        return repr(self.remote)
-
-
-_BOTH: dict[type, Any] = {kind: type("Both", (Both, kind), {}) for kind in (int, float, str, tuple)}
 
 
 class Wire:

@@ -10,10 +10,9 @@ import pytest
 from cohort.cli import main
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, resolve_reward
-from cohort.rewards.builtin import columns_of, settings_of
 from cohort.rewards.contract import call_options
 from cohort.rewards.mathematics import gsm8k
-from cohort.rewards.specs import split_spec
+from cohort.rewards.names import columns_of, settings_of, split_spec
 from tests.rewards.conftest import rollout
 
 REQUIRED = {
@@ -64,7 +63,7 @@ def test_a_spec_is_a_name_and_values(spec, parts):
         ("nowhere.py:f", "no reward file nowhere.py"),
         ("no_such_module_x:f", "cannot import reward module"),
         ("cohort.rewards.mathematics:gsm9k", "has no function 'gsm9k'; it has: .*gsm8k"),
-        ("cohort.rewards.builtin:BUILTIN_REWARDS", "has no function"),
+        ("cohort.rewards.names:BUILTIN_REWARDS", "has no function"),
         ("soft_overlong", r"needs max_length, buffer: write soft_overlong\(max_length=..., buffer=...\)"),
         ("soft_overlong(max_length=8)", r"needs buffer: write soft_overlong\(max_length=8, buffer=...\)"),
         ("soft_overlong(max_len=8)", "no setting 'max_len'; it has: max_length, buffer"),
@@ -171,7 +170,7 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidfuzz.fuzz", None)
     with pytest.raises(RewardError, match=r"fuzzy_match needs rapidfuzz.fuzz.*pip install 'cohort-rl\[rewards\]'"):
         fuzzy_match("a", "a")
-    monkeypatch.setattr("cohort.rewards.builtin.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("cohort.rewards.names.importlib.util.find_spec", lambda name: None)
     with pytest.raises(RewardError, match="math needs math_verify, which is not installed: pip install 'cohort-rl"):
         resolve_reward("math")
     assert resolve_reward("gsm8k")

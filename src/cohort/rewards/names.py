@@ -1,12 +1,23 @@
-"""Reward functions by name, as in ``reward.functions`` of the settings."""
+"""Reward functions by name, as in ``reward.functions`` of the settings; and the output of ``cohort rewards``.
+
+The table of built-in rewards names the module of each function and imports it on demand. Listing the rewards imports
+neither torch nor a package of the extra ``rewards``.
+"""
 
 from __future__ import annotations
 
 import ast
+import difflib
+import importlib
+import importlib.util
 import inspect
+import re
+import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -14,9 +25,89 @@ from pydantic.errors import PydanticUserError
 
 from cohort.errors import RewardError
 from cohort.plugins import load_function
-from cohort.rewards.builtin import BUILTIN_REWARDS, settings_of, unknown_reward
 from cohort.rewards.contract import RewardFunction, parameters_of
 from cohort.rewards.model import RewardModel, is_reward_model
+from cohort.types import RESERVED_COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinReward:
+    """A row of the table."""
+
+    name: str
+    module: str
+    """Module within ``cohort.rewards`` that holds the function of the same name."""
+    package: str | None = None
+    """Required package of the extra ``rewards``."""
+    program: str | None = None
+    """Required program. The function checks for it."""
+
+    def load(self) -> Callable[..., Any]:
+        """Import the function."""
+        function: Callable[..., Any] = getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
+        return function
+
+
+BUILTIN_REWARDS: dict[str, BuiltinReward] = {
+    row.name: row
+    for row in (
+        BuiltinReward("math", "mathematics", "math_verify"),
+        BuiltinReward("reasoning_answer", "mathematics", "math_verify"),
+        BuiltinReward("gsm8k", "mathematics"),
+        BuiltinReward("code", "code", program="bwrap"),
+        BuiltinReward("exact_match", "text"),
+        BuiltinReward("fuzzy_match", "text", "rapidfuzz"),
+        BuiltinReward("regex", "text"),
+        BuiltinReward("json_schema", "text", "jsonschema"),
+        BuiltinReward("think_format", "text"),
+        BuiltinReward("soft_overlong", "length"),
+        BuiltinReward("cosine_length", "length"),
+        BuiltinReward("repetition_penalty", "text"),
+        BuiltinReward("language", "text", "py3langid"),
+        BuiltinReward("environment_reward", "environment"),
+    )
+}
+"""Name to row."""
+
+
+def unknown_reward(name: str) -> RewardError:
+    """The error for a name that is not in the table."""
+    close = difflib.get_close_matches(name, BUILTIN_REWARDS, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return RewardError(
+        f"unknown reward {name!r}{hint}: built in are {', '.join(BUILTIN_REWARDS)}; your own functions are named "
+        "module:function or file.py:function, a reward model by its folder or hub id"
+    )
+
+
+def settings_of(function: Callable[..., Any]) -> dict[str, Parameter]:
+    """The settings of a built-in function: its keyword-only parameters."""
+    return {p.name: p for p in parameters_of(function) if p.kind is p.KEYWORD_ONLY}
+
+
+def columns_of(function: Callable[..., Any]) -> list[str]:
+    """The columns of the data that a built-in function requires."""
+    required = [p for p in parameters_of(function) if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+    return [p.name for p in required if p.name not in RESERVED_COLUMNS]
+
+
+def import_extra(package: str, name: str) -> Any:
+    """Import a package of the extra ``rewards`` for the reward ``name``.
+
+    Raises:
+        RewardError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise _not_installed(package, name) from None
+
+
+def _not_installed(package: str, name: str) -> RewardError:
+    return RewardError(f"the reward {name} needs {package}, which is not installed: pip install 'cohort-rl[rewards]'")
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
 
 
 def as_reward_function(given: Any) -> RewardFunction:
@@ -65,8 +156,10 @@ def resolve_reward(spec: str) -> RewardFunction:
 
 
 def _builtin(name: str, values: Mapping[str, Any]) -> RewardFunction:
-    BUILTIN_REWARDS[name].check_installed()
-    function = BUILTIN_REWARDS[name].load()
+    row = BUILTIN_REWARDS[name]
+    if row.package is not None and importlib.util.find_spec(row.package) is None:
+        raise _not_installed(row.package, name)
+    function = row.load()
     settings = settings_of(function)
     _check_names(name, values, settings)
     if missing := [key for key, p in settings.items() if p.default is p.empty and key not in values]:
@@ -146,3 +239,56 @@ def _check_types(function: RewardFunction, name: str, values: Mapping[str, Any])
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise RewardError(f"reward {name}: {key}={values[key]!r:.60}: {reason[0].lower()}{reason[1:]}") from None
+
+
+# -- cohort rewards ----------------------------------------------------------------------------------------------------
+
+_FOOTER = """
+cohort rewards NAME explains one. In the settings, values for its settings follow in parentheses:
+reward.functions = ["math", "soft_overlong(max_length=1024, buffer=256)", "mine.py:my_reward"]"""
+
+
+def list_rewards() -> str:
+    """Every built-in reward: its settings with their defaults, a summary, and its requirements."""
+    lines = []
+    for name in BUILTIN_REWARDS:
+        signature, needs, text = _described(name)
+        lines += [*signature, *_wrapped(text.partition("\n")[0], "    "), *_wrapped(needs, "    needs ")]
+    return "\n".join([*lines, _FOOTER])
+
+
+def explain_reward(name: str) -> str:
+    """One built-in reward: its settings, its requirements and its docstring.
+
+    Raises:
+        RewardError: there is no built-in reward of that name.
+    """
+    if name not in BUILTIN_REWARDS:
+        raise unknown_reward(name)
+    signature, needs, text = _described(name)
+    lines = [*signature, *_wrapped(needs, "needs ")]
+    for block in text.split("\n\n"):
+        lines.append("")
+        if block.startswith("Args:"):
+            for entry in re.sub(r"\n {8}", " ", block).splitlines()[1:]:
+                lines += _wrapped(entry.strip(), "    ", " " * 8)
+        else:
+            lines += block.splitlines() if block.startswith(">>>") else _wrapped(" ".join(block.split()))
+    return "\n".join(lines)
+
+
+def _described(name: str) -> tuple[list[str], str, str]:
+    """The signature in lines, the requirements, and the docstring without its markup."""
+    row = BUILTIN_REWARDS[name]
+    function = row.load()
+    settings = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in settings_of(function).values()]
+    needs = [f"the column {column}" for column in columns_of(function)]
+    needs += [f"{row.package}: pip install 'cohort-rl[rewards]'"] if row.package else []
+    needs += [f"the program {row.program}"] if row.program else []
+    text = re.sub(r"``(.+?)``", r"\1", inspect.getdoc(function) or "", flags=re.DOTALL)
+    return _wrapped(f"{name}({', '.join(settings)})", "", " " * (len(name) + 1)), "; ".join(needs), text
+
+
+def _wrapped(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    rest = " " * len(first) if rest is None else rest
+    return textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
