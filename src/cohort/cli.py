@@ -197,10 +197,9 @@ def evaluate(
     Args:
         model: A folder, a hub id, or a run (its best/ model, else its newest checkpoint).
     """
-    from cohort.evaluation.command import evaluate as run
-    from cohort.evaluation.request import Request
+    from cohort.evaluation import command
 
-    return run(Request(model=model, overrides=overrides, **vars(flags or EvalFlags())))
+    return command.evaluate(command.Request(model=model, overrides=overrides, **vars(flags or EvalFlags())))
 
 
 @app.command(

@@ -192,7 +192,7 @@ class GRPOTrainer:
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
-        self.summary["completions"] = cursor.position * self.schedule.num_generations
+        self.summary["completions"] = cursor.position * self.args.rollout.num_generations
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 

@@ -22,8 +22,7 @@ from cohort.config import (
     parse_settings,
     to_toml,
 )
-from cohort.config.errors import foreign_names
-from cohort.config.section import setting_paths
+from cohort.config.section import foreign_names, setting_paths
 from cohort.errors import ConfigError
 from cohort.presets import PRESETS
 from cohort.presets.parts import KL

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
 from cohort.data import DataCursor, LengthLimit, PromptSet, load_data, prompt_loader
+from cohort.data.load import Turns
 from cohort.data.loader import ReadPosition
-from cohort.data.mixture import Turns
 from cohort.data.order import Reached
 from cohort.errors import DataError
 from tests.data.templates import byte_tokenizer

@@ -14,7 +14,7 @@ from cohort.config import DataConfig
 from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
 from cohort.evaluation import command
-from cohort.evaluation.request import Request, model_of, run_of
+from cohort.evaluation.command import Request, model_of, run_of
 from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import ROWS, make_trainer

@@ -1,12 +1,11 @@
 """Typed settings: one TOML file, dotted overrides, errors that name the nearest setting. Imports no torch."""
 
 from cohort.config.data import DataConfig, Source
-from cohort.config.evaluation import EvalConfig
-from cohort.config.load import apply_overrides, load_config, parse_settings
-from cohort.config.schedule import Schedule
+from cohort.config.grpo import GRPOConfig, Schedule
+from cohort.config.load import annotated_toml, apply_overrides, load_config, parse_settings, to_toml
 from cohort.config.schema import (
     EnvironmentConfig,
-    GRPOConfig,
+    EvalConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -14,4 +13,3 @@ from cohort.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
-from cohort.config.write import annotated_toml, to_toml

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from cohort.config.errors import explain_errors
-from cohort.config.evaluation import check_set_name
-from cohort.config.section import PositiveFloat, PositiveInt, Section, read_text
+from cohort.config.section import PositiveFloat, PositiveInt, Section, explain_errors, read_text
 from cohort.errors import ConfigError
 
 Format = Literal["auto", "text", "chat"]
+MEASURES = ("reward", "rewards", "length", "cut_share", "unscored", "errors")
+"""Reserved metric names; invalid as names of evaluation sets."""
+
+
+def check_set_name(name: Any) -> None:
+    """Check that an evaluation set's name can be part of metrics and of file names.
+
+    Raises:
+        ValueError: the name contains other characters than letters, digits, '-' and '_', or is reserved.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name in MEASURES:
+        raise ValueError(
+            "an evaluation set's name becomes part of metrics and of file names: expected letters, digits, '-' and "
+            f"'_', and none of {', '.join(MEASURES)}; got {name!r}"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Settings from TOML files and from ``--section.key value`` overrides."""
+"""Settings from TOML files and from ``--section.key value`` overrides, and as TOML files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+import tomli_w
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from cohort.config.errors import explain_errors, explanations, foreign_names, suggestion
-from cohort.config.schema import GRPOConfig
-from cohort.config.section import setting_paths, subsection, with_value
+from cohort.config.grpo import GRPOConfig
+from cohort.config.section import (
+    explain_errors,
+    explanations,
+    foreign_names,
+    setting_paths,
+    subsection,
+    suggestion,
+    with_value,
+)
 from cohort.errors import ConfigError
 from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
@@ -206,3 +214,31 @@ def _check_sections(table: Mapping[str, Any]) -> None:
             raise ConfigError(f"unknown section [{name}]; {hint}")
         else:
             raise ConfigError(f"setting {name} is outside a section{suggestion(name, GRPOConfig)}")
+
+
+def to_toml(config: GRPOConfig) -> str:
+    """The settings as a TOML file that reads back as the same settings. Unset ones are omitted: TOML has no null."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def annotated_toml() -> str:
+    """Every setting with its default and its documentation, as a TOML file to start from."""
+    return "\n".join(_annotated("", GRPOConfig))
+
+
+def _annotated(name: str, section: type[BaseModel]) -> list[str]:
+    lines = [f"[{name}]  # {' '.join((section.__doc__ or '').split())}"] if name else []
+    tables: list[str] = []
+    for key, field in section.model_fields.items():
+        if table := subsection(field.annotation):
+            tables += _annotated(f"{name}.{key}".lstrip("."), table)
+            continue
+        lines += [f"# {line.strip()}" for line in (field.description or "").splitlines()]
+        lines += [_assignment(key, field.default), ""]
+    return lines + tables
+
+
+def _assignment(key: str, value: Any) -> str:
+    if value is None:
+        return f"# {key} ="
+    return f"{key} = {{}}" if value == {} else tomli_w.dumps({key: value}).strip()

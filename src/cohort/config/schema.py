@@ -1,4 +1,4 @@
-"""The sections of the settings, and ``GRPOConfig``, which holds them.
+"""The sections of the settings besides ``[data]`` and ``[objective]``.
 
 Each setting has a docstring with its meaning, its unit and the value that turns it off; ``cohort config`` prints them
 all as a TOML file.
@@ -7,31 +7,23 @@ all as a TOML file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cohort.config.data import DataConfig
-from cohort.config.errors import explain_errors, suggestion
-from cohort.config.evaluation import EvalConfig
-from cohort.config.objective import ObjectiveConfig
 from cohort.config.section import (
     Count,
     Numbers,
     PathName,
     PositiveFloat,
     PositiveInt,
+    PositiveInts,
     PositiveShare,
     Section,
     Share,
     Strings,
     read_text,
-    setting_paths,
 )
-from cohort.errors import ConfigError
-from cohort.presets import Objective, optional_parts
-from cohort.presets.parts import BatchStd, GroupMean, TopK
 
 
 class LoraConfig(Section):
@@ -258,6 +250,77 @@ class OptimConfig(Section):
     nonfinite/ in the run folder. This many in a row stop the run."""
 
 
+class EvalConfig(Section):
+    """Evaluation on fresh samples of `data.eval`'s prompts, with the same random numbers every time
+    (docs/evaluation.md)."""
+
+    eval_steps: Count = 0
+    """Evaluate every this many steps. 0: only before the first step and after the last one."""
+    eval_on_start: bool = True
+    """Also evaluate before the first step, for comparison."""
+    num_generations_eval: PositiveInt = 1
+    """Completions per prompt."""
+    temperature_eval: Annotated[float, Field(ge=0)] | None = None
+    """Divides the logits; 0 is greedy. Unset: as in training, also for the four settings below."""
+    top_p_eval: PositiveShare | None = None
+    """Sample from the smallest set of most likely tokens whose probabilities add up to p. 1: all."""
+    top_k_eval: Count | None = None
+    """Sample from the k most likely tokens only. 0: all."""
+    min_p_eval: Share | None = None
+    """Sample from tokens at least this fraction as likely as the most likely one. 0: all."""
+    max_completion_length_eval: PositiveInt | None = None
+    """Maximum number of tokens of a completion."""
+    pass_at_k: PositiveInts = (1,)
+    """Log the probability that at least one of k completions is correct, for each of these k. []: off."""
+    maj_at_k: PositiveInts = ()
+    """Log the probability that the most frequent answer of k completions is correct, for each of these k. Needs a
+    reward function that logs the column "answer" (`log_extra`)."""
+    pass_function: str | None = None
+    """The reward function that decides whether a completion is correct. Unset: the first."""
+    pass_threshold: float = 1.0
+    """A completion is correct if that function returns at least this."""
+    bootstrap_samples: Annotated[int, Field(ge=100)] = 2_000
+    """Resamples of each confidence interval."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Confidence level of the intervals."""
+    metric_for_best_model: str | None = None
+    """Keep the model with the best value of this metric, as in "eval/reward/mean", in best/ in the run folder. Unset:
+    off."""
+    greater_is_better: bool = True
+    """Whether a higher value of that metric is better."""
+    early_stopping_patience: Count = 0
+    """End the run after this many evaluations in a row without a new best. 0: off."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> EvalConfig:
+        for name in ("pass_at_k", "maj_at_k"):
+            if (k := max(getattr(self, name), default=0)) > self.num_generations_eval:
+                raise ValueError(
+                    f"{name} needs {k} completions per prompt, and num_generations_eval is "
+                    f"{self.num_generations_eval}: raise it, or lower k"
+                )
+        if self.early_stopping_patience and self.metric_for_best_model is None:
+            raise ValueError("early_stopping_patience needs a metric: set eval.metric_for_best_model")
+        if 1 / (1 + self.bootstrap_samples) > 1 - self.confidence:
+            raise ValueError(
+                f"bootstrap_samples ({self.bootstrap_samples}) is too small for confidence {self.confidence}: the "
+                "smallest possible p-value is above 1 - confidence, so no difference would be significant. Raise it"
+            )
+        return self
+
+    def what_is_measured(self) -> dict[str, Any]:
+        """The settings that the value of ``metric_for_best_model`` depends on. Values are comparable only under the
+        same settings."""
+        metric = self.metric_for_best_model or ""
+        sampling = {name for name in type(self).model_fields if name.endswith("_eval")}
+        names = {"metric_for_best_model", "greater_is_better"} | sampling
+        if "@" in metric:
+            names |= {"pass_function", "pass_threshold"}
+        if metric.endswith(("/low", "/high")):
+            names |= {"bootstrap_samples", "confidence"}
+        return self.model_dump(include=names, mode="json")
+
+
 class RunConfig(Section):
     """Duration, output and checkpoints."""
 
@@ -292,135 +355,3 @@ class ReportConfig(Section):
     over the first minibatch. 0: never."""
     update_kl_completions: Count = 8
     """Number of completions per step on which to measure how far the step moved the policy (update_kl). 0: off."""
-
-
-class GRPOConfig(Section):
-    """All settings of a run.
-
-    Settings may be given by section, ``GRPOConfig(rollout={"num_generations": 4})``, or by name, since names are unique
-    over all sections: ``GRPOConfig(num_generations=4, learning_rate=1e-5, output_dir="runs/mine")``.
-
-    Raises:
-        ConfigError: a setting is unknown (the error names the nearest one), of the wrong type, or out of range.
-    """
-
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
-    reward: RewardConfig = RewardConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    optim: OptimConfig = OptimConfig()
-    eval: EvalConfig = EvalConfig()
-    run: RunConfig = RunConfig()
-    report: ReportConfig = ReportConfig()
-
-    def __init__(self, **settings: Any) -> None:
-        with explain_errors(type(self)):
-            super().__init__(**_by_section(type(self), settings))
-
-    @model_validator(mode="after")
-    def _check_together(self) -> GRPOConfig:
-        objective, rollout, optim = self.objective, self.rollout, self.optim
-        self._check_groups(self.resolved_objective)
-        if objective.sync_ref_model and self.resolved_objective.beta == 0:
-            raise ValueError("objective.sync_ref_model needs a reference policy: set objective.beta above 0")
-        for name, longest in (
-            ("rollout.max_completion_length", rollout.max_completion_length),
-            ("eval.max_completion_length_eval", self.eval.max_completion_length_eval),
-        ):
-            if longest is not None and rollout.min_completion_length > longest:
-                shortest = f"rollout.min_completion_length ({rollout.min_completion_length})"
-                raise ValueError(f"{shortest} must be at most {name} ({longest})")
-        if rollout.regex is not None and rollout.json_schema is not None:
-            raise ValueError("rollout.regex and rollout.json_schema exclude each other: set one of them")
-        if rollout.prompts_per_step % objective.minibatches:
-            raise ValueError(
-                f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of objective.minibatches "
-                f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
-            )
-        self._check_adapters()
-        if optim.warmup_steps and optim.lr_scheduler_type == "constant":
-            raise ValueError("optim.warmup_steps needs a schedule: set optim.lr_scheduler_type 'constant_with_warmup'")
-        if objective.sync_ref_model and objective.ref_model_sync_steps < objective.updates_per_rollout:
-            raise ValueError(
-                f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
-                f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
-            )
-        if self.data.streaming and self.run.max_steps is None:
-            raise ValueError("data.streaming reads data of unknown length: set run.max_steps")
-        weights, functions = self.reward.weights, self.reward.functions
-        if weights is not None and functions and len(weights) != len(functions):
-            raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
-        return self
-
-    def _check_adapters(self) -> None:
-        model = self.model
-        if model.lora.dropout and not model.dropout:
-            raise ValueError("model.lora.dropout needs model.dropout = true")
-        if model.quantization != "none" and not model.lora.wanted:
-            raise ValueError("model.quantization freezes the weights, so it needs adapters: set model.lora.rank")
-        if model.lora.rank and model.lora.adapter:
-            raise ValueError("model.lora.rank and model.lora.adapter exclude each other: an adapter has its own rank")
-        if model.lora.wanted and self.objective.sync_ref_model:
-            raise ValueError("objective.sync_ref_model excludes adapters: the reference is the model without them")
-
-    def _check_groups(self, objective: Objective) -> None:
-        """Check the parts of the objective that depend on the number of completions or on the sign of the rewards."""
-        size, scale, kept = self.rollout.num_generations, objective.scale, objective.group_filter
-        if size == 1 and objective.group_relative:
-            part = f"scale {scale.rule!r}" if scale else f"baseline {objective.baseline!r}"
-            raise ValueError(
-                f"rollout.num_generations is 1, and {part} compares a completion with the others of its group: set "
-                "num_generations to 2 or more, or objective.baseline to 'batch_mean' and objective.scale to 'none'"
-            )
-        if isinstance(kept, TopK) and kept.k >= size:
-            raise ValueError(
-                f"objective.group_filter.k ({kept.k}) must be less than rollout.num_generations ({size}), or no "
-                "completion is left out: raise num_generations, to 16 or 24, or lower k"
-            )
-        part = "scale 'group_mean'" if isinstance(scale, GroupMean) else "unlikeliness"
-        if (isinstance(scale, GroupMean) or objective.unlikeliness) and min(self.reward.weights or (0,)) < 0:
-            raise ValueError(f"objective.{part} needs rewards that are not negative: reward.weights has a negative one")
-        if objective.credit == "process" and self.environment.factory:
-            raise ValueError(
-                "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
-                "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
-            )
-        of_rollout = objective.baseline == "batch_mean" or isinstance(scale, BatchStd)
-        if of_rollout and size * self.rollout.prompts_per_step == 1:
-            raise ValueError(
-                "the objective compares the completions of a rollout, which has only one: raise "
-                "rollout.prompts_per_step or rollout.num_generations"
-            )
-
-    @property
-    def resolved_objective(self) -> Objective:
-        """The preset with its changes, and with the lengths that follow from the rollout.
-
-        Raises:
-            ConfigError: the parts cannot be combined.
-        """
-        objective = self.objective.resolve()
-        if objective.aggregation == "constant" and objective.aggregation_length is None:
-            return objective.replace(aggregation_length=self.rollout.max_completion_length)
-        return objective
-
-
-def _by_section(schema: type[GRPOConfig], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings given by name, sorted into their sections."""
-    paths = setting_paths(schema)
-    sections = {key: value for key, value in settings.items() if key in schema.model_fields}
-    for key, value in settings.items():
-        if key in schema.model_fields:
-            continue
-        if key not in paths:
-            raise ConfigError(f"unknown setting {key!r}{suggestion(key, schema)}")
-        name = paths[key].partition(".")[0]
-        section = sections.get(name, {})
-        given = dict(section) if isinstance(section, Mapping) else section.model_dump(exclude_unset=True)
-        if key in given:
-            raise ConfigError(f"{key!r} is given twice: by its name and in section {name!r}")
-        # For an optional part, None means absent, not unset.
-        sections[name] = {**given, key: "none" if value is None and key in optional_parts() else value}
-    return sections

@@ -1,12 +1,12 @@
 """Data sets, rendered prompts, and their order."""
 
 from cohort.config import DataConfig
-from cohort.data.files import Row, file_format
 from cohort.data.load import Data, load_data, load_sets
 from cohort.data.loader import DataCursor, PromptLoader
 from cohort.data.order import InMemoryLoader
 from cohort.data.prompts import LengthLimit, PromptSet
-from cohort.data.source import load_rows
+from cohort.data.rows import Row
+from cohort.data.source import file_format, load_rows, read_lines
 from cohort.data.streaming import StreamingLoader
 
 

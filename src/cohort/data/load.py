@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,12 +12,19 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig, Source
-from cohort.config.data import parse_slice
-from cohort.config.evaluation import check_set_name
-from cohort.data.files import Row
-from cohort.data.mixture import Turns
+from cohort.config.data import check_set_name, parse_slice
 from cohort.data.render import PromptMaker, check_columns
-from cohort.data.rows import BATCH, RowTable, as_number, check_renames, explain_none_left, make_filter, rename
+from cohort.data.rows import (
+    BATCH,
+    Row,
+    RowTable,
+    as_number,
+    check_column,
+    check_renames,
+    explain_none_left,
+    make_filter,
+    rename,
+)
 from cohort.data.source import is_stream, open_source, read_source, select_split
 from cohort.errors import DataError
 
@@ -47,6 +55,54 @@ class LoadedSource:
         for start, rows in self.rows.batches():
             numbers = self.rows.numbers[start : start + len(rows)]
             yield rows, [f"{self.where}, row {number}" for number in numbers]
+
+    def named_rows(self) -> Iterator[tuple[Row, str]]:
+        """Each row, and what errors call it."""
+        for rows, row_names in self.batches():
+            yield from zip(rows, row_names, strict=True)
+
+
+class Turns:
+    """Sources taking turns so evenly that no source is ever a whole prompt away from its share.
+
+    Of the first p prompts, a source with weight w of the total W has ``floor(p w / W)`` or ``ceil(p w / W)``. Of the
+    sources that one more prompt keeps within ``ceil``, the turn goes to the smallest ``(count + 1) / w``; among equals,
+    to the first listed. Source: M. L. Balinski and H. P. Young, "The quota method of apportionment" (1975).
+
+    Args:
+        weights: one or more positive numbers; a common factor changes nothing.
+
+    >>> turns = Turns([Fraction(2), Fraction(1)])
+    >>> [turns.at(position) for position in range(6)]
+    [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (1, 1)]
+    """
+
+    def __init__(self, weights: Sequence[Fraction | int]) -> None:
+        whole = [int(weight * math.lcm(*(weight.denominator for weight in weights))) for weight in weights]
+        self._weights = [weight // math.gcd(*whole) for weight in whole]
+        self._period = sum(self._weights)
+        """After so many prompts every source has exactly its share, and all repeats."""
+        self._turns: list[tuple[int, int]] = []
+        self._counts = [0] * len(weights)
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The source of the prompt at a position, and the number of earlier prompts from that source."""
+        cycle, within = divmod(position, self._period)
+        while len(self._turns) <= within:
+            self._extend()
+        source, count = self._turns[within]
+        return source, count + cycle * self._weights[source]
+
+    def epoch_length(self, sizes: Sequence[int]) -> int:
+        """Prompts until every row of every source has been used: ``max_i ceil(n_i W / w_i)``."""
+        return max(-(-size * self._period // weight) for size, weight in zip(sizes, self._weights, strict=True))
+
+    def _extend(self) -> None:
+        after = len(self._turns) + 1
+        allowed = [i for i, count in enumerate(self._counts) if count * self._period < after * self._weights[i]]
+        source = min(allowed, key=lambda i: (Fraction(self._counts[i] + 1, self._weights[i]), i))
+        self._turns.append((source, self._counts[source]))
+        self._counts[source] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +149,11 @@ class Data:
         column, sign = curriculum.removeprefix("-"), -1.0 if curriculum.startswith("-") else 1.0
         values: list[float] = []
         for source in self.sources:
-            if column not in source.rows.columns:
-                known = ", ".join(source.rows.columns)
-                raise DataError(f"{source.where}: data.curriculum names column {column!r}; there are: {known}")
-            for row, number in zip(source.rows, source.rows.numbers, strict=True):
+            check_column(column, source.rows.columns, f"{source.where}: data.curriculum")
+            for row, where in source.named_rows():
                 if (value := as_number(row.get(column))) is None:
-                    raise DataError(
-                        f"{source.where}, row {number}: data.curriculum needs a number in column {column!r}, got "
-                        f"{row.get(column)!r:.60}"
-                    )
+                    wanted = f"needs a number in column {column!r}"
+                    raise DataError(f"{where}: data.curriculum {wanted}, got {row.get(column)!r:.60}")
                 values.append(sign * value)
         return np.array(values)
 
@@ -112,11 +164,9 @@ class Data:
         how = "taking turns by their weights" if self.weights else "one after another, every row once per epoch"
         lines = [f"data: {len(self.sources)} sources, {how}"]
         for source in self.sources:
-            words = source.description
-            words = words if words.startswith(source.name) else f"{source.name}: {words}"
-            if self.weights and source.weight:
-                words += f", {float(source.weight / sum(self.weights)):.1%} of the prompts"
-            lines.append(f"  {words}")
+            words = "  " if source.description.startswith(source.name) else f"  {source.name}: "
+            share = float(source.weight / sum(self.weights)) if self.weights and source.weight else None
+            lines.append(words + source.description + (f", {share:.1%} of the prompts" if share else ""))
         return lines
 
 
@@ -151,14 +201,13 @@ def load_data(
     for source, source_name, split, path in zip(sources, _names(sources, name), splits, rows, strict=True):
         where = f"{name}, source {source_name!r}" if source_name else name
         settings = _source_settings(source, config)
-        stream = None
         if streams or is_stream(path):
-            table, words, stream = _open(path, settings, where, split, None if evaluation else BATCH)
+            table, words, stream = _open(path, settings, where, split, evaluation=evaluation)
         else:
-            table, words = _read(path, settings, where, split)
+            table, words, stream = *_read(path, settings, where, split), None
         weight = None if source.weight is None else Fraction(str(source.weight))
         words = f"{path}: {words}" if isinstance(path, str) else words
-        loaded.append(LoadedSource(table, settings, source_name, where, weight, words, stream if streams else None))
+        loaded.append(LoadedSource(table, settings, source_name, where, weight, words, stream))
     data = Data(tuple(loaded), name)
     _check_rows(data, mixed)
     if not evaluation and config.curriculum not in (None, "measured"):
@@ -180,15 +229,15 @@ def load_sets(given: Any, config: DataConfig) -> dict[str, Data]:
     if type(given) is dict:  # not a DatasetDict, which is a dict of splits
         if not given:
             raise DataError("eval_dataset has no sets: pass rows, rows by name, or None")
-        sets = {}
-        for name, rows in given.items():
-            try:
+        try:
+            for name in given:
                 check_set_name(name)
-            except ValueError as error:
-                raise DataError(f"eval_dataset: {error}") from None
-            sets[name] = load_data(rows, config, evaluation=True, name=f"the evaluation data {name!r}")
+        except ValueError as error:
+            raise DataError(f"eval_dataset: {error}") from None
     else:
-        sets = {"": load_data(given, config, evaluation=True)}
+        given = {"": given}
+    names = {name: f"the evaluation data {name!r}" if name else None for name in given}
+    sets = {name: load_data(rows, config, evaluation=True, name=names[name]) for name, rows in given.items()}
     return {name: data for name, data in sets.items() if data is not None}
 
 
@@ -197,8 +246,8 @@ def _sources(given: Any, configured: Any, name: str) -> list[Source]:
     if given is None or (isinstance(given, str) and not given):
         return []
     if not isinstance(given, list | tuple) or not any(isinstance(item, Source) for item in given):
-        return [given if isinstance(given, Source) else Source(path=given)]
-    if other := [item for item in given if not isinstance(item, Source | str)]:
+        given = [given]  # rows, or one source
+    elif other := [item for item in given if not isinstance(item, Source | str)]:
         raise DataError(f"{name}: expected only sources or only rows; one item among sources is {other[0]!r:.80}")
     return [item if isinstance(item, Source) else Source(path=item) for item in given]
 
@@ -219,10 +268,8 @@ def _names(sources: list[Source], name: str) -> list[str]:
     """The name of each source; empty for a single one."""
     if len(sources) == 1:
         return [""]
-    names = [
-        source.name or (source.path if isinstance(source.path, str) else f"source {number}")
-        for number, source in enumerate(sources)
-    ]
+    unnamed = (s.path if isinstance(s.path, str) else f"source {number}" for number, s in enumerate(sources))
+    names = [source.name or other for source, other in zip(sources, unnamed, strict=True)]
     if len(set(names)) < len(names):
         raise DataError(f"{name}: two sources are called {max(names, key=names.count)!r}: give each its own name")
     return names
@@ -241,9 +288,8 @@ def _check_rows(data: Data, mixed: bool) -> None:
     for source in data.sources:
         check_columns(source.rows.columns, source.where)
         maker = PromptMaker(source.config)
-        for rows, row_names in source.batches():
-            for row, where in zip(rows, row_names, strict=True):
-                first.setdefault(isinstance(maker.make(row, where), str), where)
+        for row, where in source.named_rows():
+            first.setdefault(isinstance(maker.make(row, where), str), where)
         if len(first) > 1 and not mixed:
             raise DataError(
                 f"text and conversations are mixed: the prompt of {first[True]} is a string, that of {first[False]} a "
@@ -275,10 +321,10 @@ def _read(path: Any, settings: DataConfig, where: str, split: str) -> tuple[RowT
 
 
 def _open(
-    path: Any, settings: DataConfig, where: str, split: str, sample: int | None
-) -> tuple[RowTable, str, RowStream]:
-    """The first ``sample`` rows of a streamed source (None: all of its rows), their description, and the stream."""
-    if sample is None and settings.train_rows is None:
+    path: Any, settings: DataConfig, where: str, split: str, *, evaluation: bool
+) -> tuple[RowTable, str, RowStream | None]:
+    """The first rows of a streamed source, their description, and the stream. An evaluation reads all of its rows."""
+    if evaluation and settings.train_rows is None:
         raise DataError(f"{where}: a {type(path).__name__} has no length: set data.eval_rows")
     selected = parse_slice(settings.select or ":")
     if min(selected.start or 0, selected.stop or 0) < 0:
@@ -304,13 +350,13 @@ def _open(
         used = itertools.islice(kept(), selected.start, selected.stop, selected.step)
         return itertools.islice(used, settings.train_rows)
 
-    used = list(itertools.islice(stream(), sample))
+    used = list(itertools.islice(stream(), None if evaluation else BATCH))
     if not used:
         raise DataError(f"{where}: no row is left by data.filter and data.select")
     numbers, rows = map(list, zip(*used, strict=True))
     table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {})
-    if sample is None:
-        return table, f"the first {_count(len(rows))} of a stream", stream
+    if evaluation:
+        return table, f"the first {_count(len(rows))} of a stream", None
     words = [f"data.{setting}" for setting in ("filter", "select") if getattr(settings, setting) is not None]
     return table, ", ".join(["streamed", *words]), stream
 

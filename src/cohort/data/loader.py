@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.mixture import Turns
+from cohort.data.load import Turns
 from cohort.data.prompts import PromptSet
 from cohort.types import Prompt
 
@@ -65,9 +65,7 @@ class PromptLoader(ABC):
     """
 
     def __init__(self, prompts: PromptSet, config: DataConfig, *, seed: int) -> None:
-        self.prompts = prompts
-        self._config = config
-        self._seed = seed
+        self.prompts, self._config, self._seed = prompts, config, seed
         self._turns = Turns(prompts.data.weights or [1])
 
     @abstractmethod

@@ -42,8 +42,8 @@ class InMemoryLoader(PromptLoader):
 
     def fetch(self, cursor: DataCursor, count: int, skip: int = 0) -> list[Prompt]:
         """See ``PromptLoader``."""
-        start = cursor.position + skip
-        return [self.prompts.prompt(self._index(cursor, uid), uid=uid) for uid in range(start, start + count)]
+        uids = range(cursor.position + skip, cursor.position + skip + count)
+        return [self.prompts.prompt(self._index(cursor, uid), uid=uid) for uid in uids]
 
     def advance(self, cursor: DataCursor, used: int, rewards: Mapping[int, float]) -> tuple[DataCursor, dict[str, int]]:
         """See ``PromptLoader``."""
@@ -75,11 +75,10 @@ class InMemoryLoader(PromptLoader):
     def _epoch_order(self, cursor: DataCursor, lane: int, epoch: int) -> np.ndarray:
         """The order of a lane in an epoch. A measured epoch that has not begun follows all rewards so far."""
         begun, order = cursor.orders.get(lane, (0, np.empty(0)))
-        if epoch and begun == epoch:
-            return order
-        order = self._order(lane, epoch)
-        if epoch and cursor.rewards is not None:
-            return order[np.argsort(-cursor.rewards[order], kind="stable")]
+        if epoch == 0 or begun != epoch:
+            order = self._order(lane, epoch)
+            if epoch and cursor.rewards is not None:
+                order = order[np.argsort(-cursor.rewards[order], kind="stable")]
         return order
 
     def _fixed_order(self, lane: int, epoch: int) -> np.ndarray:

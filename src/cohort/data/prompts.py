@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.files import Row
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer
+from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.chat import ChatTemplate, Conversation
-from cohort.data.files import Row
-from cohort.data.rows import plain
+from cohort.data.rows import Row, plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow
 
-from cohort.data.files import Row
 from cohort.errors import DataError
 from cohort.plugins import load_function
 
+Row = Mapping[str, Any]
 BATCH = 1000
 """Rows read at a time."""
 MAX_LISTED_VALUES = 5
@@ -50,13 +51,12 @@ class RowTable(Sequence[Row]):
         Raises:
             DataError: the renames do not fit the columns; see ``check_renames``.
         """
-        if (
-            getattr(stored, "format", {}).get("type") == "custom"
-        ):  # a data set with a transform, which makes the columns
+        if getattr(stored, "format", {}).get("type") == "custom":  # a transform makes the columns of the data set
             columns = list(_fetch(stored, 0, 1)[0])
+        elif isinstance(stored, list):
+            columns = list(dict.fromkeys(column for row in stored for column in row))
         else:
-            names = getattr(stored, "column_names", None)
-            columns = list(names if names is not None else dict.fromkeys(column for row in stored for column in row))
+            columns = list(stored.column_names)
         new_names = check_renames(renames, columns, where)
         return cls(stored, tuple(new_names.get(name, name) for name in columns), range(len(stored)), new_names)
 
@@ -126,13 +126,23 @@ def check_renames(renames: Mapping[str, str], columns: Sequence[str], where: str
     if len(set(columns)) < len(columns):
         raise DataError(f"{where} has two columns {max(columns, key=columns.count)!r}")
     new_names = {old: new for new, old in renames.items()}
-    if missing := [old for old in renames.values() if old not in columns]:
-        raise DataError(f"{where}: data.columns names column {missing[0]!r}; there are: {', '.join(columns)}")
+    for old in new_names:
+        check_column(old, columns, f"{where}: data.columns")
     if len(new_names) < len(renames):
         raise DataError(f"{where}: data.columns gives one column two new names: {dict(renames)}")
     if clash := [new for new in renames if new in columns and new not in new_names]:
         raise DataError(f"{where}: data.columns renames a column to {clash[0]!r}, which exists: rename that one too")
     return new_names
+
+
+def check_column(column: str, columns: Sequence[str], what: str) -> None:
+    """Check that a column exists.
+
+    Raises:
+        DataError: it does not. ``what`` is what names it.
+    """
+    if column not in columns:
+        raise DataError(f"{what} names column {column!r}; there are: {', '.join(columns)}")
 
 
 def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: str) -> Keep:
@@ -143,8 +153,8 @@ def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: st
     """
     if isinstance(spec, str):
         return _user_filter(spec)
-    if missing := [column for column in spec if column not in columns]:
-        raise DataError(f"{where}: data.filter names column {missing[0]!r}; there are: {', '.join(columns)}")
+    for column in spec:
+        check_column(column, columns, f"{where}: data.filter")
     return lambda row, where: all(_meets(row.get(column), wanted, column, where) for column, wanted in spec.items())
 
 
@@ -173,11 +183,9 @@ def as_number(value: Any) -> float | None:
     """A number, or a string that spells one as in a .csv file; None for anything else, NaN included."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | np.number):
         return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return None if np.isnan(number) else number
+    with suppress(ValueError, OverflowError):
+        return None if np.isnan(number := float(value)) else number
+    return None
 
 
 def _user_filter(spec: str) -> Keep:

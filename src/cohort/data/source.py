@@ -1,18 +1,39 @@
-"""Rows from where the user has them: files, folders, data sets by name, or objects in memory."""
+"""Rows from where the user has them: files, folders, data sets by name, or objects in memory.
+
+JSON lines and CSV are read here, not by ``datasets``, for their errors: each names the file and the line.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.parquet
 
-from cohort.data.files import Row, file_format, folder_files, iterate_file, read_file
-from cohort.data.rows import RowTable, plain
+from cohort.data.rows import Row, RowTable, plain
 from cohort.errors import DataError
 
+COMPRESSED = (".gz", ".zst")
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+}
+"""First words of file names that mark a split, and the split."""
+IGNORED = (".", "_", "readme", "license", "licence", "dataset_infos")
+"""Files of a data folder whose names begin so are ignored."""
+MAX_CSV_CELL = 2**31 - 1
+"""Maximum characters of a CSV cell; the default of the csv module is 131,072."""
+READ_BYTES = 2**20
+EXPECTED = ".jsonl, .json, .csv or .parquet file"
 Opener = Callable[[], Iterator[Row]]
 """Starts a new pass over streamed rows."""
 
@@ -66,7 +87,7 @@ def open_source(source: Any, where: str, split: str) -> Opener:
         source = RowTable.of(_from_memory(source, where, split), {}, where)
     elif hasattr(source, "with_format"):  # an IterableDataset: without its format, rows are plain dicts
         source = source.with_format(None)
-    return lambda: _explained(iter(source), where)
+    return lambda: _errors_named(iter(source), where)
 
 
 def is_stream(rows: Any) -> bool:
@@ -164,7 +185,7 @@ def _load_dataset(source: str, split: str, *, streaming: bool) -> tuple[Any, str
         ) from error
 
 
-def _explained(rows: Iterator[Any], where: str) -> Iterator[Any]:
+def _errors_named(rows: Iterator[Any], where: str) -> Iterator[Any]:
     """The rows; an exception of the user's own code becomes an error that names the row."""
     for number in itertools.count():
         try:
@@ -176,3 +197,174 @@ def _explained(rows: Iterator[Any], where: str) -> Iterator[Any]:
         except (Exception, SystemExit) as error:
             raise DataError(f"{where}, row {number}: reading it raised {type(error).__name__}: {error}") from error
         yield row
+
+
+def file_format(path: Path) -> str | None:
+    """The suffix of a data file, without the compression; None if the file cannot be read."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+    return suffix if suffix in READERS and (suffix != ".parquet" or path.suffix == suffix) else None
+
+
+def read_file(path: Path) -> list[Row] | pyarrow.Table:
+    """All rows of a file; of a Parquet file as a table, whose rows become Python objects only when they are used.
+
+    Raises:
+        DataError: the file cannot be read, a line is invalid, or there are no rows.
+    """
+    if file_format(path) == ".parquet":
+        with _explained(path):
+            rows = pyarrow.parquet.read_table(path)
+    else:
+        rows = list(iterate_file(path))
+    if not len(rows):  # noqa: PLC1802 (the truth value of a table is not its length)
+        raise DataError(f"{path} has no rows")
+    return rows
+
+
+def iterate_file(path: Path) -> Iterator[Row]:
+    """The rows of a file, read one after another (of a .json file, at once).
+
+    Raises:
+        DataError: as ``read_file``; an unsupported format raises before the first row is read.
+    """
+    reader = READERS.get(file_format(path) or "")
+    if reader is None:
+        raise DataError(f"cannot read {path}: expected a {EXPECTED}, which may be compressed ({', '.join(COMPRESSED)})")
+    return reader(path)
+
+
+def folder_files(folder: Path, split: str) -> list[Path]:
+    """The data files of a folder (or of its only subfolder), sorted by name.
+
+    If file names begin with a split ("train", "test", "validation"), only the files of ``split`` are returned. An exact
+    match goes before a synonym ("dev" for "validation").
+
+    Raises:
+        DataError: there are no files, no files of the split, unreadable files, several subfolders, or files with and
+            without a split in their names.
+    """
+    entries = sorted(path for path in folder.iterdir() if not path.name.lower().startswith(IGNORED))
+    files = [path for path in entries if path.is_file()]
+    subfolders = [path for path in entries if path.is_dir()]
+    if unreadable := [path for path in files if file_format(path) is None]:
+        raise DataError(
+            f"cannot read {unreadable[0]}: every file of a data folder must be a {EXPECTED} "
+            "(compressed or not; README, LICENSE and names that begin with '.' or '_' are ignored)"
+        )
+    if len(subfolders) == 1 and not files:
+        return folder_files(subfolders[0], split)
+    if subfolders:
+        names = _names(subfolders)
+        raise DataError(f"the folder {folder} has subfolders ({names}): set one as the path, or list them as sources")
+    if not files:
+        raise DataError(f"the folder {folder} has no data files: expected at least one {EXPECTED}")
+    first_words = {path: re.split("[-_.]", path.name.lower())[0] for path in files}
+    with_split = [path for path in files if first_words[path] in SPLITS]
+    if not with_split:
+        if split not in ("train", "test"):
+            raise DataError(f"the folder {folder} has no split {split!r}: no file name has one ({_names(files)})")
+        return files
+    if others := [path for path in files if path not in with_split]:
+        raise DataError(
+            f"{folder}: the names of some files begin with a split ({_names(with_split)}), others do not "
+            f"({_names(others)}). Move them to separate folders, or list the files to use as sources"
+        )
+    exact = [path for path in files if first_words[path] == split]
+    if found := exact or [path for path in files if SPLITS[first_words[path]] == SPLITS.get(split)]:
+        return found
+    known = ", ".join(sorted({SPLITS[word] for word in first_words.values()}))
+    raise DataError(f"the folder {folder} has no split {split!r}; it has: {known}. Set data.train_split or eval_split")
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The decompressed lines and their numbers, from 1; without a byte order mark."""
+    with _explained(path), pyarrow.input_stream(path) as stream:
+        for number, line in enumerate(io.BufferedReader(stream, READ_BYTES), start=1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _iterate_jsonl(path: Path) -> Iterator[Row]:
+    for number, line in read_lines(path):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line.rstrip("\r\n"))  # the end of the line could move the position that an error names
+        except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
+            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
+        yield _checked_row(row, f"{path}, line {number}")
+
+
+def _checked_row(row: Any, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object with columns, got {type(row).__name__}")
+    return row
+
+
+def _iterate_json(path: Path) -> Iterator[Row]:
+    """A list of objects, an object of columns, or either under the single key "data"."""
+    text = "".join(line for _, line in read_lines(path))
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+    if isinstance(value, dict) and value.keys() == {"data"}:
+        inner = value["data"]  # a list of anything but objects is a column named "data"
+        if isinstance(inner, dict) or (isinstance(inner, list) and (not inner or isinstance(inner[0], dict))):
+            value = inner
+    if isinstance(value, list):
+        yield from (_checked_row(row, f"{path}, item {index}") for index, row in enumerate(value))
+    elif isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        if len({len(column) for column in value.values()}) > 1:
+            lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
+            raise DataError(f"{path}: the columns have different lengths: {lengths}")
+        yield from (dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True))
+    else:
+        raise DataError(
+            f"{path}: expected a list of objects, an object of columns (lists of the same length), or either under the "
+            f'key "data"; got {"an object" if isinstance(value, dict) else type(value).__name__}'
+        )
+
+
+def _iterate_csv(path: Path) -> Iterator[Row]:
+    """Every value stays the string that the file holds: "007" is an answer, not a number."""
+    csv.field_size_limit(MAX_CSV_CELL)
+    reader = csv.reader((line for _, line in read_lines(path)), strict=True)
+    try:
+        header = next(reader, [])
+        if not header:
+            raise DataError(f"{path} has no rows")
+        if len(set(header)) < len(header) or "" in header:
+            raise DataError(f"{path}: the header must name each column once, got {header!r:.200}")
+        for cells in filter(None, reader):  # a blank line has no cells
+            if len(cells) != len(header):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: {len(cells)} values for {len(header)} columns "
+                    f"({', '.join(header)}): quote values that contain commas"
+                )
+            yield dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from None
+
+
+def _iterate_parquet(path: Path) -> Iterator[Row]:
+    with _explained(path), pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(1000):
+            yield from batch.to_pylist()
+
+
+READERS = {".jsonl": _iterate_jsonl, ".json": _iterate_json, ".csv": _iterate_csv, ".parquet": _iterate_parquet}

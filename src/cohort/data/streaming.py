@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.files import Row
 from cohort.data.loader import DataCursor, PromptLoader, ReadPosition
 from cohort.data.prompts import PromptSet
+from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
 

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from cohort.config import DataConfig, RolloutConfig
-from cohort.config.errors import explain_errors
-from cohort.data import PromptSet, Row, file_format, load_rows
-from cohort.data.files import read_lines
+from cohort.config.section import explain_errors
+from cohort.data import PromptSet, Row, file_format, load_rows, read_lines
 from cohort.errors import CohortError, ConfigError, DataError
 from cohort.flags import GenerateFlags
 from cohort.policy import context_length, end_token_ids

@@ -1,4 +1,4 @@
-"""Checkpoints: what they store, saving, loading, and checking what was saved.
+"""Checkpoints: what they store, saving, loading, and checking what was saved; the state of the random generators.
 
 step-N/            weights, config and tokenizer, as ``transformers`` loads them
     state/         what the loop needs to continue: optimizer.pt, loop.pt and, if the reference has weights of its own,
@@ -7,18 +7,20 @@ step-N/            weights, config and tokenizer, as ``transformers`` loads them
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
-from cohort.runs.random_state import random_state, set_random_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +176,39 @@ def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
         return False
     bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
     return torch.equal(*bits)
+
+
+# The global random generators, which reward functions and dropout may use. Cohort's own draws are functions of keys.
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def set_seed(seed: int) -> None:
+    """Seed all generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators inside the block, and restore their state afterwards."""
+    before = random_state()
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)

@@ -22,14 +22,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
+import pyarrow.parquet
+from torch import Tensor
 
 from cohort.config import EvalConfig, GRPOConfig, ReportConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
-from cohort.runs.tables import completion_columns, score_columns, write_table
-from cohort.types import Group, Scores
+from cohort.types import Completion, Group, Scores
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str]] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},
@@ -42,6 +44,8 @@ MAY_CHANGE_ON_RESUME: dict[str, set[str]] = {
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
+NUMBERS = pyarrow.list_(pyarrow.float64())
+"""A column of lists of numbers; None is null."""
 ENDING_SCHEDULES = ("linear", "cosine")
 """Learning-rate schedules that depend on the number of updates of the whole run."""
 
@@ -255,3 +259,83 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
+    """The sampled completions. ``full_logps`` only if some completion has them."""
+    prompts = [group.prompt for group in groups for _ in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
+    columns: dict[str, Any] = {
+        "group": [prompt.uid for prompt in prompts],
+        "row": [prompt.row_index for prompt in prompts],
+        "prompt": [prompt.text for prompt in prompts],
+        "completion": [completion.text for completion in completions],
+        "finish_reason": [str(completion.finish_reason) for completion in completions],
+        "weights_version": [completion.weights_version for completion in completions],
+        "sampler_logps": pyarrow.array([completion.sampler_logps for completion in completions], NUMBERS),
+        **_token_columns(completions),
+    }
+    if any(prompt.source for prompt in prompts):
+        columns["source"] = [prompt.source for prompt in prompts]
+    if any(completion.full_logps is not None for completion in completions):
+        columns["full_logps"] = pyarrow.array([completion.full_logps for completion in completions], NUMBERS)
+    return columns
+
+
+def _token_columns(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The token ids of all segments; which of them were drawn, unless all were; the segments' lengths, if there are
+    several."""
+    ids = [[segment.token_ids for segment in completion.segments] for completion in completions]
+    columns = {"token_ids": _joined(ids, np.int64)}
+    if any(segment.drawn is not None for completion in completions for segment in completion.segments):
+        drawn = [
+            [np.ones(len(s.token_ids), np.bool_) if s.drawn is None else s.drawn for s in completion.segments]
+            for completion in completions
+        ]
+        columns["drawn"] = _joined(drawn, np.bool_)
+    if any(len(some) != 1 for some in ids):
+        columns["segment_lengths"] = [[len(one) for one in some] for some in ids]
+    return columns
+
+
+def _joined(arrays: Sequence[Sequence[Any]], dtype: Any) -> Any:
+    """A column of lists, each the arrays of one completion end to end."""
+    joined = [np.concatenate([np.zeros(0, dtype), *some]) for some in arrays]
+    return pyarrow.array(joined, pyarrow.list_(pyarrow.from_numpy_dtype(dtype)))
+
+
+def score_columns(scores: Scores) -> dict[str, Any]:
+    """The rewards; null when unscored."""
+    columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
+    for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
+        columns[f"rewards/{name}"] = _reward_column(column_S)
+    if scores.errors:
+        columns["reward_error"] = _text_column([scores.errors.get(s) for s in range(len(scores.rewards_S))])
+    return columns | {f"extra/{name}": _extra_column(values) for name, values in scores.extras.items()}
+
+
+def write_table(columns: Any, target: Path) -> None:
+    """Write columns or a table as Parquet, atomically."""
+    target.parent.mkdir(exist_ok=True)
+    table = pyarrow.table(columns) if isinstance(columns, dict) else columns
+    pyarrow.parquet.write_table(table, target.with_suffix(".part"))
+    target.with_suffix(".part").replace(target)
+
+
+def _reward_column(values_S: Tensor) -> Any:
+    """A column of numbers, even if every entry is null."""
+    return pyarrow.array(values_S.double().numpy(), from_pandas=True)  # which makes NaN null
+
+
+def _extra_column(values: Sequence[Any]) -> Any:
+    """A typed column if all values have one type, else text."""
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError, TypeError, UnicodeError):
+        return _text_column(values)
+
+
+def _text_column(values: Sequence[Any]) -> Any:
+    """Text; lone surrogates, which UTF-8 cannot encode, are escaped."""
+    texts = [None if value is None else str(value).encode("utf-8", "backslashreplace").decode() for value in values]
+    return pyarrow.array(texts, pyarrow.string())

@@ -117,7 +117,7 @@ def run(
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):
             batch = with_advantages_and_logps(context, batch, rollout, schedule)
-        minibatches = split_minibatches(batch, schedule.minibatches)
+        minibatches = split_minibatches(batch, config.objective.minibatches)
 
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
         norms = {}
@@ -130,7 +130,7 @@ def run(
         results: list[UpdateResult] = []
         num_nonfinite = 0
         with clock("update"):
-            for minibatch in minibatches * schedule.num_iterations:
+            for minibatch in minibatches * config.objective.num_iterations:
                 entropy_coefficient = adaptive.entropy_weight(objective)
                 while isinstance(outcome := update(context, batch, minibatch, entropy_coefficient), OutOfMemory):
                     context.budget.halve()  # and repeat: smaller passes give the same gradient
@@ -172,11 +172,11 @@ def sample(parts: TrainerParts, context: StepContext, schedule: Schedule, config
     while rollout is None or another_round(rollout, target, context.objective):
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
         prompts = parts.prompts.fetch(parts.cursor, target - used, skip=sampled)
-        with parts.rewards.begin(prompts, schedule.num_generations, state) as scoring:
+        with parts.rewards.begin(prompts, config.rollout.num_generations, state) as scoring:
             with context.clock("generate"):
                 groups = parts.engine.generate(
                     prompts,
-                    schedule.num_generations,
+                    config.rollout.num_generations,
                     context.sampling,
                     RNGKey(config.run.seed, step),  # and draws depend on the prompt's uid
                     Watch(on_completion=scoring.on_completion),
