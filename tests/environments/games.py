@@ -4,32 +4,16 @@ import itertools
 import random
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from cohort.config import EnvironmentConfig
-from cohort.environments.contract import Answer, EpisodeFailed
+from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.episode import EpisodeSampler
-from cohort.environments.host import Ended
+from cohort.environments.turns import TurnFormat
 from tests.rollout.test_local_engine import LetterTokenizer
 
 END = 1
 OPENING = 3
 """The generation prompt: one token."""
-
-
-@dataclass
-class Parsed:
-    content: str
-    calls: tuple = ()
-
-    @property
-    def message(self):
-        return {"role": "assistant", "content": self.content}
-
-
-class LetterParser:
-    def parse(self, text):
-        return Parsed(text)
 
 
 class LetterBridge:
@@ -96,14 +80,8 @@ class LetterHost:
 
 
 def sampler(engine, host, **settings):
-    return EpisodeSampler(
-        engine,
-        LetterTokenizer(),
-        host,
-        LetterBridge(),
-        LetterParser(),
-        EnvironmentConfig(**{"max_turns": 100} | settings),
-    )
+    turn_format = TurnFormat(LetterTokenizer(), LetterBridge(), None)
+    return EpisodeSampler(engine, host, turn_format, EnvironmentConfig(**{"max_turns": 100} | settings))
 
 
 def completions_of(groups):

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from cohort.environments.contract import Answer, EpisodeFailed
-from cohort.environments.episode import shortened
+from cohort.environments.turns import shortened
 from cohort.errors import EpisodeError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch

@@ -24,12 +24,12 @@ from functools import partial
 from typing import Any
 
 from cohort.config import EnvironmentConfig
-from cohort.environments.bridge import Bridge
-from cohort.environments.calls import CallParser, ParsedTurn
-from cohort.environments.contract import Answer, EpisodeFailed
-from cohort.environments.host import Ended, Host
+from cohort.environments.calls import ParsedTurn
+from cohort.environments.contract import Answer, Ended, EpisodeFailed
+from cohort.environments.host import Host
+from cohort.environments.turns import TurnFormat, first_episode, shortened
 from cohort.errors import EpisodeError
-from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampling, Watch
+from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampler, Sampling, Watch
 from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
 
 log = logging.getLogger("cohort.environments")
@@ -47,6 +47,8 @@ class RunningEpisode:
     number: int | None = None
     """The engine's number of the trajectory; None before it is submitted."""
     latest: EndedTurn | None = None
+    prefix: str = ""
+    """The end of the text before the present turn."""
     parsed: ParsedTurn | None = None
     """What the policy wrote in the latest turn."""
     turn_ended: float = 0.0
@@ -80,31 +82,27 @@ class Waiting:
             self.seconds += time.perf_counter() - self.since
 
 
-class EpisodeSampler:
-    """Samples completions of several turns. ``generate`` has the signature of ``Engine.generate``.
+class EpisodeSampler(Sampler):
+    """Samples completions of several turns.
 
     Args:
         engine: draws.
-        tokenizer: decodes what was drawn, for the parser.
         host: answers.
-        bridge: what the chat template writes between turns.
-        parser: finds calls in the text of a turn.
+        turn_format: of the model's chat template.
         settings: ``[environment]`` of the settings.
-        rewrite: the messages that the policy is to read instead of all so far; None: as ``settings.history`` says.
+        show: called once, with the first usable episode in words.
     """
 
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
         host: Host,
-        bridge: Bridge,
-        parser: CallParser,
+        turn_format: TurnFormat,
         settings: EnvironmentConfig,
-        rewrite: Callable[[list[Message]], list[Message]] | None = None,
+        show: Callable[[str], None] | None = None,
     ) -> None:
-        self.engine, self.tokenizer, self.host = engine, tokenizer, host
-        self.bridge, self.parser, self.settings, self.rewrite = bridge, parser, settings, rewrite
+        self.engine, self.host, self.format, self.settings = engine, host, turn_format, settings
+        self.show = show
         self.waiting = Waiting()
 
     def generate(
@@ -127,12 +125,16 @@ class EpisodeSampler:
         samplings = [replace(one, max_turn_length=self.settings.max_turn_length) for one in samplings]
         batch = EpisodeBatch(self, prompts, num_generations, samplings, key, watch or Watch())
         try:
-            return batch.run()
+            groups = batch.run()
         except BaseException:
             self.engine.reset()
             raise
         finally:
             batch.abandon()
+        if self.show and (text := first_episode(groups, self.format.tokenizer)):
+            self.show(text)
+            self.show = None
+        return groups
 
     def metrics(self) -> dict[str, float]:
         """Seconds of waiting since the last call."""
@@ -289,7 +291,7 @@ class EpisodeBatch:
                 "varies from the parameter `seed` of reset(), which is the same for all completions of a group"
             )
         if shown[0]:
-            self._prompts[p] = self._sampler.bridge.opening(self._prompts[p], shown[0])
+            self._prompts[p] = self._sampler.format.bridge.opening(self._prompts[p], shown[0])
             if self._watch.on_prompt:
                 self._watch.on_prompt(p, self._prompts[p])
         requests = [
@@ -307,8 +309,11 @@ class EpisodeBatch:
         if not reason.usable:
             self._finish(episode, reason)
             return
-        prefill = self._prompts[episode.prompt_index].prefill if not episode.turns else ""
-        episode.parsed = self._sampler.parser.parse(prefill + self._drawn_text(turn))
+        drawn = turn.completion.token_ids[len(turn.completion.token_ids) - turn.num_drawn :].tolist()
+        if reason is FinishReason.EOS:
+            drawn.pop()
+        prefix = self._prompts[episode.prompt_index].text if not episode.turns else episode.prefix
+        episode.parsed = self._sampler.format.parse(drawn, prefix)
         if reason is FinishReason.LENGTH:
             self._record(episode)
             self._finish(episode, reason)
@@ -317,14 +322,6 @@ class EpisodeBatch:
             self._finish(episode, FinishReason.TIMEOUT, self._time_is_up())
         else:
             self._await(episode, self._host.answer(episode, episode.parsed), self._answered)
-
-    def _drawn_text(self, turn: EndedTurn) -> str:
-        """What the policy wrote in a turn, with special tokens, without the end token."""
-        ids = turn.completion.token_ids[len(turn.completion.token_ids) - turn.num_drawn :].tolist()
-        if turn.completion.finish_reason is FinishReason.EOS:
-            ids.pop()
-        text: str = self._sampler.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _answered(self, episode: RunningEpisode, future: Future[Answer]) -> None:
         """Extend the trajectory by the answer, or end the episode."""
@@ -348,26 +345,28 @@ class EpisodeBatch:
 
     def _extend(self, episode: RunningEpisode, messages: Sequence[Message]) -> bool:
         """Give the trajectory the tokens of an answer; False if they leave no room for a drawn one."""
-        turn, bridge = episode.latest, self._sampler.bridge
+        turn, form = episode.latest, self._sampler.format
         assert turn is not None
         assert episode.number is not None
         limit = self._settings.max_observation_tokens
         if limit is not None:
-            messages = [shortened(message, self._sampler.tokenizer, limit) for message in messages]
+            messages = [shortened(message, form.tokenizer, limit) for message in messages]
         last = turn.completion.segments[-1].token_ids
-        token_ids = bridge.after(messages, last_token=int(last[-1]))
+        token_ids = form.bridge.after(messages, last_token=int(last[-1]))
         if self._settings.history != "append":
             prompt = self._prompts[episode.prompt_index]
             whole = [message for one in episode.turns for message in one.messages]
-            rewritten = bridge.rewritten(prompt, self._sampler.rewrite(whole) if self._sampler.rewrite else whole)
+            rewritten = form.bridge.rewritten(prompt, form.rewrite(whole) if form.rewrite else whole)
             if rewritten != [*last.tolist(), *token_ids]:
                 if len(rewritten) >= turn.request.sampling.max_completion_length:
                     return False
                 self._engine.extend(episode.number, rewritten, rewrite=True)
+                episode.prefix = form.text(rewritten)
                 return True
         if len(token_ids) >= turn.room:
             return False
         self._engine.extend(episode.number, token_ids)
+        episode.prefix = form.text(token_ids)
         return True
 
     def _record(self, episode: RunningEpisode, answer: Answer | None = None) -> None:
@@ -430,19 +429,6 @@ class EpisodeBatch:
         if len(errors) == len(self._done):
             raise EpisodeError(summary.replace(" and are left out", ""))
         log.warning("%s", summary)
-
-
-def shortened(message: Message, tokenizer: Any, limit: int) -> Message:
-    """The message with at most about ``limit`` tokens of content: the middle is replaced by a note."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    token_ids = tokenizer.encode(content, add_special_tokens=False)
-    if len(token_ids) <= limit:
-        return message
-    head, tail = token_ids[: (limit + 1) // 2], token_ids[len(token_ids) - limit // 2 :]
-    note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
-    return {**message, "content": f"{tokenizer.decode(head)}{note}{tokenizer.decode(tail)}"}
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -17,7 +17,7 @@ from cohort.data import Data, LengthLimit, PromptSet
 from cohort.errors import ConfigError
 from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.rewards import RewardRunner, TrainerState
-from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
+from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
 from cohort.types import Completion, FinishReason, Scores
 
@@ -118,12 +118,12 @@ class Evaluator:
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
-        self, engine: Engine, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
+        self, sampler: Sampler, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
     ) -> dict[str, Evaluation]:
         """Sample and score every prompt of every set. Unscored completions are left out of a prompt's numbers.
 
         Args:
-            engine: the engine that samples.
+            sampler: samples the completions.
             state: progress of the run, for reward functions.
             on_completion: called when a completion has ended.
 
@@ -134,7 +134,7 @@ class Evaluator:
         found = {}
         for name, prompts in self.sets.items():
             with seeded(self.seed):  # per set, so that a set does not depend on those before it
-                found[name] = self._evaluate(engine, prompts, state, on_completion)
+                found[name] = self._evaluate(sampler, prompts, state, on_completion)
         return found
 
     def fingerprint(self, metric: str) -> str:
@@ -151,7 +151,7 @@ class Evaluator:
         return "\n".join(lines)
 
     def _evaluate(
-        self, engine: Engine, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
+        self, sampler: Sampler, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
     ) -> Evaluation:
         count, key = self.settings.num_generations_eval, RNGKey(self.seed, 0, Purpose.EVAL)
         size = max(1, WINDOW * self.batch_size // count)
@@ -165,7 +165,8 @@ class Evaluator:
                     if on_completion:
                         on_completion()
 
-                groups = engine.generate(some, count, self.sampling, key, Watch(on_completion=ended))
+                watch = Watch(on_completion=ended, on_prompt=scoring.on_prompt)
+                groups = sampler.generate(some, count, self.sampling, key, watch)
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
