@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cohort.config import EnvironmentConfig
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
+from cohort.environments.episode import EpisodeSampler
 from cohort.environments.host import Host
 from cohort.environments.shapes import Shape, find_environments
 from cohort.environments.tools import Toolbox
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
+from cohort.rollout import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class Acting:
         is_function = settings.history not in ("append", "template")
         rewrite = load_function(settings.history, what="history") if is_function else None
         return TurnFormat(tokenizer, bridge, parser, rewrite)
+
+    def sampler(self, engine: Engine, turn_format: TurnFormat, show: Callable[[str], None] | None) -> EpisodeSampler:
+        """What samples episodes with an engine; ``show`` gets the first one in words."""
+        return EpisodeSampler(engine, self.host, turn_format, self.settings, show)
 
     def describe(self) -> str:
         """Tools, environments and limits in words."""

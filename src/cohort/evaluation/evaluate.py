@@ -14,6 +14,7 @@ import pyarrow
 
 from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet
+from cohort.environments import Acting
 from cohort.errors import ConfigError
 from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.rewards import RewardRunner, TrainerState
@@ -89,7 +90,13 @@ class Evaluator:
 
     @classmethod
     def of(
-        cls, config: GRPOConfig, sets: Mapping[str, Data], rewards: RewardRunner, tokenizer: Any, context: int | None
+        cls,
+        config: GRPOConfig,
+        sets: Mapping[str, Data],
+        rewards: RewardRunner,
+        tokenizer: Any,
+        context: int | None,
+        acting: Acting | None = None,
     ) -> Evaluator:
         """The evaluator of the settings. Tries the reward functions on two rows of each set.
 
@@ -99,6 +106,7 @@ class Evaluator:
             rewards: the reward functions.
             tokenizer: the model's tokenizer.
             context: context length of the model in tokens; None: unknown.
+            acting: the tools and environments.
 
         Raises:
             ConfigError: majority votes are requested, but the judging function cannot log answers.
@@ -110,11 +118,12 @@ class Evaluator:
         separate = config.eval.max_completion_length_eval is not None
         setting = "eval.max_completion_length_eval" if separate else "rollout.max_completion_length"
         limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
-        made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
+        tools = acting.schemas_of if acting else None
+        made = {name: PromptSet(data, tokenizer, config.data, limit=limit, tools=tools) for name, data in sets.items()}
         for prompts in made.values():
             with seeded(config.run.seed):
                 state = TrainerState(evaluating=True)
-                rewards.dry_run(prompts[:2], state=state, episodes=config.environment.wanted)
+                rewards.dry_run(prompts[:2], state=state, episodes=acting is not None)
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
