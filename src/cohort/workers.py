@@ -92,15 +92,28 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
             CallFailed: the function cannot be sent to another process.
         """
         with self._lock:
-            # The function is stored too: while it is alive, no other function gets its id.
-            if (stored := self._encoded.get(id(function))) is None:
-                encoded = pickle.dumps((file_modules(), _dumps(function, "the function")))
-                stored = self._encoded[id(function)] = (function, (len(self._encoded), encoded))
+            encoded = self._encode(function)
             if not self._pools:
                 self._pools.append(_Pool(self.count))
             future: Future[Any] = Future()
-            self._pools[0].calls.put((future, stored[1], arguments, timeout))
+            self._pools[0].calls.put((future, encoded, arguments, timeout))
         return future
+
+    def prepare(self, function: Callable[..., Any]) -> None:
+        """Check that a function can be sent to another process.
+
+        Raises:
+            CallFailed: it cannot.
+        """
+        with self._lock:
+            self._encode(function)
+
+    def _encode(self, function: Callable[..., Any]) -> EncodedFunction:
+        if (stored := self._encoded.get(id(function))) is None:
+            # The function is stored too: while it is alive, no other function gets its id.
+            encoded = pickle.dumps((file_modules(), _dumps(function, "the function")))
+            stored = self._encoded[id(function)] = (function, (len(self._encoded), encoded))
+        return stored[1]
 
     def close(self) -> None:
         """Kill all workers. Unfinished calls fail. The next call starts new workers."""

@@ -63,6 +63,18 @@ class Answer:
     failed_calls: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What an environment leaves behind at the end of its episode."""
+
+    reward: float | None = None
+    """What ``get_reward`` returned; None if there is no such method."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Copies of its public attributes, without those that cannot be pickled."""
+    close_error: str = ""
+    """Why ``close`` failed."""
+
+
 class EpisodeFailed(Exception):  # noqa: N818 - an episode failed, which is not an error of the room
     """An environment could not go on, so its episode is unusable.
 

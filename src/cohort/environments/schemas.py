@@ -1,0 +1,153 @@
+"""JSON schemas of arguments: what is wrong with a value, and the value that a text means.
+
+Checked are the keywords that ``get_json_schema`` writes and that most servers of tools use: ``type``, ``enum``, ``const``,
+``nullable``, ``anyOf``, ``oneOf``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``.
+Others are not checked: the function sees the value.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list, tuple),
+    "object": (dict,),
+}
+MAX_LITERAL = 10_000
+"""Maximum length of Python literals, whose parser is slow."""
+_NAMES = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "null",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of a call, in one line. Empty: nothing.
+
+    >>> schema = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    >>> problem_with({"n": 3}, schema), problem_with({"n": "3"}, schema)
+    ('', "the argument 'n' must be an integer, got '3'")
+    """
+    properties = schema.get("properties") or {}
+    found = [f"the argument {key!r} is missing" for key in schema.get("required") or () if key not in arguments]
+    for key, value in arguments.items():
+        if key in properties:
+            found += _problems(value, properties[key], f"the argument {key!r}")
+        elif schema.get("additionalProperties"):
+            found += _problems(value, schema["additionalProperties"], f"the argument {key!r}")
+        else:
+            found.append(f"unknown argument {key[:64]!r}")
+    return "; ".join(found[:4])
+
+
+def _problems(value: Any, schema: Any, what: str) -> list[str]:
+    """What is wrong with a value. A schema that is no table accepts everything."""
+    if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):
+        return []
+    for choices in (schema.get("anyOf"), schema.get("oneOf")):
+        if choices and all(_problems(value, choice, what) for choice in choices):
+            return [f"{what} must be {_expected(schema)}, got {_shown(value)}"]
+    if not _has_type(value, schema):
+        return [f"{what} must be {_expected(schema)}, got {_shown(value)}"]
+    allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(allowed, list | tuple) and not any(value == one and type(value) is type(one) for one in allowed):
+        return [f"{what} must be one of {_shown(list(allowed))}, got {_shown(value)}"]
+    if isinstance(value, Mapping):
+        return _problems_of_object(value, schema, what)
+    if isinstance(value, list | tuple):
+        firsts = schema.get("prefixItems") or ()
+        schemas = [*firsts, *[schema.get("items")] * (len(value) - len(firsts))][: len(value)]
+        return [text for i, item in enumerate(value) for text in _problems(item, schemas[i], f"{what}, item {i},")]
+    return []
+
+
+def _problems_of_object(value: Mapping[str, Any], schema: Mapping[str, Any], what: str) -> list[str]:
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    found = [f"{what} lacks the key {key!r}" for key in schema.get("required") or () if key not in value]
+    for key, item in value.items():
+        if key not in properties and rest is False:
+            found.append(f"{what} has the unknown key {key[:64]!r}")
+        found += _problems(item, properties.get(key, rest), f"{what}, key {key[:64]!r},")
+    return found
+
+
+def _types(schema: Any) -> list[str]:
+    """The types that a schema accepts; none: all, or those of its ``enum``."""
+    if not isinstance(schema, Mapping):
+        return []
+    given = schema.get("type")
+    types = [given] if isinstance(given, str) else list(given or ())
+    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        types += _types(choice)
+    return [*types, "null"] if types and schema.get("nullable") else types
+
+
+def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
+    given = schema.get("type")
+    names = [given] if isinstance(given, str) else list(given or ())
+    known = [name for name in names if name in _TYPES]
+    return not known or any(
+        isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)) for name in known
+    )
+
+
+def _expected(schema: Mapping[str, Any]) -> str:
+    return " or ".join(dict.fromkeys(_NAMES.get(name, name) for name in _types(schema))) or "another value"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read(text: str, schema: Any) -> Any:
+    """The value that a text means, for formats of calls that write every value as text.
+
+    The text is read as JSON, or else as a Python literal, which templates write where they print a value. If that is of
+    no other type of the schema than a string, the text stays as it is; ``problem_with`` then says so if it is no string.
+
+    >>> integer, text = {"type": "integer"}, {"type": "string"}
+    >>> read("3", integer), read("3", text), read("three", integer), read("True", {"type": "boolean"})
+    (3, '3', 'three', True)
+    """
+    types = [name for name in _types(schema) if name != "string"] or ["string"]
+    if not _types(schema):
+        types = list(_TYPES)
+    for parse in (_json, _literal):
+        try:
+            value = parse(text.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+        if value is None or isinstance(value, bool | int | float | list | dict):
+            if _has_type(value, {"type": types}):
+                return value
+    return text
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _literal(text: str) -> Any:
+    if len(text) > MAX_LITERAL:
+        raise ValueError("too long")
+    with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        return ast.literal_eval(text)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,281 @@
+"""Tools: functions that the policy can call, with the JSON schemas that chat templates show to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from cohort.calls import is_async, partial_layers
+from cohort.environments.calculator import calculator
+from cohort.environments.contract import ToolCall
+from cohort.environments.python import python_tool
+from cohort.environments.schemas import problem_with
+from cohort.errors import ConfigError, DataError
+from cohort.plugins import load_function
+
+BUILTIN_TOOLS: Mapping[str, Callable[[], Callable[..., Any]]] = {
+    "calculator": lambda: calculator,
+    "python": python_tool,
+}
+"""Makers of the functions behind built-in names."""
+_NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
+_EXAMPLE = """
+
+    def add(a: int, b: int) -> int:
+        '''Adds two integers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        '''
+        return a + b"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the policy can call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """The JSON schema as chat templates take it: ``{"type": "function", "function": {"name": ..., "description": ...,
+    "parameters": {...}}}``."""
+    function: Callable[..., Any]
+    """Called as ``function(**arguments)``. ``text_of`` makes of its result what the policy reads."""
+    is_async: bool = False
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of the arguments, an object."""
+        parameters: Mapping[str, Any] = self.schema["function"].get("parameters") or {}
+        return parameters
+
+    def problem(self, arguments: Mapping[str, Any]) -> str:
+        """Why the function cannot be called with these arguments, for the policy to read. Empty: it can.
+
+        >>> as_tool("calculator").problem({"expr": "1+1"})
+        "calculator: the argument 'expression' is missing; unknown argument 'expr'"
+        """
+        found = problem_with(arguments, {**self.parameters, "type": "object"})
+        return f"{self.name}: {found}" if found else ""
+
+
+class Toolbox(Mapping[str, Tool]):
+    """Tools by their names.
+
+    Args:
+        tools: the tools, or what ``as_tool`` takes.
+
+    Raises:
+        ConfigError: two tools have the same name.
+    """
+
+    def __init__(self, tools: Iterable[Any] = ()) -> None:
+        self._tools: dict[str, Tool] = {}
+        for tool in map(as_tool, tools):
+            if tool.name in self._tools:
+                raise ConfigError(
+                    f"two tools have the name {tool.name!r}, and the policy could not tell them apart: rename one "
+                    "function, or give it another __name__"
+                )
+            self._tools[tool.name] = tool
+
+    def __getitem__(self, name: str) -> Tool:
+        return self._tools[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """The JSON schemas, for ``apply_chat_template(tools=...)``."""
+        return [tool.schema for tool in self.values()]
+
+    def subset(self, names: Collection[str], where: str) -> Toolbox:
+        """The tools that a row may use, in this order.
+
+        Args:
+            names: the names in the row.
+            where: what errors call the row.
+
+        Raises:
+            DataError: there is no tool of such a name.
+        """
+        if isinstance(names, str) or (unknown := [name for name in names if name not in self]):
+            got = repr(names) if isinstance(names, str) else repr(unknown[0])
+            raise DataError(
+                f"{where}: column 'tools' must list names of environment.tools, which are {', '.join(self) or 'none'}; "
+                f"got {got}"
+            )
+        return Toolbox(self[name] for name in dict.fromkeys(names))
+
+    def problem(self, call: ToolCall) -> str:
+        """Why a call cannot be made, for the policy to read: it is malformed, names no tool, or has wrong arguments.
+        Empty: it can be made.
+        """
+        if call.error:
+            return call.error
+        if call.name not in self:
+            return f"unknown tool {call.name[:64]!r}; the tools are: {', '.join(self) or 'none'}"
+        return self[call.name].problem(call.arguments)
+
+
+def as_tool(given: Any) -> Tool:
+    """A tool.
+
+    Args:
+        given: a ``Tool``; a function, method, ``functools.partial`` or object with ``__call__``, plain or async, with type
+            hints and a docstring in Google's style; "calculator" or "python"; "module:function" or
+            "file.py:function". Arguments that a partial binds are not shown to the policy.
+
+    Raises:
+        ConfigError: there is no such function, or no JSON schema can be made of it.
+
+    >>> tool = as_tool("calculator")
+    >>> tool.name, tool.parameters["required"]
+    ('calculator', ['expression'])
+    """
+    if isinstance(given, Tool):
+        return given
+    if isinstance(given, str):
+        return _named(given)
+    if not callable(given):
+        raise ConfigError(f"a tool must be a function or a name, got {given!r:.80}")
+    return Tool(_name(given), _schema(given), given, is_async(given))
+
+
+def _named(spec: str) -> Tool:
+    if spec in BUILTIN_TOOLS:
+        return as_tool(BUILTIN_TOOLS[spec]())
+    if ":" not in spec:
+        raise ConfigError(
+            f"unknown tool {spec!r}: expected one of {', '.join(BUILTIN_TOOLS)}, 'module:function' or 'file.py:function'"
+        )
+    return as_tool(load_function(spec, what="tool"))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    inner = partial_layers(function)[-1]
+    name = getattr(function, "__name__", None) or getattr(inner, "__name__", None) or type(inner).__name__
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"the tool {name!r} needs a name of at most 64 letters, digits, '_' and '-': write it as\n{_EXAMPLE}\n"
+        )
+    return name
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
+
+
+def _schema(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The JSON schema of a function, from its type hints and docstring."""
+    from transformers.utils import get_json_schema
+
+    name = _name(function)
+    try:
+        schema: dict[str, Any] = get_json_schema(_described(function, name))
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers' own two classes, and what evaluating hints or "choices" raises
+        raise _no_schema(name, f"{error}".strip()) from error
+    if not schema["function"]["description"]:
+        raise _no_schema(name, "the docstring begins with no description")
+    return schema
+
+
+def _described(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A stand-in with the name, docstring and parameters of a function, methods' receivers and bound arguments left
+    out, and with evaluated type hints: the form that ``get_json_schema`` takes.
+    """
+    inner = partial_layers(function)[-1]
+    plain = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+    if inspect.isclass(inner) or inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        kind = "a class" if inspect.isclass(inner) else "a generator"
+        raise ConfigError(f"the tool {name!r} must be a function that returns its result, got {kind}")
+    try:
+        parameters = [p for p in inspect.signature(function).parameters.values() if not _is_bound(p, function)]
+    except (TypeError, ValueError) as error:
+        raise _no_schema(name, f"it has no signature ({error})") from error
+    hints = typing.get_type_hints(inspect.unwrap(plain))
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise _no_schema(name, f"the policy gives arguments by name, and {parameter} is not a named one")
+        if parameter.name not in hints:
+            raise _no_schema(name, f"the argument {parameter.name!r} has no type hint")
+        if isinstance(hints[parameter.name], enum.EnumMeta):
+            values = ", ".join(repr(member.value) for member in hints[parameter.name])
+            raise _no_schema(name, f"arguments are JSON values: for {parameter.name!r}, write Literal[{values}]")
+
+    def stand_in() -> None: ...
+
+    named = [*(parameter.name for parameter in parameters), "return"]
+    stand_in.__name__, stand_in.__doc__ = name, inspect.getdoc(plain) or inspect.getdoc(inner)
+    stand_in.__annotations__ = {key: hints[key] for key in named if key in hints}
+    stand_in.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+    )
+    return stand_in
+
+
+def _is_bound(parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
+    """Whether a parameter is the receiver of a method of a class, or has its value from a partial."""
+    bound = {key for layer in partial_layers(function)[:-1] for key in layer.keywords}  # type: ignore[attr-defined]
+    is_receiver = parameter.name in ("self", "cls") and parameter.annotation is parameter.empty
+    return is_receiver or parameter.name in bound
+
+
+def _no_schema(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the tool {name!r} cannot be shown to the policy: {reason}. A tool needs a type hint for each argument, and a "
+        f"docstring that describes the function and, under 'Args:', each argument:\n{_EXAMPLE}\n"
+    )
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def text_of(result: Any) -> str:
+    """What the policy reads of a tool's result.
+
+    Text as it is; bytes as UTF-8, with U+FFFD for other bytes; everything else as JSON, where a value that JSON does not
+    have is a list if it is a set, array or tensor, an object if it is a dataclass, and otherwise its ``str``. None is
+    "null". Halves of surrogate pairs, which no tokenizer takes, become U+FFFD.
+
+    Raises:
+        Exception: what an object's ``__str__`` raises, or ValueError for a structure that contains itself.
+
+    >>> text_of("π"), text_of({"π": [1, None, 2.5]}), text_of(b"ok"), text_of(None)
+    ('π', '{"π": [1, null, 2.5]}', 'ok', 'null')
+    """
+    if isinstance(result, bytes | bytearray | memoryview):
+        return bytes(result).decode("utf-8", "replace")
+    text = result if isinstance(result, str) else _as_json(result)
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def _as_json(value: Any) -> str:
+    plain = value if isinstance(value, dict | list | tuple | int | float | None) else _plain(value)
+    if isinstance(plain, str):
+        return plain
+    try:
+        return json.dumps(plain, ensure_ascii=False, default=_plain)
+    except TypeError:  # keys that JSON does not have
+        return str(plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return text_of(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

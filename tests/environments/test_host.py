@@ -1,0 +1,479 @@
+"""Tools and environments where they run: in this process, on the event loop, and in worker processes."""
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import wait
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cohort.config import EnvironmentConfig
+from cohort.environments.contract import Ended, EpisodeFailed, ToolCall
+from cohort.environments.host import Host
+from cohort.environments.shapes import LIVE, find_environments
+from cohort.environments.tools import Toolbox
+from cohort.errors import ConfigError, DataError
+from cohort.types import Prompt
+from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
+
+PLACES = {"here": (World, {}), "async": (AsyncWorld, {}), "worker": (World, {"tool_workers": 1})}
+
+
+def prompt(**columns):
+    return Prompt(0, 0, (), "", [{"role": "user", "content": "?"}], columns)
+
+
+def turn(text="", *calls):
+    return SimpleNamespace(content=text, calls=calls)
+
+
+@pytest.fixture
+def host():
+    """Makes hosts, which are closed at the end."""
+    made = []
+
+    def make(factory="", tools=(), **settings):
+        made.append(Host(Toolbox(tools), find_environments(factory), EnvironmentConfig(**settings)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert not LIVE
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+def balance(log):
+    """How often each environment was made, less how often it was closed."""
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    made = Counter(name for what, name in lines if what == "made")
+    closed = Counter(name for what, name in lines if what == "closed")
+    assert set(made.values()) <= {1}
+    assert set(closed.values()) <= {1}
+    return made - closed
+
+
+def alive(pid):
+    """Whether a process runs. A zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def processes(log):
+    """The processes in which environments have lived, other than this one."""
+    return {int(line.split()[1].split("-")[0]) for line in log.read_text().splitlines()} - {os.getpid()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_episode(place, host, log):
+    world, settings = PLACES[place]
+    here = host(functools.partial(world, log), **settings)
+    plans = {"a": ["ok", "ok", "done", "ok"], "b": ["ok", "done"]}
+    begun = {name: here.begin(name, prompt(plan=plan, other=1), seed=5) for name, plan in plans.items()}
+    assert {future.result(30).messages[0]["content"] for future in begun.values()} == {"heard start"}
+    assert here.answer("a", turn("one")).result(30).messages == ({"role": "user", "content": "heard one"},)
+    last = here.answer("b", turn("two")).result(30)
+    assert (last.reward, last.done, last.messages[0]["content"]) == (1.0, True, "bye two")
+    assert here.answer("a", turn("three")).result(30).done
+    ended = {name: here.end(name).result(30) for name in plans}
+    assert [one.state["turns"] for one in ended.values()] == [2, 1]  # each episode has its own object
+    assert ended["a"].reward == 0.25
+    assert ended["a"].state.keys() == {"name", "turns", "seed"}  # no open file
+    assert ended["a"].state["seed"] == 5
+    assert not balance(log)
+    assert (processes(log) == set()) == (place != "worker")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (["raise"], r"World.reset raised ValueError: no way \(worlds.py, line \d+\)"),
+        (["ok", "raise"], r"World.step raised ValueError: no way"),
+        (["ok", "exit"], r"World.step raised SystemExit: 3"),
+        (["ok", "nan"], r"World.step gave the reward nan"),
+        (["ok", "text"], r"World.step returned 'just text': expected Step"),
+    ],
+)
+def test_environments_that_fail(place, plan, message, host, log):
+    world, settings = PLACES[place]
+    here = host(functools.partial(world, log), **settings)
+    futures = [here.begin(0, prompt(plan=plan), 0), *([here.answer(0, turn("x"))] if plan[0] == "ok" else [])]
+    with pytest.raises(EpisodeFailed, match=message) as raised:
+        futures[-1].result(30)
+    assert "Traceback" in raised.value.details or "raised" not in message
+    assert here.end(0).result(30) == Ended()
+    assert not balance(log)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_reward_at_the_end_that_fails(place, host, log):
+    world, settings = PLACES[place]
+    here = host(functools.partial(world, log), **settings)
+    here.begin(0, prompt(plan=["ok", "nan"]), 0).result(30)
+    with pytest.raises(EpisodeFailed, match="World.get_reward returned|World.get_reward gave the reward nan"):
+        here.end(0).result(30)
+    assert not balance(log)
+
+
+@pytest.mark.parametrize(
+    ("place", "plan"),
+    [("async", ["ok", "hang"]), ("worker", ["hang"]), ("worker", ["ok", "hang"]), ("worker", ["ok", "die"])],
+)
+def test_environments_that_hang_or_die(place, plan, host, log):
+    here = host(functools.partial(PLACES[place][0], log), call_timeout=3.0, tool_workers=1)
+    failing, other = here.begin(0, prompt(plan=plan), 0), here.begin(1, prompt(plan=["ok"] * 9), 0)
+    if plan[0] == "ok":
+        assert other.result(30).messages  # both live in the one worker
+        failing = here.answer(0, turn("x"))
+    message = "World.* died .killed by SIGKILL" if plan[-1] == "die" else "World.* took more than 3 s"
+    with pytest.raises(EpisodeFailed, match=message):
+        failing.result(30)
+    assert here.end(0).result(30) == Ended()
+    if place == "worker" and plan[0] == "ok":
+        with pytest.raises(
+            EpisodeFailed, match="worker process of the environment has ended: another environment in it"
+        ):
+            here.answer(1, turn("x")).result(30)
+        assert here.end(1).result(30) == Ended()
+    else:
+        other.result(30)
+        assert here.answer(1, turn("x")).result(30).messages
+        assert here.end(1).result(30).state["turns"] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"tool_workers": 1}, {"call_timeout": 60.0}])
+@pytest.mark.parametrize("desk", [Desk, AsyncDesk])
+def test_methods_as_tools(desk, settings, host):
+    def upper(text: str) -> str:
+        """Makes capitals.
+
+        Args:
+            text: The text.
+        """
+        return text.upper()
+
+    here = host(desk, [upper], **settings)
+    assert here.begin(0, prompt(text="more"), 0).result(30).messages[0]["content"] == "more"
+    assert list(here.tools({})) == ["upper", "add", "fail", "hang"]
+    calls = [
+        ToolCall("add", {"number": 2}),
+        ToolCall("upper", {"text": "a"}),
+        ToolCall("fail"),
+        ToolCall("add", {"number": "3"}),
+        ToolCall("subtract"),
+        ToolCall("add", error="invalid JSON"),
+        ToolCall("add", {"number": 40}),
+    ]
+    answer = here.answer(0, turn("", *calls)).result(30)
+    assert [message["name"] for message in answer.messages] == [call.name for call in calls]
+    texts = [message["content"] for message in answer.messages]
+    assert texts[:3] == ["2", "A", "Error: LookupError: nothing there"]
+    assert texts[3].startswith("Error: add: the argument 'number' must be an integer")
+    assert texts[4].startswith("Error: unknown tool 'subtract'; the tools are: upper, add")
+    assert texts[5:] == ["Error: invalid JSON", "42"]
+    assert (answer.calls, answer.failed_calls, answer.done) == (7, 4, False)
+    assert not here.answer(0, turn("no call")).result(30).messages
+    ended = here.end(0).result(30)
+    assert (ended.reward, ended.state["order"]) == (42.0, [2, 40])
+
+
+def test_a_method_that_hangs(host):
+    async_desk, desk = host(AsyncDesk, call_timeout=0.3), host(Desk, call_timeout=3.0)
+    for one in (async_desk, desk):
+        one.begin(0, prompt(), 0).result(30)
+    calls = turn("", ToolCall("hang"), ToolCall("add", {"number": 1}))
+    answer = async_desk.answer(0, calls).result(30)  # cancelled: the environment lives on
+    assert [message["content"] for message in answer.messages] == ["Error: took more than 0.3 s", "1"]
+    with pytest.raises(EpisodeFailed, match=r"Desk.hang took more than 3 s"):
+        desk.answer(0, calls).result(30)
+
+
+def test_tools_that_hang_or_die_are_repeated_and_then_an_observation(host, tmp_path):
+    def unsteady(path: str, times: int, how: str) -> str:
+        """Dies or hangs some times.
+
+        Args:
+            path: Where the times are counted.
+            times: How often.
+            how: What it does.
+        """
+        import os
+        import time
+        from pathlib import Path
+
+        count = len(Path(path).read_text()) if Path(path).exists() else 0
+        Path(path).write_text("x" * (count + 1))
+        if count < times:
+            os._exit(3) if how == "die" else time.sleep(60)
+        return f"after {count}"
+
+    here = host("", [unsteady], call_timeout=2.0, call_retries=1, tool_workers=1)
+    here.begin(0, prompt(), 0).result(0)
+
+    def outcome(name, times, how):
+        call = ToolCall("unsteady", {"path": str(tmp_path / name), "times": times, "how": how})
+        answer = here.answer(0, turn("", call)).result(60)
+        return answer.messages[0]["content"], answer.failed_calls
+
+    assert outcome("a", 1, "die") == ("after 1", 0)
+    assert outcome("b", 1, "hang") == ("after 1", 0)
+    assert outcome("c", 9, "die") == ("Error: its worker process died (exit code 3)", 1)
+    assert (tmp_path / "c").read_text() == "xx"
+    assert outcome("d", 9, "hang") == ("Error: took more than 2 s", 1)
+
+
+def test_async_tools_of_a_turn_run_together(host):
+    inside = []
+
+    async def meet(who: str) -> str:
+        """Returns when two are there.
+
+        Args:
+            who: A name.
+        """
+        inside.append(who)
+        while len(inside) < 2:
+            await asyncio.sleep(0.001)
+        return f"{who} of {len(inside)}"
+
+    here = host("", [meet])
+    here.begin(0, prompt(), 0).result(0)
+    answer = here.answer(0, turn("", ToolCall("meet", {"who": "a"}), ToolCall("meet", {"who": "b"}))).result(30)
+    assert [message["content"] for message in answer.messages] == ["a of 2", "b of 2"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"tool_workers": 1}])
+def test_results_of_all_kinds(settings, host):
+    def give(kind: str) -> object:
+        """Returns something.
+
+        Args:
+            kind: What.
+        """
+        made = {"megabytes": "é" * 2_000_000, "bytes": b"\xff\x00", "none": None, "list": [1, {"a": None}], "set": {3}}
+        return made[kind] if kind != "broken" else type("Broken", (), {"__str__": lambda self: 1 / 0})()
+
+    here = host("", [give], **settings)
+    here.begin(0, prompt(), 0).result(0)
+    kinds = ["megabytes", "bytes", "none", "list", "set", "broken", "lost"]
+    answer = here.answer(0, turn("", *(ToolCall("give", {"kind": kind}) for kind in kinds))).result(60)
+    texts = [message["content"] for message in answer.messages]
+    assert texts[0] == "é" * 2_000_000
+    assert texts[1:5] == ["\ufffd\x00", "null", '[1, {"a": null}]', "[3]"]
+    assert texts[5:] == ["Error: ZeroDivisionError: division by zero", "Error: KeyError: 'lost'"]
+    assert answer.failed_calls == 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_more_environments_exist_than_allowed(place, host, log):
+    world, settings = PLACES[place]
+    here = host(functools.partial(world, log), max_environments=2, **settings)
+    futures = {name: here.begin(name, prompt(plan=["ok"] * 9), 0) for name in range(6)}
+    for first in range(0, 6, 2):
+        wait([futures[first], futures[first + 1]], 30)
+        assert [future.done() for future in futures.values()] == [True] * (first + 2) + [False] * (4 - first)
+        assert len(balance(log)) == 2
+        for name in (first, first + 1):
+            here.end(name).result(30)
+    assert not balance(log)
+
+
+@pytest.mark.parametrize("place", ["async", "worker"])
+def test_episodes_that_are_given_up(place, host, log):
+    world = PLACES[place][0]
+    settings = {"tool_workers": 1, "call_timeout": 3.0} if place == "worker" else {}
+    here = host(functools.partial(world, log), max_environments=1, **settings)
+    here.begin("acting", prompt(plan=["ok", "hang"]), 0).result(30)
+    waiting = here.begin("waiting", prompt(plan=["ok"]), 0)
+    acting = here.answer("acting", turn("x"))
+    time.sleep(0.1)
+    ends = [here.end("waiting"), here.end("acting")]
+    assert [end.result(30).state for end in ends] == [{}, {}]
+    for future in (acting, waiting):
+        with pytest.raises(EpisodeFailed):
+            future.result(30)
+    assert len(log.read_text().splitlines()) == (2 if place == "async" else 1)  # a killed one cannot be closed
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_closing_ends_everything(place, host, log):
+    world, settings = PLACES[place]
+    here = host(functools.partial(world, log), max_environments=3, **settings)
+    futures = [here.begin(name, prompt(plan=["ok"]), 0) for name in range(5)]
+    wait(futures[:3], 30)
+    here.close()
+    assert not balance(log)
+    assert len(log.read_text().splitlines()) == 6
+    assert not any(map(alive, processes(log)))
+
+
+SCRIPT = """
+import functools, sys, time
+from cohort.config import EnvironmentConfig
+from cohort.environments.host import Host
+from cohort.environments.shapes import find_environments
+from cohort.environments.tools import Toolbox
+from cohort.types import Prompt
+from tests.environments.worlds import AsyncWorld, World
+
+world = {"here": World, "async": AsyncWorld, "worker": World}[sys.argv[1]]
+settings = EnvironmentConfig(tool_workers=int(sys.argv[1] == "worker"))
+host = Host(Toolbox(), find_environments(functools.partial(world, sys.argv[2])), settings)
+for episode in range(3):
+    host.begin(episode, Prompt(0, 0, (), "", "?", {"plan": ["ok"]}), 0).result()
+print("begun", flush=True)
+time.sleep(60 if sys.argv[3] == "interrupted" else 0)
+"""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["ended", "interrupted"])
+def test_environments_are_closed_when_the_interpreter_ends(place, how, log):
+    command = [sys.executable, "-c", SCRIPT, place, str(log), how]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert parent.stdout.readline() == "begun\n"
+    if how == "interrupted":
+        parent.send_signal(signal.SIGINT)
+    parent.wait(30)
+    parent.stdout.close()
+    assert not balance(log)
+    assert len(log.read_text().splitlines()) == 6
+    assert not any(map(alive, processes(log)))
+
+
+@pytest.mark.parametrize("place", ["here", "async", "worker"])
+def test_one_step_in_ten_fails(place, host, log):
+    rng = np.random.default_rng(0)
+    world, bad = PLACES[place][0], ["raise", "nan"] if place == "here" else ["raise", "nan", "hang"]
+    settings = {"here": {}, "async": {"call_timeout": 0.5}, "worker": {"call_timeout": 0.5, "tool_workers": 2}}[place]
+    here = host(functools.partial(world, log), **settings)
+    if place == "worker":
+        bad = [*bad, "die"]
+        for name in ("warm", "up"):  # so that the import of a worker's modules is over
+            here.begin(name, prompt(plan=["ok"]), 0).result(60)
+        for name in ("warm", "up"):
+            here.end(name).result(60)
+    plans = [
+        ["ok", *(rng.choice(["ok", *bad], p=[0.9, *[0.1 / len(bad)] * len(bad)]) for _ in range(4))] for _ in range(40)
+    ]
+    plans = [[str(action) for action in plan] for plan in plans]
+    kept, failed = set(), {}
+    for name, plan in enumerate(plans):
+        here.begin(name, prompt(plan=[*plan, "ok"]), 0)
+    for _ in range(4):
+        answers = {name: here.answer(name, turn("x")) for name in range(40) if name not in failed}
+        failed |= {name: str(future.exception(60)) for name, future in answers.items() if future.exception(60)}
+    ends = {name: here.end(name) for name in range(40)}
+    failed |= {name: str(end.exception(60)) for name, end in ends.items() if end.exception(60)}
+    kept = {name for name, end in ends.items() if name not in failed and end.result(60).reward == 0.25}
+    good = {name for name, plan in enumerate(plans) if set(plan) == {"ok"}}
+    assert 10 < len(good) < 35
+    assert kept | failed.keys() == set(range(40))
+    if place == "worker":  # neighbours of those that hang or die fail too, and say so
+        assert kept <= good
+        assert all("another environment in it" in failed[name] for name in good - kept)
+    else:
+        assert kept == good
+        assert not balance(log)
+    here.close()
+    assert not any(map(alive, processes(log)))
+
+
+def test_environments_by_name_and_tools_of_a_row(host):
+    def look() -> str:
+        """Looks."""
+        return "seen"
+
+    def wait_here() -> str:
+        """Waits."""
+        return "waited"
+
+    class Quiet:
+        def reset(self, **row):
+            self.row = row
+
+        def step(self, text):
+            raise AssertionError
+
+    here = host({"desk": Desk, "quiet": Quiet}, [look, wait_here])
+    assert list(here.tools({"environment": "desk", "tools": ["look"]})) == ["look", "add", "fail", "hang"]
+    assert list(here.tools({"environment": "quiet"})) == ["look", "wait_here"]
+    here.begin(0, prompt(environment="quiet", tools=["look"], text=1), 0).result(0)
+    answer = here.answer(0, turn("", ToolCall("look"), ToolCall("wait_here"))).result(0)
+    assert [message["content"] for message in answer.messages] == [
+        "seen",
+        "Error: unknown tool 'wait_here'; the tools are: look",
+    ]
+    assert here.end(0).result(0).state == {"row": {"tools": ["look"], "text": 1}}  # without the column that chooses
+    with pytest.raises(DataError, match="must name one of desk, quiet; a row has 'chess'"):
+        here.begin(1, prompt(environment="chess"), 0)
+    assert here.describe().splitlines() == [
+        "environment Desk (desk): in this process",
+        "environment Quiet (quiet): in this process",
+        "tool look: in this process",
+        "tool wait_here: in this process",
+    ]
+
+
+def test_what_is_refused_before_the_run(host):
+    def add(number: int) -> int:
+        """Adds.
+
+        Args:
+            number: What.
+        """
+        return number
+
+    with pytest.raises(ConfigError, match="two tools have the name 'add'"):
+        host(Desk, [add])
+    generator = (n for n in "ab")
+
+    def next_one() -> str:
+        """Gives the next."""
+        return next(generator)
+
+    with pytest.raises(ConfigError, match="next_one cannot run in a worker process: .*environment.tool_workers to 0"):
+        host("", [next_one], tool_workers=1)
+
+
+def test_a_close_that_fails_is_reported(host):
+    class Stuck:
+        def reset(self): ...
+
+        def step(self, text): ...
+
+        def close(self):
+            raise OSError("still in use")
+
+    here = host(Stuck)
+    here.begin(0, prompt(), 0).result(0)
+    assert here.end(0).result(0).close_error.startswith("Stuck.close raised OSError: still in use")
+
+
+def test_workers_import_no_torch(host):
+    class Nosy:
+        def reset(self):
+            import sys
+
+            self.torch = "torch" in sys.modules
+
+        def step(self, text): ...
+
+    here = host(Nosy, tool_workers=1)
+    here.begin(0, prompt(), 0).result(30)
+    assert here.end(0).result(30).state == {"torch": False}

@@ -1,0 +1,216 @@
+"""The shapes of environments, and answers of wrong ones."""
+
+import functools
+import re
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+from cohort.environments.contract import Answer, EpisodeFailed, Step
+from cohort.environments.shapes import LIVE, choose, find_environments, perform, recognise, run_plain
+from cohort.environments.tools import text_of
+from cohort.errors import ConfigError, DataError
+from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
+
+
+class Gym:
+    def reset(self, *, seed=None, options=None):
+        return f"seed {seed}", {"info": 1}
+
+    def step(self, action):
+        return action, 1, False, True, {}
+
+    def render(self):
+        raise AssertionError
+
+
+class Untyped:
+    def reset(self): ...
+
+    def look(self, where):
+        """Looks."""
+
+
+def test_shapes_are_recognised_from_classes_and_functions(tmp_path):
+    log = tmp_path / "log"
+    world = recognise(functools.partial(World, log))
+    assert (world.name, world.steps, world.is_async, len(world.tools)) == ("World", True, False, 0)
+    assert (world.columns, world.required, world.seeded) == ({"plan", "seed"}, {"plan"}, True)
+    assert not log.exists()  # a class is not made to be inspected
+    made = recognise(lambda: AsyncWorld(log))
+    assert (made.name, made.steps, made.is_async) == ("AsyncWorld", True, True)
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["made", "closed"]
+    assert not recognise(Gym).tools
+
+
+def test_methods_that_are_tools():
+    desk, async_desk = recognise(Desk), recognise(AsyncDesk)
+    assert list(desk.tools) == ["add", "fail", "hang"]
+    assert desk.tools["add"].parameters["properties"] == {"number": {"type": "integer", "description": "What to add."}}
+    assert (desk.steps, desk.is_async, async_desk.is_async) == (False, False, True)
+
+
+def test_a_probe_with_an_async_close_is_closed_also_in_a_notebook():
+    import asyncio
+
+    closed = []
+
+    class Made(Gym):
+        async def close(self):
+            closed.append(self)
+
+    async def notebook():
+        return recognise(lambda: Made())
+
+    assert asyncio.run(notebook()).is_async
+    assert len(closed) == 1
+
+
+def test_a_probe_that_cannot_be_closed_is_refused():
+    class Stuck(Gym):
+        def close(self):
+            raise OSError("in use")
+
+    with pytest.raises(ConfigError, match=r"Stuck cannot be closed: close raised OSError: in use"):
+        recognise(lambda: Stuck())
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (type("Bare", (), {}), "Bare has no method reset: write `def reset"),
+        (type("Mute", (), {"reset": Gym.reset}), "Mute has neither a method step .*write `def step"),
+        (type("Odd", (), {"reset": Gym.reset, "step": lambda self: None}), "Odd: step must accept the policy's text"),
+        (
+            type("Wide", (), {"reset": lambda self, row, /: 0, "step": Gym.step}),
+            "Wide: reset gets the columns .* by name",
+        ),
+        (World, r"World must be made without arguments \(missing a required argument: 'log'\)"),
+        (Gym(), "a class or a function that makes .* got an object of the class Gym"),
+        (lambda: 1 / 0, r"factory <lambda> raised ZeroDivisionError: division by zero \(test_shapes"),
+        (Untyped, r"Untyped: its public methods are tools .* underscore\. .*'where' has no type hint"),
+        ("nowhere.py:Game", "no environment file nowhere.py"),
+    ],
+)
+def test_what_is_no_environment_is_refused_with_what_to_write(factory, message):
+    with pytest.raises(ConfigError, match=message):
+        find_environments(factory)
+
+
+def test_an_async_factory_is_refused():
+    async def factory():
+        return Gym()
+
+    with pytest.raises(ConfigError, match="factory must not be async: connect in `async def reset`"):
+        recognise(factory)
+
+
+def test_factories_from_files_and_by_name(tmp_path):
+    (tmp_path / "mine.py").write_text("class Game:\n    def reset(self): ...\n    def step(self, text): ...\n")
+    shapes = find_environments({"game": f"{tmp_path}/mine.py:Game", "gym": Gym})
+    assert {name: shape.name for name, shape in shapes.items()} == {"game": "Game", "gym": "Gym"}
+    assert choose(shapes, {"environment": "gym"}) is shapes["gym"]
+    for name in ("chess", None, ["gym"]):
+        with pytest.raises(DataError, match=r"must name one of game, gym; a row has "):
+            choose(shapes, {"environment": name})
+    single = find_environments(Gym)
+    assert choose(single, {"environment": "anything"}) is single[""]
+    assert not find_environments("")
+    assert choose({}, {}) is None
+
+
+def test_arguments_of_reset():
+    row = {"prompt": "p", "options": 3}
+    assert recognise(Gym).arguments(row, 7) == {"seed": 7, "options": 3}
+    assert recognise(Gym).arguments({"seed": 1}, 7) == {"seed": 1}  # the row's own seed
+
+    class All(Gym):
+        def reset(self, **row): ...
+
+    assert recognise(All).arguments(row, 7) == row
+    with pytest.raises(DataError, match=r"World.reset needs the column 'plan'; the data has prompt, options\."):
+        recognise(functools.partial(World, "")).arguments(row, 7)
+
+
+def answer_of(returned, method="step", steps=True):
+    """What becomes of the value that an environment returns."""
+    environment = type("Env", (), {"reset": lambda self: returned, "step": lambda self, text: returned})
+    answer = run_plain(perform, environment, steps, -1, "reset", {})
+    if method == "step":
+        answer = run_plain(perform, environment, steps, -1, "step", {"text": ""})
+    run_plain(perform, environment, steps, -1, "close", {})
+    assert not LIVE
+    if isinstance(answer, EpisodeFailed):
+        raise answer
+    return answer
+
+
+def user(text):
+    return ({"role": "user", "content": text},)
+
+
+Named = namedtuple("Named", "observation reward terminated truncated info")
+
+
+@pytest.mark.parametrize(
+    ("returned", "answer"),
+    [
+        (Step("go on"), Answer(user("go on"))),
+        (Step(), Answer()),
+        (Step("", 1, True), Answer((), 1.0, True)),
+        (("o", 0.5, False, True, {}), Answer(user("o"), 0.5, True)),
+        (Named("o", np.float32(0.5), np.False_, False, {}), Answer(user("o"), 0.5, False)),
+        (("o", 2, True, {}), Answer(user("o"), 2.0, True)),
+        ((None, None, False, {}), Answer()),
+        ({"observations": [{"role": "user", "content": "o"}], "reward": 1, "done": False, "metadata": {}}, Answer(user("o"), 1.0)),
+        (Step("half \ud83d"), Answer(user(text_of("half \ud83d")))),  # tokenizers take no half of a surrogate pair
+    ],
+)  # fmt: skip
+def test_answers_in_all_forms(returned, answer):
+    assert answer_of(returned) == answer
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (("o", 1.0, False), r"Env.step returned a tuple of 3: expected Step\(observation, reward, done\), "),
+        ("text", r"returned 'text': expected Step.* A tool of the policy needs another name"),
+        (None, "returned None: expected Step"),
+        ({"observations": []}, r"returned {'observations': \[\]}: expected Step"),
+        (Step("o", float("nan")), "Env.step gave the reward nan: expected a finite number or None"),
+        (Step("o", "1"), "gave the reward '1'"),
+        (Step("o", 1 + 2j), "gave the reward"),
+        (Step(b"bytes"), "gave the observation b'bytes': expected text or messages"),
+        (Step({"board": 1}), "gave the observation {'board': 1}"),
+        (
+            Step([{"role": "user", "content": ["image"]}]),
+            "gave the message .*: expected a dict with the texts role and",
+        ),
+        (Step(["o"]), "gave the message 'o'"),
+        (("o", 1.0, "no", {}), "gave 'no' for whether the episode is over"),
+        (Step("x" * 10**7, float("inf")), "gave the reward inf"),
+    ],
+)
+def test_answers_of_wrong_shapes(returned, message):
+    with pytest.raises(EpisodeFailed, match=message) as raised:
+        answer_of(returned)
+    assert len(str(raised.value)) < 400
+
+
+def test_first_observations():
+    assert answer_of(None, "reset") == Answer()
+    assert answer_of("hello", "reset") == answer_of(("hello", {"info": 1}), "reset") == Answer(user("hello"))
+    assert answer_of("text for the prompt", "reset", steps=False) == Answer(user("text for the prompt"))
+    with pytest.raises(EpisodeFailed, match=re.escape("Env.reset returned ['image']: expected text for the prompt")):
+        answer_of(["image"], "reset", steps=False)
+    with pytest.raises(EpisodeFailed, match="observation 3: expected text or messages"):
+        answer_of(3, "reset")
+
+
+def test_an_awaitable_from_a_plain_method_is_refused_by_name():
+    async def later():
+        return Step("o")
+
+    with pytest.raises(EpisodeFailed, match="step raised TypeError: it returned an awaitable, but is no `async def`"):
+        answer_of(later())
