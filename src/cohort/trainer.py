@@ -11,7 +11,7 @@ from typing import Any
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
 from cohort.environments import Acting
-from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
+from cohort.errors import ConfigError, DataError, EpisodeError, ModelError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import Objective, try_user_functions
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
@@ -179,7 +179,12 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (RewardError, DataError, ConfigError) as error:  # streamed rows are checked when they are read
+        except (
+            RewardError,
+            EpisodeError,
+            DataError,
+            ConfigError,
+        ) as error:
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)

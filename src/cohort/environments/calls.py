@@ -15,7 +15,14 @@ from cohort.environments.schemas import read
 from cohort.errors import ConfigError
 from cohort.types import Message
 
-_TYPES = {"text": "string", "count": "integer", "ratio": "number", "flag": "boolean", "items": "array", "table": "object"}
+_TYPES = {
+    "text": "string",
+    "count": "integer",
+    "ratio": "number",
+    "flag": "boolean",
+    "items": "array",
+    "table": "object",
+}
 _PROOF_SCHEMAS: list[Mapping[str, Any]] = [
     {
         "type": "function",
@@ -34,7 +41,8 @@ _PROOF = (
     ToolCall("sentinel_add", {"text": "plain", "count": -3, "ratio": 0.25, "flag": True}),
     ToolCall("sentinel_find", {"text": 'naïve "π" 🙂 \\n {x} [1] it\'s\n\n  two\tlines: a < b, c > d', "flag": False}),
     ToolCall(
-        "sentinel_add", {"text": "12", "ratio": 1e-07, "items": [1, "2", None, [True]], "table": {"ü": {"\n": [0.5, ""]}}}
+        "sentinel_add",
+        {"text": "12", "ratio": 1e-07, "items": [1, "2", None, [True]], "table": {"ü": {"\n": [0.5, ""]}}},
     ),
     ToolCall("sentinel_find"),
 )

@@ -126,9 +126,7 @@ class _Delimited:
         self._opens = re.compile(pattern)
         self._begins = re.compile(rf"\s*+(?={bodies.begins})")
         self._closes = re.compile(_flexible(closing))
-        self._ends = re.compile(
-            rf"\s*+{_flexible(closing)}" + (rf"(?:\s*{_flexible(outer[1])})?" if outer[1] else "")
-        )
+        self._ends = re.compile(rf"\s*+{_flexible(closing)}" + (rf"(?:\s*{_flexible(outer[1])})?" if outer[1] else ""))
 
     def find(self, text: str) -> list[Found]:
         """The calls in a text."""
@@ -189,7 +187,9 @@ def _json_bodies(rendering: Rendering) -> _Bodies | None:
         return None
     start = places[0][0]
     # Without an opening, what follows must look more like a call than any JSON object does.
-    first_key = re.compile(r'[\[\s]*\{\s*"\w+"').match(rendering.text, start) if not rendering.text[:start].strip() else None
+    first_key = (
+        re.compile(r'[\[\s]*\{\s*"\w+"').match(rendering.text, start) if not rendering.text[:start].strip() else None
+    )
     return _Bodies(places, _read_json, _flexible(first_key[0]) if first_key else r"[\[{]")
 
 
@@ -311,7 +311,9 @@ def _tagged_bodies(rendering: Rendering) -> _Bodies | None:
         return [ToolCall(match[1], arguments)], end
 
     ends = [end + len(close_value) for _, end in places]
-    return _Bodies([(start, end) for (start, _), end in zip(places, ends, strict=True)], read, head.pattern, textual=True)
+    return _Bodies(
+        [(start, end) for (start, _), end in zip(places, ends, strict=True)], read, head.pattern, textual=True
+    )
 
 
 def _edge(literal: str, side: str) -> str:

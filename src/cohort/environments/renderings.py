@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.environments.contract import ToolCall
-from cohort.environments.formats import Rendering, common_end, common_start
+from cohort.environments.formats import Rendering, common_start
 
 SENTINEL = "SENTINEL-OF-COHORT"
 """Text that no template changes or contains."""
@@ -37,7 +37,9 @@ class CallForm:
         for index, call in enumerate(calls):
             arguments = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else dict(call.arguments)
             table = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
-            tables.append({"id": f"call{index:05d}", **table} if self.with_ids else table)  # Mistral's ids have 9 letters
+            tables.append(
+                {"id": f"call{index:05d}", **table} if self.with_ids else table
+            )  # Mistral's ids have 9 letters
         return tables
 
 
@@ -61,7 +63,9 @@ class CallRenderings:
         self.form, self.learned = next(((form, found) for form, found in shown if found), (forms[0], None))
         """How the template takes calls, and a turn to learn the format from. None: the template shows no calls."""
 
-    def turn(self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None) -> tuple[str, str] | None:
+    def turn(
+        self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None
+    ) -> tuple[str, str] | None:
         """What a template renders before a turn with calls, and the turn without its end. None: it refuses the turn, or
         does not show the calls or the content.
         """

@@ -60,6 +60,11 @@ class Acting:
         """The JSON schemas of all tools, methods of environments included."""
         return [*self.toolbox.schemas, *(schema for shape in self.shapes.values() for schema in shape.tools.schemas)]
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether environments may give rewards, so that no reward function is needed."""
+        return any(shape.gives_rewards for shape in self.shapes.values())
+
     def schemas_of(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The JSON schemas of the tools that the policy can call in an episode of a row."""
         return self.host.tools(row).schemas
@@ -85,7 +90,9 @@ class Acting:
         rewrite = load_function(settings.history, what="history") if is_function else None
         return TurnFormat(tokenizer, bridge, parser, rewrite)
 
-    def sampler(self, engine: Engine, turn_format: TurnFormat, show: Callable[[str], None] | None) -> EpisodeSampler:
+    def sampler(
+        self, engine: Engine, turn_format: TurnFormat, show: Callable[[str], None] | None = None
+    ) -> EpisodeSampler:
         """What samples episodes with an engine; ``show`` gets the first one in words."""
         return EpisodeSampler(engine, self.host, turn_format, self.settings, show)
 
