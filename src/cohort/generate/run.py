@@ -16,11 +16,13 @@ from typing import IO, Any
 
 from cohort.config import ModelConfig, RolloutConfig
 from cohort.data import Row
+from cohort.environments import Acting
+from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
-from cohort.generate.show import InOrder, Meter, TextStream, headline, record, write_stdout
-from cohort.policy import load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch, local_engine
+from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
+from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, Sampling, TokenEvent, Watch, local_engine
 from cohort.runs import as_json
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -56,6 +58,9 @@ class Job:
     prompts: Sequence[Prompt]
     samplings: Sequence[Sampling]
     """One per prompt."""
+    acting: Acting | None = None
+    turn_format: TurnFormat | None = None
+    """Of the chat template, with tools or an environment."""
 
     @classmethod
     def prepare(cls, request: Request) -> Job:
@@ -66,14 +71,17 @@ class Job:
         """
         request.check()
         sampling = request.sampling()
+        acting = request.acting()
         rows = read_rows(request)
         resolve_device(request.device or "auto")
         _check_folder(request.model)
         tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-        prompts = render(request, rows, tokenizer)
+        turn_format = acting.turn_format(tokenizer, end_token_ids(request.model, tokenizer)) if acting else None
+        prompts = render(request, rows, tokenizer, acting)
         config = read_config(request.model, trust_remote_code=request.trust_remote_code)
         sampling = with_prefix(request, sampling, tokenizer, config)
-        return cls(request, tokenizer, config, rows, prompts, within_context(request, prompts, sampling, config))
+        samplings = within_context(request, prompts, sampling, config)
+        return cls(request, tokenizer, config, rows, prompts, samplings, acting, turn_format)
 
     @property
     def total(self) -> int:
@@ -83,7 +91,7 @@ class Job:
     @property
     def streams(self) -> bool:
         """Whether the text is printed token by token: a single completion that is not written to a file."""
-        return self.request.output is None and self.total == 1
+        return self.request.output is None and self.total == 1 and self.acting is None
 
     def run(self) -> int:
         """Load the model, sample and show; return the exit code.
@@ -104,6 +112,8 @@ class Job:
                 self._sample(engine, results, meter, interrupted)
             finally:
                 results.flush()
+                if self.acting:
+                    self.acting.host.close()
             seconds = time.monotonic() - started
         self._log(results.summary(seconds))
         if results.reasons[FinishReason.CANCELLED]:
@@ -142,6 +152,9 @@ class Job:
             meter.advance()
             results.add(first + index, sample, completion)
 
+        sampler: Sampler = engine
+        if self.acting and self.turn_format:
+            sampler = self.acting.sampler(engine, self.turn_format)
         size = max(1, BATCHES_PER_CALL * self.request.batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
@@ -151,7 +164,7 @@ class Job:
             else:
                 each_token = on_token if stream or meter.live else None
                 watch = Watch(each_token, partial(on_completion, first), cancelled=interrupted)
-                groups = engine.generate(prompts, count, samplings, key, watch)
+                groups = sampler.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):
                 for sample, completion in enumerate(group.completions):
                     results.add(index, sample, completion)  # includes those that were never started
@@ -164,7 +177,7 @@ class Job:
             if file is None:
                 prompt = self.prompts[index] if len(self.prompts) > 1 else None
                 head = headline(prompt, sample if self.request.count > 1 else None, completion)
-                write_stdout(f"{head}\n{completion.text}\n\n")
+                write_stdout(f"{head}\n{transcript(completion)}\n\n")
             else:
                 line = record(self.rows[index], index, sample, completion)
                 file.write(as_json(line, ensure_ascii=False, default=str))
