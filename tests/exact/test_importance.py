@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cohort.objective import Objective
-from cohort.objective.ratio import leveled_log_ratio
 from cohort.presets.parts import MismatchWeight
 
 from .tabular import assert_apart, assert_same, gradient, groups, tree
@@ -37,13 +36,6 @@ def test_the_ratio_of_whole_sequences_is_unbiased(seed, baseline, anchor):
     assert_same(ascent, shrunk * true_gradient(logits, rewards))
 
 
-def test_the_ratio_of_whole_sequences_is_unbiased_in_groups_of_three(seed):
-    logits, old = pair(seed)
-    rewards = TREE.rewards(seed)
-    ascent = groups(3, 3, 3).expected_ascent(objective(ratio_level="sequence_product"), logits, rewards, old=old)
-    assert_same(ascent, true_gradient(logits, rewards))
-
-
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "sequence_product"])
 @pytest.mark.parametrize("anchor", ["old", "sampler"])
 def test_the_other_ratios_are_biased_for_sequences(seed, level, anchor):
@@ -53,13 +45,6 @@ def test_the_other_ratios_are_biased_for_sequences(seed, level, anchor):
     assert_apart(
         groups(3, 3, 2).expected_ascent(chosen, logits, rewards, **{anchor: other}), true_gradient(logits, rewards)
     )
-
-
-def test_no_ratio_is_biased(seed):
-    logits, old = pair(seed)
-    rewards = TREE.rewards(seed)
-    ascent = groups(3, 3, 2).expected_ascent(objective(ratio_anchor="self"), logits, rewards, old=old)
-    assert_apart(ascent, true_gradient(logits, rewards))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -101,20 +86,6 @@ def test_the_prefix_product_has_the_policys_prefixes_and_the_samplers_continuati
     assert_same(ascent, suffix_from(logits, old, rewards, prefix_of=logits))
 
 
-def test_the_prefix_product_is_unbiased_where_only_the_first_token_is_off_policy(seed):
-    # Then prefixes are all that is wrong: the prefix product mends them, the token ratio does not.
-    logits = TREE.logits(seed)
-    old = logits.detach().clone()
-    old[TREE.prefixes.index(())] = TREE.logits(seed + 100).detach()[0]
-    rewards = TREE.rewards(seed)
-    by_level = {
-        level: groups(3, 3, 2).expected_ascent(objective(ratio_level=level), logits, rewards, old=old)
-        for level in ("prefix_product", "token")
-    }
-    assert_same(by_level["prefix_product"], true_gradient(logits, rewards))
-    assert_apart(by_level["token"], true_gradient(logits, rewards))
-
-
 def test_the_prefix_product_is_unbiased_for_a_reward_that_each_token_earns_at_once(seed):
     logits, old = pair(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -133,23 +104,6 @@ def test_the_prefix_product_is_unbiased_for_a_reward_that_each_token_earns_at_on
         chosen.replace(ratio_level="token"), logits, nothing, old=old, token_rewards_L=earned_L
     )
     assert_same(by_token, at_the_prefixes_of(old))
-
-
-def test_exact_ratios_have_mean_one(seed):
-    logits, old = pair(seed)
-    log_ratio = (TREE.token_logps(logits) - TREE.token_logps(old)).detach()
-    by_level = {level: leveled_log_ratio(log_ratio, level, TREE.sequence_L).exp() for level in LEVELS}
-    ends = TREE.lengths_Q.cumsum(0) - 1
-    one = torch.tensor(1.0, dtype=torch.float64)
-    assert_same(TREE.mean(old, by_level["sequence_product"][ends]), one)
-    # One token's ratio has mean 1 at every prefix, so its sum over the tokens has the sampler's mean length as mean.
-    mean_length = TREE.mean(old, TREE.lengths_Q.double())
-    assert_same(TREE.mean(old, TREE.per_sequence(by_level["token"])), mean_length)
-    # The prefix product carries the policy's prefixes, and so the policy's mean length.
-    policy_length = TREE.mean(logits, TREE.lengths_Q.double()).detach()
-    assert_same(TREE.mean(old, TREE.per_sequence(by_level["prefix_product"])), policy_length)
-    # A geometric mean is below the arithmetic one: its mean is below 1.
-    assert TREE.mean(old, by_level["sequence_mean"][ends]) != pytest.approx(1, abs=1e-3)
 
 
 # The weight between the sampler and the old policy ------------------------------------------------------------------

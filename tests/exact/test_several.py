@@ -59,17 +59,6 @@ def test_new_prompts_for_dead_groups_keep_the_direction(case, seed, objective):
 
 
 @pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2)], ids=str)
-@every_objective
-def test_drawing_the_same_prompt_again_changes_what_is_climbed(case, seed, objective):
-    several = prompts(case, objective, seed)
-    for q in several:
-        again = q.ascent(q.probability_R * q.live_R / (q.probability_R * q.live_R).sum())
-        assert_same(again, q.ascent(q.probability_R) / q.alive())
-    # One factor per prompt: easy and hard prompts gain on the others.
-    assert max(q.alive() for q in several) > 1.1 * min(q.alive() for q in several)
-
-
-@pytest.mark.parametrize("case", [(2, 2, 4), (3, 3, 2)], ids=str)
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_rewards_normalised_one_by_one_add_up_to_their_own_weighted_gradients(case, seed, ddof):
     batch = groups(*case)

@@ -15,6 +15,14 @@ GAPS = (-1.1, -0.5, -0.1, 0.05, 0.215, 0.32, 0.5, 1.5, 1.8)
 """Token log-ratios, each in another region of the presets' bounds: log of 0.8, 1.2, 1.28, e^-0.4, e^0.4, 4 and 5."""
 
 
+def doubles(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def longs(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.long)
+
+
 @dataclass(frozen=True)
 class Batch:
     """A minibatch. The tokens of a sequence are those with its id, in their order on axis N."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cohort.errors import RewardError
 from cohort.objective import combined_advantages, group_statistics, outcome_advantages
 from cohort.presets.parts import BatchStd, GroupMean, GroupStd
+from tests.objective.batches import doubles, longs
 
 ONE_GROUP = torch.zeros(8, dtype=torch.long)
 KNOWN = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
@@ -18,14 +19,6 @@ EXACT = GroupStd(epsilon=0.0)
 BASELINES = ["none", 0.3, "group_mean", "leave_one_out", "length_weighted", "batch_mean", "second_best"]
 GROUP_BASELINES = ["group_mean", "leave_one_out", "length_weighted", "second_best"]
 SCALES = [None, GroupStd(), GroupMean(), BatchStd(), BatchStd(of="centred")]
-
-
-def doubles(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def longs(*values):
-    return torch.tensor(values, dtype=torch.long)
 
 
 def check(got, *expected):
@@ -51,11 +44,6 @@ def check(got, *expected):
 def test_known_answers_of_eight_binary_rewards(baseline, scale, right, wrong):
     got = outcome_advantages(KNOWN, ONE_GROUP, baseline=baseline, scale=scale)
     assert got.tolist() == pytest.approx([right if r else wrong for r in KNOWN.tolist()], abs=5e-7)  # printed digits
-
-
-def test_the_default_is_grpo():
-    got = outcome_advantages(KNOWN, ONE_GROUP)
-    assert torch.equal(got, outcome_advantages(KNOWN, ONE_GROUP, baseline="group_mean", scale=GroupStd(epsilon=1e-6)))
 
 
 # Baselines ----------------------------------------------------------------------------------------------------------
@@ -87,16 +75,6 @@ def test_baselines_by_hand(baseline, expected):
 def test_a_group_of_empty_completions_has_its_plain_mean():
     got = outcome_advantages(REWARDS, GROUPS, baseline="length_weighted", scale=None, lengths_S=longs(0, 3, 0, 1, 0))
     check(got, -2, -1, -1, 3, 3)
-
-
-def test_length_weighting_needs_lengths():
-    with pytest.raises(ValueError, match="lengths_S"):
-        outcome_advantages(REWARDS, GROUPS, baseline="length_weighted")
-
-
-def test_an_unknown_baseline():
-    with pytest.raises(ValueError, match="unknown baseline"):
-        outcome_advantages(REWARDS, GROUPS, baseline="median")
 
 
 @pytest.mark.parametrize(
@@ -146,36 +124,13 @@ def test_scales_by_hand(scale, divisors):
     check(outcome_advantages(REWARDS, GROUPS, scale=scale), *expected)
 
 
-def test_the_batchs_spread_leaves_unscored_completions_out():
-    rewards = torch.cat([REWARDS, doubles(NAN)])
-    for scale in (BatchStd(of="raw"), BatchStd(of="centred")):
-        got = outcome_advantages(rewards, torch.cat([GROUPS, longs(1)]), scale=scale)
-        check(got, *outcome_advantages(REWARDS, GROUPS, scale=scale).tolist(), 0.0)
-
-
-@pytest.mark.parametrize("baseline", ["group_mean", "none"])
-def test_negative_rewards_have_no_group_mean_to_divide_by(baseline):
-    with pytest.raises(RewardError, match="not negative .*got -0.5"):
-        outcome_advantages(doubles(1.0, -0.5, NAN), longs(0, 0, 0), baseline=baseline, scale=GroupMean())
-
-
-def test_rewards_of_zero_have_a_group_mean_to_divide_by():
-    check(outcome_advantages(doubles(0.0, 0.0, 1.0, 3.0), longs(0, 0, 1, 1), scale=GroupMean()), 0, 0, -0.5, 0.5)
-
-
 # Nothing to compare -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("value", "epsilon"), [(0.1, 0.0), (0.1, 1e-8), (1 / 3, 0.0), (-7.7, 1e-4), (1e6, 0.0)])
-def test_equal_rewards_give_exactly_zero(value, epsilon):
-    # In float32, eight times 0.1 has mean != 0.1 and a std of about 8e-9: epsilon alone would not save it.
-    rewards = torch.full((8,), value, dtype=torch.float32)
-    assert outcome_advantages(rewards, ONE_GROUP, scale=GroupStd(epsilon=epsilon)).tolist() == [0.0] * 8
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @pytest.mark.parametrize("baseline", [*GROUP_BASELINES, "batch_mean"])
-def test_equal_rewards_give_exactly_zero_with_every_baseline_that_compares(baseline, scale):
+def test_equal_rewards_give_exactly_zero(baseline, scale):
+    # In float32, eight times 0.1 has mean != 0.1 and a std of about 8e-9: epsilon alone would not save it.
     rewards, group = torch.full((8,), 0.1), longs(0, 1, 0, 1, 0, 1, 0, 1)
     got = outcome_advantages(rewards, group, baseline=baseline, scale=scale, lengths_S=torch.arange(8) % 3)
     assert got.tolist() == [0.0] * 8
@@ -187,17 +142,18 @@ def test_equal_rewards_of_a_group_teach_where_the_baseline_is_not_the_groups():
     check(outcome_advantages(rewards, group, baseline="batch_mean", scale=None), 0.25, 0.25, -0.75, 0.25)
 
 
-def test_a_groups_spread_of_zero_silences_it_whatever_the_baseline():
+def test_a_groups_spread_or_mean_of_zero_silences_it_whatever_the_baseline():
     got = outcome_advantages(doubles(1, 1, 0, 1), longs(0, 0, 1, 1), baseline="none", scale=GroupStd())
     assert got[:2].tolist() == [0.0, 0.0]
     assert got[3] > 0
-
-
-def test_a_groups_mean_of_zero_silences_it_whatever_the_baseline():
     rewards, group = doubles(0, 0, 1, 1, 0, 2), longs(0, 0, 1, 1, 2, 2)
     # r / mean, MaxRL without a baseline: equal rewards above 0 teach.
     check(outcome_advantages(rewards, group, baseline="none", scale=GroupMean()), 0, 0, 1, 1, 0, 2)
     check(outcome_advantages(rewards, group, scale=GroupMean()), 0, 0, 0, 0, -1, 1)
+    # A lone scored completion has no group mean to be divided by.
+    check(
+        outcome_advantages(doubles(2, NAN, 1, 3), longs(0, 0, 1, 1), baseline=0.5, scale=GroupMean()), 0, 0, 0.25, 1.25
+    )
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
@@ -255,26 +211,15 @@ def test_groups_are_told_apart_by_id_whatever_their_order_and_size(baseline, sca
         torch.testing.assert_close(together[members], alone, rtol=0, atol=1e-15)
 
 
-def test_statistics_of_two_groups():
-    statistics = group_statistics(torch.tensor([1.0, 3.0, 4.0, 4.0]), longs(0, 0, 1, 1))
-    assert statistics.mean_P.tolist() == [2.0, 4.0]
-    assert statistics.std_P.tolist() == [pytest.approx(2**0.5), 0.0]
-    assert statistics.degenerate_P.tolist() == [False, True]
-    assert statistics.count_P.tolist() == [2.0, 2.0]
-
-
 def test_statistics_of_equal_rewards_have_no_spread_from_rounding():
     # E[x^2] - E[x]^2 would have one.
     assert group_statistics(torch.full((8,), 1e6 + 0.1, dtype=torch.float64), ONE_GROUP).degenerate_P.all()
     near = group_statistics(doubles(1e6, 1e6 + 1e-6), longs(0, 0))
     assert near.std_P.item() == pytest.approx(1e-6 / 2**0.5, rel=1e-3)  # 1e-6 itself is rounded at 1e6
     assert not near.degenerate_P.any()
-
-
-def test_a_single_scored_member_has_no_sample_std():
-    statistics = group_statistics(doubles(1.0, NAN), longs(0, 0))
-    assert torch.isnan(statistics.std_P).all()
-    assert statistics.degenerate_P.all()
+    lone = group_statistics(doubles(1.0, NAN), longs(0, 0))
+    assert lone.std_P.isnan().all()
+    assert lone.degenerate_P.all()
 
 
 # Several rewards ----------------------------------------------------------------------------------------------------
@@ -303,6 +248,10 @@ def test_mo_grpo_by_hand():
 def test_gdpo_by_hand():
     got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, scale=EXACT)
     torch.testing.assert_close(got, doubles(*standardised(*mo_grpo_by_hand())), rtol=1e-12, atol=1e-14)
+    # Epsilon is added to the batch's spread too.
+    scale = GroupStd(epsilon=0.5)
+    first, got = (combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=o, scale=scale) for o in (False, True))
+    torch.testing.assert_close(got, (first - first.mean()) / (first.std() + 0.5), rtol=1e-12, atol=1e-14)
 
 
 def test_gdpo_centres_the_sums_over_the_batch():
@@ -311,22 +260,6 @@ def test_gdpo_centres_the_sums_over_the_batch():
     assert first.mean() > 1
     got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, baseline="none", scale=EXACT)
     torch.testing.assert_close(got, doubles(*standardised(*first.tolist())), rtol=1e-12, atol=1e-14)
-
-
-def test_gdpos_epsilon_is_added_to_the_batchs_spread_too():
-    scale = GroupStd(epsilon=0.5)
-    first = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, scale=scale)
-    got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, scale=scale)
-    torch.testing.assert_close(got, (first - first.mean()) / (first.std() + 0.5), rtol=1e-12, atol=1e-14)
-
-
-def test_one_reward_is_grpo_for_mo_grpo_and_grpo_times_a_factor_of_the_batch_for_gdpo():
-    column, one = TWO[:, 1:], doubles(1.0)
-    grpo = outcome_advantages(column[:, 0], TWO_GROUPS, scale=EXACT)
-    check(combined_advantages(column, one, TWO_GROUPS, over_batch=False, scale=EXACT), *grpo.tolist())
-    gdpo = combined_advantages(column, one, TWO_GROUPS, over_batch=True, scale=EXACT)
-    torch.testing.assert_close(gdpo, grpo / grpo.std(), rtol=1e-12, atol=1e-14)
-    assert abs(grpo.std().item() - 1) > 0.05  # the factor is not 1
 
 
 def test_a_rewards_nan_leaves_only_its_own_term_out():
@@ -367,28 +300,20 @@ def test_a_positive_affine_map_of_the_rewards_changes_nothing(rewards, a, b):
         torch.testing.assert_close(mapped, plain, rtol=1e-7, atol=1e-7)
 
 
-@given(rewards_lists)
-def test_advantages_of_a_group_sum_to_zero_and_have_variance_one(rewards):
-    rewards = torch.tensor(rewards, dtype=torch.float64)
-    advantages = outcome_advantages(rewards, torch.zeros(len(rewards), dtype=torch.long), scale=EXACT)
-    if rewards.max() - rewards.min() > 1e-3:
-        assert abs(advantages.sum().item()) < 1e-7
-        assert advantages.var().item() == pytest.approx(1.0, rel=1e-7)
-
-
-@pytest.mark.parametrize("scale", [None, GroupStd(), BatchStd(), BatchStd(of="centred")], ids=str)
-@pytest.mark.parametrize("baseline", [*GROUP_BASELINES, "batch_mean"])
-def test_a_shift_of_all_rewards_changes_nothing_with_any_baseline_that_compares(baseline, scale):
-    plain = outcome_advantages(REWARDS, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
-    got = outcome_advantages(REWARDS + 37.5, GROUPS, baseline=baseline, scale=scale, lengths_S=LENGTHS)
-    torch.testing.assert_close(got, plain, rtol=1e-12, atol=1e-12)
-
-
-def test_shapes_must_agree():
+def test_what_is_refused():
     with pytest.raises(ValueError, match="one length"):
         outcome_advantages(torch.zeros(3), torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match="one length"):
         group_statistics(torch.zeros(3, 1), torch.zeros(3, 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="lengths_S"):
+        outcome_advantages(REWARDS, GROUPS, baseline="length_weighted")
+    with pytest.raises(ValueError, match="need lengths_S"):
+        outcome_advantages(REWARDS, GROUPS, scale=BatchStd(unit="token"))
+    with pytest.raises(ValueError, match="unknown baseline"):
+        outcome_advantages(REWARDS, GROUPS, baseline="median")
+    for baseline in ("group_mean", "none"):
+        with pytest.raises(RewardError, match="not negative .*got -0.5"):
+            outcome_advantages(doubles(1.0, -0.5, NAN), longs(0, 0, 0), baseline=baseline, scale=GroupMean())
 
 
 def test_a_batchs_spread_over_tokens_counts_a_completion_as_often_as_it_has_tokens():
@@ -402,14 +327,6 @@ def test_a_batchs_spread_over_tokens_counts_a_completion_as_often_as_it_has_toke
     spread = torch.repeat_interleave(whitened, lengths)
     assert spread.mean().item() == pytest.approx(0, abs=1e-15)
     assert spread.std().item() == pytest.approx(1, rel=1e-12)
-    with pytest.raises(ValueError, match="need lengths_S"):
-        outcome_advantages(rewards, group, baseline="none", scale=scale)
-
-
-def test_a_lone_scored_completion_has_no_group_mean_to_be_divided_by():
-    rewards = torch.tensor([2.0, math.nan, 1.0, 3.0])
-    got = outcome_advantages(rewards, torch.tensor([0, 0, 1, 1]), baseline=0.5, scale=GroupMean())
-    assert got.tolist() == [0.0, 0.0, 0.25, 1.25]
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted", "second_best"])

@@ -248,53 +248,47 @@ def prefix_to(anchor):
     return lambda b, lp, i, n: product(lp, getattr(b, anchor), b.tokens[i][: b.tokens[i].index(n) + 1])
 
 
-KL_FORMS = [
-    *(({"direction": d, "correction": "none"}, kl_token(d, one)) for d in ("reverse", "forward")),
-    *(
-        ({"direction": d, "correction": "token_ratio", "anchor": anchor}, kl_token(d, ratio_to(anchor)))
-        for d in ("reverse", "forward")
-        for anchor in ("old", "sampler")
-    ),
-    *(
-        ({"direction": d, "correction": "prefix_product", "anchor": anchor}, kl_token(d, prefix_to(anchor)))
-        for d in ("reverse", "forward")
-        for anchor in ("old", "sampler")
-    ),
-    *(
-        ({"direction": d, "scope": "sequence", "correction": "none"}, kl_sequence(d, None))
-        for d in ("reverse", "forward")
-    ),
-    *(
-        (
-            {"direction": d, "scope": "sequence", "correction": "sequence_weight", "anchor": anchor},
-            kl_sequence(d, anchor),
-        )
-        for d in ("reverse", "forward")
-        for anchor in ("old", "sampler")
-    ),
-]
+def kl_forms():
+    for direction in ("reverse", "forward"):
+        both = {"direction": direction}
+        yield {**both, "correction": "none"}, kl_token(direction, one)
+        yield {**both, "scope": "sequence", "correction": "none"}, kl_sequence(direction, None)
+        for anchor in ("old", "sampler"):
+            to = {**both, "anchor": anchor}
+            yield {**to, "correction": "token_ratio"}, kl_token(direction, ratio_to(anchor))
+            yield {**to, "correction": "prefix_product"}, kl_token(direction, prefix_to(anchor))
+            yield {**to, "scope": "sequence", "correction": "sequence_weight"}, kl_sequence(direction, anchor)
 
 
-@pytest.mark.parametrize("case", range(len(KL_FORMS)), ids=lambda i: "-".join(KL_FORMS[i][0].values()))
-def test_every_form_of_the_kl_in_the_loss(case):
-    settings, surrogate = KL_FORMS[case]
+@pytest.mark.parametrize(
+    ("settings", "surrogate"), list(kl_forms()), ids=lambda v: "-".join(v.values()) if type(v) is dict else ""
+)
+def test_every_form_of_the_kl_in_the_loss(settings, surrogate):
     batch, objective = random_batch(0), PRESETS["default"].replace(kl={"beta": BETA, **settings})
     expected = -BETA * gradient_of(surrogate, batch)[0]
     torch.testing.assert_close(coefficients_of(objective, batch).kl_N, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("place", ["reward", "advantage"])
-def test_a_kl_outside_of_the_loss_adds_no_coefficient(place):
-    kl = {"beta": BETA, "scope": "sequence", "place": place, "correction": "none"}
-    objective = PRESETS["default"].replace(scale="none", kl=kl)
-    batch = random_batch(0)
-    assert coefficients_of(objective, batch).kl_N.abs().max() == 0
-    assert torch.equal(coefficients_of(objective, batch).policy_N, coefficients_of(plain("default"), batch).policy_N)
+@pytest.mark.parametrize("kl", [{"place": "reward"}, {"place": "advantage"}, {"estimator": "full"}], ids=str)
+def test_a_kl_outside_of_the_loss_or_over_the_vocabulary_adds_no_coefficient(kl):
+    objective = PRESETS["default"].replace(scale="none", kl={"beta": BETA, **kl})
+    got, batch = coefficients_of(objective, random_batch(0)), random_batch(0)
+    assert got.kl_N.abs().max() == 0
+    assert torch.equal(got.policy_N, coefficients_of(plain("default"), batch).policy_N)
 
 
-def test_a_kl_over_the_vocabulary_adds_no_coefficient():
-    objective = PRESETS["default"].replace(kl={"beta": BETA, "estimator": "full", "correction": "none"})
-    assert coefficients_of(objective, random_batch(0)).kl_N.abs().max() == 0
+@pytest.mark.parametrize("level", ["sequence_mean", "sequence_mean_token", "sequence_product"])
+def test_the_kl_is_never_corrected_by_the_policy_terms_sequence_ratio(level):
+    batch, by_token = random_batch(0), with_beta("default")
+    by_sequence = coefficients_of(by_token.replace(ratio_level=level), batch)
+    assert torch.equal(by_sequence.kl_N, coefficients_of(by_token, batch).kl_N)
+
+
+def test_where_the_sampler_drew_the_kl_does_not_see_the_old_policy():
+    batch, objective = random_batch(0), with_beta("grpo_v32")
+    elsewhere = dataclasses.replace(batch, old=batch.old - 0.7)
+    assert torch.equal(coefficients_of(objective, elsewhere).kl_N, coefficients_of(objective, batch).kl_N)
+    assert all(row.kl.anchor == "sampler" for row in PRESETS.values() if row.ratio_anchor == "sampler")
 
 
 # What all share -----------------------------------------------------------------------------------------------------
@@ -352,11 +346,10 @@ def test_masked_tokens_may_be_anything_and_change_nothing(number, name):
     weights_N = torch.zeros(len(places), dtype=torch.float64)
     weights_N[places] = weights_of(objective, batch)
     got, clean = coefficients_of(objective, dirty, weights_N), coefficients_of(objective, batch)
-    for field in dataclasses.fields(clean):
-        value = getattr(got, field.name)
-        torch.testing.assert_close(value[places], getattr(clean, field.name), rtol=1e-14, atol=1e-15)
-        masked_value = Cause.MASKED if field.name == "cause_N" else 0
-        assert (value[~places] == masked_value).all()
+    for name, expected in clean._asdict().items():
+        value = getattr(got, name)
+        torch.testing.assert_close(value[places], expected, rtol=1e-14, atol=1e-15)
+        assert (value[~places] == (Cause.MASKED if name == "cause_N" else 0)).all()
 
 
 @pytest.mark.parametrize("name", POLICY)

@@ -158,6 +158,13 @@ def test_a_factor_of_all_rewards(name):
         assert (got - plain).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("name", [name for name, row in PRESETS.items() if row.group_relative])
+def test_a_group_of_one_has_advantage_zero(name):
+    seven, zeros = torch.tensor([7.0]), torch.zeros(2, dtype=torch.long)
+    alone = Outcomes(seven, zeros[:1], zeros, 10, by_function_SK=seven[:, None], kl_N=torch.zeros(2))
+    assert token_advantages(PRESETS[name], alone).tolist() == [0.0, 0.0]
+
+
 # Any finite numbers -------------------------------------------------------------------------------------------------
 
 gaps = st.one_of(st.floats(-2, 2), st.floats(-1e4, 1e4))
@@ -218,16 +225,8 @@ def test_any_finite_rewards_give_finite_advantages(members, name):
 
 @given(st.permutations(range(7)))
 def test_weights_go_with_their_tokens(order):
-    sequence_N = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+    sequence_N, group_S, order = torch.tensor([0, 0, 0, 1, 2, 2, 2]), torch.tensor([1, 0, 1, 0]), list(order)
     for aggregation, count_empty in itertools.product(("seq_mean_token_mean", "prompt_mean"), (True, False)):
-        plain = token_weights(
-            sequence_N, 4, aggregation=aggregation, group_S=torch.tensor([1, 0, 1, 0]), count_empty=count_empty
-        )
-        moved = token_weights(
-            sequence_N[list(order)],
-            4,
-            aggregation=aggregation,
-            group_S=torch.tensor([1, 0, 1, 0]),
-            count_empty=count_empty,
-        )
-        assert torch.equal(moved, plain[list(order)])
+        settings = {"aggregation": aggregation, "group_S": group_S, "count_empty": count_empty}
+        moved, plain = (token_weights(ids_N, 4, **settings) for ids_N in (sequence_N[order], sequence_N))
+        assert torch.equal(moved, plain[order])

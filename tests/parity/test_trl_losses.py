@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cohort.objective import PRESETS, entropy_weight, next_entropy_coefficient
+from cohort.objective import PRESETS, applied_entropy_coefficient, next_entropy_coefficient
 from cohort.presets.parts import KL, EntropyBonus, OffPolicyMask
 from cohort.presets.trust_regions import PPOClip
 
@@ -270,6 +270,6 @@ def test_adaptive_entropy_bonus():
         batch = single_token(0.0, 0.0)
         batch = batch.replace(entropy_ST=torch.full_like(batch.entropy_ST, entropy))
         value = run_trl(trainer, batch, trl_inputs(batch))[0].item()  # A = 0 and no KL: the bonus alone
-        assert value == pytest.approx(-entropy_weight(bonus, coefficient, measured) * entropy, abs=1e-15)
+        assert value == pytest.approx(-applied_entropy_coefficient(bonus, coefficient, measured) * entropy, abs=1e-15)
         coefficient, measured = next_entropy_coefficient(bonus, coefficient, entropy), entropy
         assert trainer.entropy_coef == pytest.approx(coefficient, abs=1e-15)

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +12,10 @@ import torch
 
 from cohort import reward
 from cohort.errors import RewardError
-from cohort.rewards import RewardRunner, TrainerState
+from cohort.rewards import RewardRunner, TrainerState, environment_reward
 from cohort.rewards.contract import call_arguments, call_options
 from cohort.rewards.functions import unique_names
-from cohort.types import FinishReason, Group
+from cohort.types import Episode, FinishReason, Group, Turn
 from tests.rewards.conftest import completion, prompt, rollout
 
 CHAT = [{"role": "user", "content": "2?"}]
@@ -53,6 +55,99 @@ def test_arguments_per_group_and_per_sample_are_the_values_of_the_row():
         "completion_ids": [[7], [3, 1]],
         "finish_reasons": ["length", "eos"],
     }
+
+
+def acted(n_turns, reward=None, **state):
+    """A completion of an episode whose turns end with an answer of a tool."""
+    turns = tuple(
+        Turn(1, FinishReason.EOS, ({"role": "assistant", "content": f"turn {k}"}, {"role": "tool", "content": f"{k}!"}))
+        for k in range(n_turns)
+    )
+    return replace(completion("all of it"), episode=Episode(turns, reward, state))
+
+
+def transcript(n_turns):
+    return [m for k in range(n_turns) for m in ({"role": "assistant", "content": f"turn {k}"}, tool(f"{k}!"))]
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+def test_functions_per_batch_see_whole_episodes():
+    talk = Group(prompt(0, CHAT, n=1), (acted(2, 1.5, score=3, board=[1]), acted(1)))
+    text = Group(prompt(1, n=2), (acted(3, 0.0),))
+    got = call_arguments("batch", [talk, text], STATE)
+    assert got["transcripts"] == [transcript(2), transcript(1), transcript(3)]
+    assert got["completions"] == [transcript(2), transcript(1), "turn 2"]
+    assert got["environments"] == [SimpleNamespace(score=3, board=[1]), SimpleNamespace(), SimpleNamespace()]
+    assert got["environment_rewards"] == [1.5, None, 0.0]
+    assert [len(turns) for turns in got["turns"]] == [2, 1, 3]
+    assert got["turns"][0][1] == talk.completions[0].episode.turns[1]
+
+
+def test_functions_per_group_and_per_sample_see_whole_episodes():
+    group = Group(prompt(0, CHAT, n=1), (acted(2, 1.5, score=3), acted(1)))
+    got = call_arguments("group", [group], STATE)
+    assert got["completions"] == ["turn 1", "turn 0"]
+    assert got["transcripts"] == [transcript(2), transcript(1)]
+    assert (got["environments"][0].score, got["environment_rewards"]) == (3, [1.5, None])
+    assert [len(turns) for turns in got["turns"]] == [2, 1]
+    one = call_arguments("sample", [replace(group, completions=group.completions[:1])], STATE)
+    assert one["completion"] == "turn 1"
+    assert one["transcript"] == transcript(2)
+    assert (one["environment_state"], one["environment_reward"], len(one["turns"])) == ({"score": 3}, 1.5, 2)
+    assert not {"transcripts", "environments", "environment_rewards"} & one.keys()
+
+
+def test_a_column_named_turns_goes_before_the_turns():
+    for per in ("sample", "group"):
+        assert call_arguments(per, [Group(prompt(turns=9), (acted(1),))], STATE)["turns"] == 9
+    assert call_arguments("batch", [Group(prompt(turns=9), (acted(1),))], STATE)["turns"] == [9]
+
+
+def test_a_turn_that_only_calls_has_an_empty_answer():
+    call = ({"role": "assistant", "content": None, "tool_calls": [{}]},)
+    silent = replace(completion("raw"), episode=Episode((Turn(1, FinishReason.TURNS, call),)))
+    assert call_arguments("sample", [Group(prompt(), (silent,))], STATE)["completion"] == ""
+    failed = replace(completion("raw"), episode=Episode(()))
+    assert call_arguments("sample", [Group(prompt(), (failed,))], STATE)["completion"] == "raw"
+
+
+def test_messages_of_an_episode_are_copies():
+    one = acted(1)
+    call_arguments("sample", [Group(prompt(), (one,))], STATE)["transcript"][0]["content"] = "changed"
+    assert one.episode.messages == transcript(1)
+
+
+def test_the_reward_of_the_environment():
+    groups = [Group(prompt(0), (acted(1, 1.5), acted(2))), Group(prompt(1), (acted(1, -2.0), acted(1, 0.0)))]
+    scores = RewardRunner([environment_reward]).score(groups)
+    assert scores.names == ("environment_reward",)
+    assert scores.rewards_S.isnan().tolist() == [False, True, False, False]
+    assert scores.rewards_S[[0, 2, 3]].tolist() == [1.5, -2.0, 0.0]
+    with pytest.raises(RewardError, match="needs the argument 'environment_reward'; it can have: .*completion_ids"):
+        RewardRunner([environment_reward]).score(rollout(["no episode"]))
+
+
+def test_the_dry_run_of_episodes_leaves_out_what_reads_an_environment():
+    called = []
+
+    def reads(environments):
+        raise AssertionError
+
+    def reads_one(completion, environment_state):
+        raise AssertionError
+
+    def counts(completion, turns, environment_reward, transcript):
+        called.append((len(turns), environment_reward, [message["role"] for message in transcript]))
+        return 1.0
+
+    RewardRunner([reads, reads_one, counts]).dry_run([prompt()], episodes=True)
+    assert called == [(1, 0.0, ["assistant"])] * 2
+    RewardRunner([reads]).dry_run([prompt()], episodes=True)
+    with pytest.raises(RewardError, match="needs the argument 'environments'"):
+        RewardRunner([reads]).dry_run([prompt()])
 
 
 def test_every_call_gets_its_own_copy_of_the_messages():

@@ -66,6 +66,17 @@ def test_a_conversation_is_rendered_by_the_template_of_the_model(demo_tokenizer)
     assert judge.tokenizer.call_args.kwargs == {"add_special_tokens": False}  # the template wrote them
 
 
+def test_a_transcript_is_rendered_whole(demo_tokenizer):
+    model = classifier(demo_tokenizer)
+    asked = [{"role": "user", "content": "1+2"}]
+    transcript = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "0"}]
+    transcript.append({"role": "assistant", "content": "3"})
+    text = demo_tokenizer.apply_chat_template([*asked, *transcript], tokenize=False)
+    assert text == "<|user|>1+2<|assistant|>4<|end|><|user|>0<|assistant|>3<|end|>"
+    expected = one_by_one(model, demo_tokenizer, [text], add_special_tokens=False)
+    assert RewardModel(model, demo_tokenizer)([asked], [transcript]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_completion_that_does_not_fit_is_unscored_not_truncated(demo_tokenizer, runner_of):
     judge = RewardModel(classifier(demo_tokenizer), demo_tokenizer)
     scores = runner_of(judge).score(rollout(["3", "9" * 80]))

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from cohort import reward
 from cohort.errors import RewardError
 from cohort.rewards import TrainerState
-from cohort.types import Group
+from cohort.types import Episode, Group
 from tests.rewards.conftest import completion, prompt, rollout
 from tests.test_workers import alive
 
@@ -333,6 +334,13 @@ def test_the_cache_depends_on_the_whole_row_and_not_on_the_progress_of_the_run(r
         scores = runner.score(groups)
         assert scores.rewards_S.tolist() == [0, 1]
     assert scores.counts["seconds/reward/first"] == 0
+
+
+def test_episodes_are_not_cached(runner_of):
+    runner = runner_of(lambda completion, environment_reward: environment_reward, cache=True)
+    for number in (1.0, 2.0):
+        acted = replace(completion("a"), episode=Episode((), number))
+        assert runner.score([Group(prompt(), (acted,))]).rewards_S.tolist() == [number]
 
 
 def test_only_results_of_single_completions_are_cached(runner_of):

@@ -104,8 +104,8 @@ class CallParser:
     ) -> CallParser:
         """The parser for a chat template, proved on calls that the template renders.
 
-        It uses the user's function, if there is one; else the tokenizer's ``response_template``, if that finds the calls;
-        else a format learned from the rendering.
+        It uses the user's function, if there is one; else the tokenizer's ``response_template``, if that finds the
+        calls; else a format learned from the rendering.
 
         Args:
             tokenizer: the tokenizer.
@@ -171,14 +171,14 @@ class CallParser:
 def _not_found(reason: str, renderings: CallRenderings) -> ConfigError:
     if renderings.learned is None:
         return ConfigError(
-            "the chat template does not show calls of tools: it refuses messages with 'tool_calls', or leaves the calls "
-            "out. Set data.chat_template to a template that shows them, or environment.parser to a function that finds "
-            "the calls in a turn's text"
+            "the chat template does not show calls of tools: it refuses messages with 'tool_calls', or leaves the "
+            "calls out. Set data.chat_template to a template that shows them, or environment.parser to a function that "
+            "finds the calls in a turn's text"
         )
     return ConfigError(
         f"no parser for the calls of tools of this chat template: {reason}. It renders calls as\n\n"
-        f"{renderings.learned.text}\n\nSet environment.parser to a function, as in 'file.py:function', that takes such a "
-        "text and returns its calls: [{'name': ..., 'arguments': {...}}]"
+        f"{renderings.learned.text}\n\nSet environment.parser to a function, as in 'file.py:function', that takes such "
+        "a text and returns its calls: [{'name': ..., 'arguments': {...}}]"
     )
 
 
@@ -193,8 +193,10 @@ class _SpecialTokens:
     """Removes the tokenizer's special tokens from a text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        tokens = sorted(getattr(tokenizer, "all_special_tokens", ()), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, filter(None, tokens))) or r"(?!)")
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
+        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def __call__(self, text: str) -> str:
         return self._pattern.sub("", text)

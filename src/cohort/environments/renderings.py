@@ -36,10 +36,10 @@ class CallForm:
         tables: list[Mapping[str, Any]] = []
         for index, call in enumerate(calls):
             arguments = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else dict(call.arguments)
-            table = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
-            tables.append(
-                {"id": f"call{index:05d}", **table} if self.with_ids else table
-            )  # Mistral's ids have 9 letters
+            table: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+            if self.with_ids:
+                table["id"] = f"call{index:05d}"  # Mistral's template wants 9 letters and digits
+            tables.append(table)
         return tables
 
 
@@ -60,14 +60,14 @@ class CallRenderings:
         self._end = plain.rpartition(SENTINEL)[2]
         forms = [CallForm(*flags) for flags in itertools.product((False, True), repeat=2)]
         shown = ((form, self._learned(form)) for form in forms)
-        self.form, self.learned = next(((form, found) for form, found in shown if found), (forms[0], None))
+        self.form, self.learned = next((one for one in shown if one[1] is not None), (forms[0], None))
         """How the template takes calls, and a turn to learn the format from. None: the template shows no calls."""
 
     def turn(
         self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None
     ) -> tuple[str, str] | None:
-        """What a template renders before a turn with calls, and the turn without its end. None: it refuses the turn, or
-        does not show the calls or the content.
+        """What the template renders before a turn with calls, and the turn without its end. None: the template refuses
+        the turn, or does not show the calls or the content.
         """
         message = {"role": "assistant", "content": content, "tool_calls": (form or self.form).tables(calls)}
         text = self._apply([_USER, message])

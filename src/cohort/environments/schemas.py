@@ -1,8 +1,8 @@
 """JSON schemas of arguments: what is wrong with a value, and the value that a text means.
 
-Checked are the keywords that ``get_json_schema`` writes and that most servers of tools use: ``type``, ``enum``, ``const``,
-``nullable``, ``anyOf``, ``oneOf``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``.
-Others are not checked: the function sees the value.
+The keywords that ``get_json_schema`` writes, and that most servers of tools use, are checked: ``type``, ``enum``,
+``const``, ``nullable``, ``anyOf``, ``oneOf``, ``properties``, ``required``, ``additionalProperties``, ``items``,
+``prefixItems``. Others are not checked.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _shown(value: Any) -> str:
 def read(text: str, schema: Any) -> Any:
     """The value that a text means, for formats of calls that write every value as text.
 
-    The text is read as JSON, or else as a Python literal, which templates write where they print a value. If that is of
-    no other type of the schema than a string, the text stays as it is; ``problem_with`` then says so if it is no string.
+    The text is read as JSON, or else as a Python literal, which templates write where they print a value. A result that
+    has one of the schema's types is returned, unless it is a string; otherwise the text as it is.
 
     >>> integer, text = {"type": "integer"}, {"type": "string"}
     >>> read("3", integer), read("3", text), read("three", integer), read("True", {"type": "boolean"})
@@ -132,9 +132,9 @@ def read(text: str, schema: Any) -> Any:
             value = parse(text.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
-        if value is None or isinstance(value, bool | int | float | list | dict):
-            if _has_type(value, {"type": types}):
-                return value
+        is_json = value is None or isinstance(value, bool | int | float | list | dict)
+        if is_json and _has_type(value, {"type": types}):
+            return value
     return text
 
 

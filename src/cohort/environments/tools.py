@@ -25,6 +25,7 @@ BUILTIN_TOOLS: Mapping[str, Callable[[], Callable[..., Any]]] = {
 }
 """Makers of the functions behind built-in names."""
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _EXAMPLE = """
 
     def add(a: int, b: int) -> int:
@@ -132,8 +133,8 @@ def as_tool(given: Any) -> Tool:
     """A tool.
 
     Args:
-        given: a ``Tool``; a function, method, ``functools.partial`` or object with ``__call__``, plain or async, with type
-            hints and a docstring in Google's style; "calculator" or "python"; "module:function" or
+        given: a ``Tool``; a function, method, ``functools.partial`` or object with ``__call__``, plain or async, with
+            type hints and a docstring in Google's style; "calculator" or "python"; "module:function" or
             "file.py:function". Arguments that a partial binds are not shown to the policy.
 
     Raises:
@@ -157,7 +158,8 @@ def _named(spec: str) -> Tool:
         return as_tool(BUILTIN_TOOLS[spec]())
     if ":" not in spec:
         raise ConfigError(
-            f"unknown tool {spec!r}: expected one of {', '.join(BUILTIN_TOOLS)}, 'module:function' or 'file.py:function'"
+            f"unknown tool {spec!r}: expected one of {', '.join(BUILTIN_TOOLS)}, 'module:function' or "
+            "'file.py:function'"
         )
     return as_tool(load_function(spec, what="tool"))
 
@@ -245,9 +247,9 @@ def _no_schema(name: str, reason: str) -> ConfigError:
 def text_of(result: Any) -> str:
     """What the policy reads of a tool's result.
 
-    Text as it is; bytes as UTF-8, with U+FFFD for other bytes; everything else as JSON, where a value that JSON does not
-    have is a list if it is a set, array or tensor, an object if it is a dataclass, and otherwise its ``str``. None is
-    "null". Halves of surrogate pairs, which no tokenizer takes, become U+FFFD.
+    Text as it is; bytes as UTF-8, with U+FFFD for other bytes; everything else as JSON. Where JSON has no such value, a
+    set, array or tensor is a list, a dataclass an object, and everything else its ``str``. None is "null". Halves of
+    surrogate pairs, which no tokenizer takes, become U+FFFD.
 
     Raises:
         Exception: what an object's ``__str__`` raises, or ValueError for a structure that contains itself.
@@ -258,7 +260,7 @@ def text_of(result: Any) -> str:
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", "replace")
     text = result if isinstance(result, str) else _as_json(result)
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def _as_json(value: Any) -> str:

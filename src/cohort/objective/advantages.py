@@ -32,10 +32,7 @@ tensor([ 0.7143, -0.4286], dtype=torch.float64)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, singledispatch
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +40,6 @@ from torch import Tensor
 from cohort.errors import ConfigError, RewardError
 from cohort.objective.segments import grouped_order, index_in_run, segment_count, segment_sum
 from cohort.objective.user_function import call_user_function
-from cohort.plugins import load_function
-from cohort.presets.base import Part
 from cohort.presets.parts import GROUP_BASELINES, BatchStd, GroupMean, GroupStd, Scale
 
 
@@ -135,53 +130,40 @@ def outcome_advantages(
     if baseline in GROUP_BASELINES or isinstance(scale, GroupStd):
         silent_S = silent_S | statistics.degenerate_P[statistics.index_S]
     silent_S = silent_S | (baseline == "batch_mean" and batch_std(rewards_S[scored_S], 0) is None)
-    return torch.where(silent_S, 0.0, scaled(scale, Centred(rewards_S, centred_S, statistics, lengths_S, baseline)))
+    return torch.where(silent_S, 0.0, _scaled(scale, rewards_S, centred_S, statistics, lengths_S, baseline))
 
 
-class Centred(NamedTuple):
-    """The arguments of a scale."""
-
-    rewards_S: Tensor
-    centred_S: Tensor
-    """Rewards less their baseline."""
-    statistics: GroupStatistics
-    lengths_S: Tensor | None
-    baseline: float | str
-
-
-@singledispatch
-def scaled(scale: Part | None, at: Centred) -> Tensor:
-    """The mathematics of a scale, registered for its class; for None, the centred rewards."""
-    assert scale is None, f"no function is registered for {type(scale).__name__}"
-    return at.centred_S
-
-
-@scaled.register
-def _(scale: GroupStd, at: Centred) -> Tensor:
-    return at.centred_S / (at.statistics.std_P[at.statistics.index_S] + scale.epsilon)
-
-
-@scaled.register
-def _(scale: GroupMean, at: Centred) -> Tensor:
-    if bool((at.rewards_S < 0).any()):
-        raise RewardError(
-            f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), got "
-            f"{float(at.rewards_S[~at.rewards_S.isnan()].min()):g}: set objective.scale to 'none' or 'group_std'"
-        )
-    mean_S, count_S = at.statistics.mean_P[at.statistics.index_S], at.statistics.count_P[at.statistics.index_S]
-    return torch.where((count_S < 2) | (mean_S == 0), 0.0, at.centred_S / (mean_S + scale.epsilon))
-
-
-@scaled.register
-def _(scale: BatchStd, at: Centred) -> Tensor:
-    by_token, scored_S, centred_S = scale.unit == "token", ~at.rewards_S.isnan(), at.centred_S
-    if by_token and at.baseline == "batch_mean":
-        centred_S = at.rewards_S - at.rewards_S[_by_token(scored_S, at.lengths_S)].mean()
-    # A completion that has nothing to be compared with has no part in the spread of the centred rewards.
-    centred = scale.of == "centred"
-    values_S, counted_S = (centred_S, scored_S & centred_S.isfinite()) if centred else (at.rewards_S, scored_S)
-    spread = batch_std(values_S[_by_token(counted_S, at.lengths_S) if by_token else counted_S], scale.ddof)
-    return torch.zeros_like(centred_S) if spread is None else centred_S / (spread + scale.epsilon)
+def _scaled(
+    scale: Scale | None,
+    rewards_S: Tensor,
+    centred_S: Tensor,
+    statistics: GroupStatistics,
+    lengths_S: Tensor | None,
+    baseline: float | str,
+) -> Tensor:
+    """Rewards less their baseline, divided by the scale."""
+    match scale:
+        case None:
+            return centred_S
+        case GroupStd():
+            return centred_S / (statistics.std_P[statistics.index_S] + scale.epsilon)
+        case GroupMean():
+            if bool((rewards_S < 0).any()):
+                raise RewardError(
+                    f"scale 'group_mean' needs rewards that are not negative (a negative mean turns every sign round), "
+                    f"got {float(rewards_S[~rewards_S.isnan()].min()):g}: set objective.scale to 'none' or 'group_std'"
+                )
+            mean_S, count_S = statistics.mean_P[statistics.index_S], statistics.count_P[statistics.index_S]
+            return torch.where((count_S < 2) | (mean_S == 0), 0.0, centred_S / (mean_S + scale.epsilon))
+        case BatchStd():
+            by_token, scored_S = scale.unit == "token", ~rewards_S.isnan()
+            if by_token and baseline == "batch_mean":
+                centred_S = rewards_S - rewards_S[_by_token(scored_S, lengths_S)].mean()
+            # A completion that has nothing to be compared with has no part in the spread of the centred rewards.
+            centred = scale.of == "centred"
+            values_S, counted_S = (centred_S, scored_S & centred_S.isfinite()) if centred else (rewards_S, scored_S)
+            spread = batch_std(values_S[_by_token(counted_S, lengths_S) if by_token else counted_S], scale.ddof)
+            return torch.zeros_like(centred_S) if spread is None else centred_S / (spread + scale.epsilon)
 
 
 def centred_rewards(
@@ -218,20 +200,10 @@ def _length_weighted_mean(rewards_S: Tensor, statistics: GroupStatistics, length
     return torch.where(total_P > 0, weighted_P / total_P.clamp(min=1), mean_P)
 
 
-@cache
-def custom_baseline(spec: str) -> Callable[..., Tensor]:
-    """The function of a baseline named "module:function" or "file.py:function", loaded once.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    return load_function(spec, what="baseline")
-
-
 def _user_baseline(spec: str, rewards_S: Tensor, index_S: Tensor) -> Tensor:
     if ":" not in spec:
         raise ValueError(f"unknown baseline {spec!r}")
-    baseline_S = call_user_function(custom_baseline(spec), f"baseline {spec}", rewards_S.clone(), index_S.clone())
+    baseline_S = call_user_function("baseline", spec, rewards_S.clone(), index_S.clone())
     if bool(baseline_S[~rewards_S.isnan()].isinf().any()):
         raise ConfigError(f"baseline {spec} returned an infinite number for a scored completion")
     return baseline_S.double()

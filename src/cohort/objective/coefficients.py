@@ -14,17 +14,16 @@ runs ``backward`` on ``-(c.detach() * logps).sum()``. Terms over the whole vocab
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cohort.objective.kl import kl_correction, kl_multiplier
 from cohort.objective.mismatch import mismatch_weights
-from cohort.objective.ratio import MAX_LOG_RATIO, leveled_log_ratio
+from cohort.objective.ratio import MAX_LOG_RATIO, anchored_log_ratio, leveled_log_ratio
 from cohort.objective.trust import Trusted, trust_region
 from cohort.presets.objective import Objective
 
@@ -52,8 +51,7 @@ class Cause(IntEnum):
     """It has a gradient, but its log-ratio was clamped to +-20."""
 
 
-@dataclass(frozen=True, slots=True)
-class Coefficients:
+class Coefficients(NamedTuple):
     """The terms of c_N, and what the log needs to explain them. Shape ``[N]`` each, but for the last."""
 
     policy_N: Tensor
@@ -121,20 +119,19 @@ def coefficients(
     if bool(loss_N.all()):
         return _coefficients(objective, tokens.to(dtype))
     kept = _coefficients(objective, tokens.each(lambda value: value[loss_N]).to(dtype))
-    of_masked = {"cause_N": int(Cause.MASKED)}
-    names = [field.name for field in dataclasses.fields(kept)]
-    return Coefficients(*(_scattered(getattr(kept, name), loss_N, of_masked.get(name, 0)) for name in names))
+    full = Coefficients(*(_scattered(values, loss_N) for values in kept))
+    full.cause_N[~loss_N] = int(Cause.MASKED)
+    return full
 
 
-def _scattered(values: Tensor, where_N: Tensor, elsewhere: int) -> Tensor:
-    """The values of the chosen tokens at their positions among all."""
-    full = torch.full((len(where_N), *values.shape[1:]), elsewhere, dtype=values.dtype, device=values.device)
+def _scattered(values: Tensor, where_N: Tensor) -> Tensor:
+    """The values of the chosen tokens at their positions among all, and 0 elsewhere."""
+    full = values.new_zeros(len(where_N), *values.shape[1:])
     full[where_N] = values
     return full
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """The arguments of ``coefficients`` together, so that they can be cast and selected together."""
 
     logps_N: Tensor
@@ -162,19 +159,16 @@ class _Tokens:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> _Tokens:
         """The tokens with every tensor changed."""
-        given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return _Tokens(**{name: None if value is None else change(value) for name, value in given})  # type: ignore[arg-type]
+        return _Tokens(*(None if value is None else change(value) for value in self))  # type: ignore[arg-type]
 
     def to(self, dtype: torch.dtype) -> _Tokens:
         """The tokens with log-probs, advantages and weights in a dtype."""
-        return dataclasses.replace(self.each(lambda value: value.to(dtype)), sequence_N=self.sequence_N)
+        return self.each(lambda value: value.to(dtype))._replace(sequence_N=self.sequence_N)
 
     def log_ratio_to(self, anchor: str) -> Tensor:
         """Token log-ratios of the current policy to an anchor; 0 where the anchor's log-prob is NaN (unknown)."""
-        anchor_N = {"self": None, "old": self.old_logps_N, "sampler": self.sampler_logps_N}[anchor]
-        if anchor_N is None:
-            return torch.zeros_like(self.logps_N)
-        return (self.logps_N - anchor_N).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        anchors = {"self": None, "old": self.old_logps_N, "sampler": self.sampler_logps_N}
+        return anchored_log_ratio(self.logps_N, anchors[anchor])
 
 
 def _coefficients(objective: Objective, tokens: _Tokens) -> Coefficients:

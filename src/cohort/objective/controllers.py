@@ -41,9 +41,9 @@ def next_entropy_coefficient(bonus: EntropyBonus, coefficient: float, measured: 
     return max(0.0, coefficient + (bonus.step if measured <= bonus.target else -bonus.step))
 
 
-def entropy_weight(bonus: EntropyBonus | None, coefficient: float, measured: float | None) -> float:
-    """The weight of the bonus in an update. With a target it is 0 unless the entropy of the previous update was at most
-    the target, and so 0 in the first update."""
+def applied_entropy_coefficient(bonus: EntropyBonus | None, coefficient: float, measured: float | None) -> float:
+    """The bonus's weight in the next update. With a target it is 0 unless the previous update's entropy was at most the
+    target, and so 0 in the first update."""
     if bonus is None or (bonus.target is not None and (measured is None or measured > bonus.target)):
         return 0.0
     return coefficient

@@ -47,12 +47,9 @@ class UpdateTokens:
 
     def select(self, chosen_N: Tensor) -> UpdateTokens:
         """The chosen tokens."""
-
-        def chosen(values: UpdateTokens | Coefficients) -> dict[str, Any]:
-            given = {field.name: getattr(values, field.name) for field in fields(values)}
-            return {name: value[chosen_N] for name, value in given.items() if isinstance(value, Tensor)}
-
-        return replace(self, **chosen(self), coefficients=replace(self.coefficients, **chosen(self.coefficients)))
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen: dict[str, Any] = {name: value[chosen_N] for name, value in given.items() if isinstance(value, Tensor)}
+        return replace(self, **chosen, coefficients=Coefficients(*(values[chosen_N] for values in self.coefficients)))
 
 
 @dataclass(frozen=True, slots=True)

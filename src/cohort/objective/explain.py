@@ -7,9 +7,10 @@ import math
 import torch
 
 from cohort.errors import ConfigError
-from cohort.objective.advantages import custom_baseline, outcome_advantages
+from cohort.objective.advantages import outcome_advantages
 from cohort.objective.coefficients import coefficients
-from cohort.objective.trust import custom_rule, trust_region
+from cohort.objective.trust import trust_region
+from cohort.objective.user_function import loaded
 from cohort.presets import describe
 from cohort.presets.objective import Objective
 from cohort.presets.parts import KL
@@ -53,8 +54,8 @@ def try_user_functions(objective: Objective, num_generations: int = 8) -> None:
         ConfigError: a function is missing, raises, or returns something else than it should.
     """
     rule, baseline = objective.trust_region, objective.baseline
+    loaded.cache_clear()
     if isinstance(rule, Custom):
-        custom_rule.cache_clear()
         ratio_N = torch.tensor([0.5, 1.0, 1.0, 1.5, 3.0, 0.9])
         advantages_N = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, -0.5])
         whole_N = trust_region(rule, ratio_N.log(), advantages_N, ratio_N.log()).phi_N
@@ -65,7 +66,6 @@ def try_user_functions(objective: Objective, num_generations: int = 8) -> None:
                 "must be a function of each token alone, or the gradient would depend on optim.microbatch_tokens"
             )
     if isinstance(baseline, str) and ":" in baseline:
-        custom_baseline.cache_clear()
         rewards_S = torch.arange(2 * num_generations).double() / 7
         group_S = torch.arange(2 * num_generations) // num_generations
         outcome_advantages(rewards_S, group_S, baseline=baseline, scale=None)

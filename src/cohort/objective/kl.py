@@ -23,6 +23,8 @@ from cohort.presets.parts import KL, Direction
 
 MAX_LOG_GAP = 20.0
 """D is clamped to +-20 before ``exp`` (e^20 = 4.9e8), so that e^D does not overflow."""
+RATIO_LEVELS = {"token_ratio": "token", "prefix_product": "prefix_product", "sequence_weight": "sequence_product"}
+"""The corrections as levels of a ratio."""
 
 
 def k1(logps_N: Tensor, ref_logps_N: Tensor) -> Tensor:
@@ -91,8 +93,6 @@ def kl_multiplier(
         raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}")
     k1_N = k1(logps_N, ref_logps_N)
     if scope == "sequence":
-        if sequence_N is None:
-            raise ValueError("scope 'sequence' needs sequence_N: which sequence each token belongs to")
         k1_N = leveled_log_ratio(k1_N, "sequence_product", sequence_N)
     kappa_N = k1_N if direction == "reverse" else -torch.expm1((-k1_N).clamp(-MAX_LOG_GAP, MAX_LOG_GAP))
     return kappa_N if weight_N is None else weight_N * kappa_N
@@ -110,11 +110,7 @@ def kl_correction(kl: KL, log_ratio_N: Tensor, sequence_N: Tensor | None = None)
     """
     if kl.correction == "none":
         return None
-    if kl.correction == "token_ratio":
-        return exp_clamped(log_ratio_N)
-    if sequence_N is None:
-        raise ValueError(f"kl.correction {kl.correction!r} needs sequence_N: which sequence each token belongs to")
-    if kl.correction == "prefix_product":
-        prefix_N = leveled_log_ratio(log_ratio_N, "prefix_product", sequence_N)
-        return exp_clamped(prefix_N - log_ratio_N if kl.estimator == "full" else prefix_N)
-    return exp_clamped(leveled_log_ratio(log_ratio_N, "sequence_product", sequence_N))
+    leveled_N = leveled_log_ratio(log_ratio_N, RATIO_LEVELS[kl.correction], sequence_N)
+    if kl.correction == "prefix_product" and kl.estimator == "full":
+        leveled_N = leveled_N - log_ratio_N
+    return exp_clamped(leveled_N)

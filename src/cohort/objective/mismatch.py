@@ -17,8 +17,6 @@ is NaN (the engine does not know it) has rho = 1. Masking and truncating are not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import singledispatch
 from typing import NamedTuple
 
 import torch
@@ -26,15 +24,13 @@ from torch import Tensor
 
 from cohort.objective.ratio import exp_clamped, leveled_log_ratio
 from cohort.objective.segments import segment_count, segment_mean, segment_sum
-from cohort.presets.base import Part
-from cohort.presets.parts import MismatchWeight, OffPolicyMask, Veto
+from cohort.presets.parts import Mismatch, MismatchWeight, OffPolicyMask, Veto
 
 RATIO_LEVELS = {"token": "token", "sequence": "sequence_product", "geometric": "sequence_mean"}
 """The levels of ``MismatchWeight`` as levels of a ratio."""
 
 
-@dataclass(frozen=True, slots=True)
-class MismatchResult:
+class MismatchResult(NamedTuple):
     """Shape ``[N]`` each, but for the last."""
 
     weight_N: Tensor
@@ -46,49 +42,30 @@ class MismatchResult:
     """Where each of the M rules acted, boolean, shape ``[N, M]``: dropped a token, or clamped its weight."""
 
 
-class LogProbs(NamedTuple):
-    """The arguments of a rule. Shape ``[N]`` each."""
-
-    log_rho_N: Tensor
-    sampler_logps_N: Tensor
-    logps_N: Tensor
-    advantages_N: Tensor
-    sequence_N: Tensor
-
-
-@singledispatch
-def weigh(rule: Part, at: LogProbs) -> tuple[Tensor, Tensor]:
-    """The mathematics of a rule, registered for its class: each token's weight (0: dropped), and where it acted."""
-    raise NotImplementedError(f"no function is registered for {type(rule).__name__}")
-
-
-@weigh.register
-def _(rule: MismatchWeight, at: LogProbs) -> tuple[Tensor, Tensor]:
-    rho_N = exp_clamped(leveled_log_ratio(at.log_rho_N, RATIO_LEVELS[rule.level], at.sequence_N))
-    outside_N = (rho_N < rule.low) | (rho_N > rule.high)
-    if rule.mode == "truncate":
-        return rho_N.clamp(rule.low, rule.high), outside_N
-    return (rho_N if rule.mode == "mask" else torch.ones_like(rho_N)).masked_fill(outside_N, 0), outside_N
-
-
-@weigh.register
-def _(rule: Veto, at: LogProbs) -> tuple[Tensor, Tensor]:
-    rho_N = exp_clamped(at.log_rho_N)
-    extreme_N = ((rho_N < rule.low) | (rho_N > rule.high)).to(at.log_rho_N)
-    vetoed_S = segment_sum(extreme_N, at.sequence_N, segment_count(at.sequence_N)) > 0
-    return (~vetoed_S).to(rho_N)[at.sequence_N], vetoed_S[at.sequence_N]
-
-
-@weigh.register
-def _(rule: OffPolicyMask, at: LogProbs) -> tuple[Tensor, Tensor]:
-    gap_N = (at.sampler_logps_N - at.logps_N).nan_to_num(nan=0.0)
-    far_S = segment_mean(gap_N, at.sequence_N, segment_count(at.sequence_N)) > rule.threshold
-    dropped_N = far_S[at.sequence_N] & (at.advantages_N < 0)
-    return (~dropped_N).to(gap_N), dropped_N
+def _weight(
+    rule: Mismatch, log_rho_N: Tensor, gap_N: Tensor, advantages_N: Tensor, sequence_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Each token's weight (0: dropped), and where the rule acted. ``gap_N`` is log(sampler / policy)."""
+    count = segment_count(sequence_N)
+    match rule:
+        case MismatchWeight():
+            rho_N = exp_clamped(leveled_log_ratio(log_rho_N, RATIO_LEVELS[rule.level], sequence_N))
+            outside_N = (rho_N < rule.low) | (rho_N > rule.high)
+            if rule.mode == "truncate":
+                return rho_N.clamp(rule.low, rule.high), outside_N
+            return (rho_N if rule.mode == "mask" else torch.ones_like(rho_N)).masked_fill(outside_N, 0), outside_N
+        case Veto():
+            rho_N = exp_clamped(log_rho_N)
+            extreme_N = ((rho_N < rule.low) | (rho_N > rule.high)).to(rho_N)
+            dropped_N = (segment_sum(extreme_N, sequence_N, count) > 0)[sequence_N]
+        case OffPolicyMask():
+            far_S = segment_mean(gap_N, sequence_N, count) > rule.threshold
+            dropped_N = far_S[sequence_N] & (advantages_N < 0)
+    return (~dropped_N).to(log_rho_N), dropped_N
 
 
 def mismatch_weights(
-    rules: Sequence[Part],
+    rules: Sequence[Mismatch],
     old_logps_N: Tensor,
     sampler_logps_N: Tensor,
     logps_N: Tensor,
@@ -106,12 +83,12 @@ def mismatch_weights(
         sequence_N: sequence ids.
     """
     log_rho_N = (old_logps_N - sampler_logps_N).nan_to_num(nan=0.0)
-    at = LogProbs(log_rho_N, sampler_logps_N, logps_N, advantages_N, sequence_N)
+    gap_N = (sampler_logps_N - logps_N).nan_to_num(nan=0.0)
     weight_N = torch.ones_like(logps_N)
     dropped_N = off_policy_N = torch.zeros_like(logps_N, dtype=torch.bool)
     acted_NM = dropped_N.new_zeros(len(dropped_N), len(rules))
     for index, rule in enumerate(rules):
-        of_rule_N, acted_NM[:, index] = weigh(rule, at)
+        of_rule_N, acted_NM[:, index] = _weight(rule, log_rho_N, gap_N, advantages_N, sequence_N)
         weight_N = weight_N * of_rule_N
         if isinstance(rule, OffPolicyMask):
             off_policy_N = off_policy_N | (of_rule_N == 0)

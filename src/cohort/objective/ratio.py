@@ -32,6 +32,13 @@ def importance_ratio(logps_N: Tensor, old_logps_N: Tensor) -> Tensor:
     return exp_clamped(logps_N - old_logps_N)
 
 
+def anchored_log_ratio(logps_N: Tensor, anchor_logps_N: Tensor | None) -> Tensor:
+    """``logps - anchor_logps``, shape ``[N]``; 0 where the anchor's is NaN (unknown), and without an anchor."""
+    if anchor_logps_N is None:
+        return torch.zeros_like(logps_N)
+    return (logps_N - anchor_logps_N).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
 def exp_clamped(log_N: Tensor) -> Tensor:
     """``exp`` of a log-ratio clamped to +-``MAX_LOG_RATIO``; always finite."""
     return torch.exp(log_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

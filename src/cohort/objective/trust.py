@@ -22,9 +22,8 @@ for the log only, the surrogate's value. ``side_N`` says where a rule silenced a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, singledispatch
+from functools import singledispatch
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +32,10 @@ from cohort.errors import ConfigError
 from cohort.objective.ratio import MAX_LOG_RATIO, exp_clamped, leveled_log_ratio
 from cohort.objective.segments import by_sign, suffix_sums
 from cohort.objective.user_function import call_user_function
-from cohort.plugins import load_function
 from cohort.presets import trust_regions as rules
 
 
-@dataclass(frozen=True, slots=True)
-class Trusted:
+class Trusted(NamedTuple):
     """The result of a rule. Shape ``[N]`` each."""
 
     phi_N: Tensor
@@ -49,8 +46,7 @@ class Trusted:
     """int8: -1 where the rule acted on a low ratio, +1 on a high one, 0 where it did not act."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ratios:
+class Ratios(NamedTuple):
     """The arguments of a rule. Shape ``[N]`` each."""
 
     ratio_N: Tensor
@@ -60,12 +56,6 @@ class Ratios:
     token_log_ratio_N: Tensor
     """Of the single tokens."""
     sequence_N: Tensor | None
-
-    def sequences(self, rule: rules.Rule) -> Tensor:
-        """The sequence ids that a rule needs."""
-        if self.sequence_N is None:
-            raise ValueError(f"trust region {rule.rule!r} needs sequence_N: which sequence each token belongs to")
-        return self.sequence_N
 
 
 def trust_region(
@@ -158,18 +148,20 @@ def _(rule: rules.KLMask, at: Ratios) -> Trusted:
 
 @apply.register
 def _(rule: rules.GMPO, at: Ratios) -> Trusted:
-    token_N, a_N, sequence_N = at.token_log_ratio_N, at.advantages_N, at.sequences(rule)
+    token_N, a_N = at.token_log_ratio_N, at.advantages_N
     low, high = torch.tensor([rule.low, rule.high], dtype=token_N.dtype, device=token_N.device).log()
     below_N, above_N = (a_N < 0) & (token_N < low), (a_N > 0) & (token_N > high)
     clipped_N = torch.where(below_N, low, torch.where(above_N, high, token_N))
-    mean_N = exp_clamped(leveled_log_ratio(clipped_N, "sequence_mean", sequence_N))
+    mean_N = exp_clamped(leveled_log_ratio(clipped_N, "sequence_mean", at.sequence_N))
     return Trusted(mean_N.masked_fill(below_N | above_N, 0), mean_N * a_N, _sides(token_N, below_N, above_N))
 
 
 @apply.register
 def _(rule: rules.FIPO, at: Ratios) -> Trusted:
     clipped = _ppo_clip(rule, at)
-    future_N = suffix_sums(at.token_log_ratio_N, at.sequences(rule), discount=2 ** (-1 / rule.half_life))
+    if at.sequence_N is None:
+        raise ValueError("trust region 'fipo' needs sequence_N: which sequence each token belongs to")
+    future_N = suffix_sums(at.token_log_ratio_N, at.sequence_N, discount=2 ** (-1 / rule.half_life))
     weight_N = exp_clamped(future_N).clamp(rule.weight_low, rule.weight_high)
     unsafe_N = (at.advantages_N < 0) & (at.ratio_N > rule.safety)
     weight_N = torch.where(unsafe_N, weight_N.clamp(max=1), weight_N)
@@ -193,10 +185,9 @@ def _(rule: rules.Taper, at: Ratios) -> Trusted:
 
 @apply.register
 def _(rule: rules.Custom, at: Ratios) -> Trusted:
-    name = f"trust region {rule.function}"
-    phi_N = call_user_function(custom_rule(rule.function), name, at.ratio_N, at.advantages_N)
+    phi_N = call_user_function("trust region", rule.function, at.ratio_N, at.advantages_N)
     if not bool(phi_N.isfinite().all()):
-        raise ConfigError(f"{name} returned a multiplier that is not finite")
+        raise ConfigError(f"trust region {rule.function} returned a multiplier that is not finite")
     phi_N = phi_N.to(at.ratio_N)
     return Trusted(phi_N, phi_N * at.advantages_N, _sides(at.ratio_N))
 
@@ -257,16 +248,6 @@ def bernoulli_kl(anchor_logps_N: Tensor, logps_N: Tensor) -> Tensor:
     token_N = anchor_N * (anchor_N.clamp(min=tiny).log() - p_N.clamp(min=tiny).log())
     others_N = rest_anchor_N * (rest_anchor_N.clamp(min=tiny).log() - rest_N.clamp(min=tiny).log())
     return (token_N + others_N).clamp(min=0)
-
-
-@cache
-def custom_rule(spec: str) -> Callable[..., Tensor]:
-    """The function of a ``Custom`` rule, loaded once.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    return load_function(spec, what="trust region")
 
 
 def _silenced(weight_N: Tensor, at: Ratios, below_N: Tensor, above_N: Tensor) -> Trusted:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cohort.objective import Objective, entropy_weight, next_beta, next_entropy_coefficient
+from cohort.objective import Objective, applied_entropy_coefficient, next_beta, next_entropy_coefficient
 from cohort.train.update import UpdateResult
 
 
@@ -28,9 +28,9 @@ class Adaptive:
         """The objective with the current weight of the KL."""
         return objective if objective.kl.target is None else objective.replace(beta=self.beta)
 
-    def entropy_weight(self, objective: Objective) -> float:
-        """The weight of the entropy bonus in the next update."""
-        return entropy_weight(objective.entropy, self.entropy_coefficient, self.entropy)
+    def applied_entropy_coefficient(self, objective: Objective) -> float:
+        """The entropy bonus's weight in the next update."""
+        return applied_entropy_coefficient(objective.entropy, self.entropy_coefficient, self.entropy)
 
     def after_update(self, objective: Objective, result: UpdateResult) -> None:
         """Adapt to the entropy of an update."""

@@ -125,7 +125,7 @@ def run(
         norms = {}
         if minibatches and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
-                norms = term_norms(context, batch, minibatches[0], adaptive.entropy_weight(objective))
+                norms = term_norms(context, batch, minibatches[0], adaptive.applied_entropy_coefficient(objective))
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
@@ -133,7 +133,7 @@ def run(
         num_nonfinite = 0
         with clock("update"):
             for minibatch in minibatches * config.objective.num_iterations:
-                entropy_coefficient = adaptive.entropy_weight(objective)
+                entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
                 while isinstance(outcome := update(context, batch, minibatch, entropy_coefficient), OutOfMemory):
                     context.budget.halve()  # and repeat: smaller passes give the same gradient
                 if isinstance(outcome, NonFinite):

@@ -9,7 +9,7 @@ outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``, ``OutOfM
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from cohort.objective import (
     Objective,
     TokenStatistics,
     UpdateTokens,
+    anchored_log_ratio,
     coefficients,
     entropy,
     kl_correction,
@@ -110,13 +111,14 @@ class TermWeights:
     """1/Z of every token in each term, shape ``[N]``."""
 
     policy_N: Tensor
-    kl_N: Tensor
+    base_N: Tensor
+    """Of the KL term: without ``top_entropy`` the policy term's too. 0 outside of the loss."""
     entropy_N: Tensor
     """The entropy bonus is a mean over all loss tokens, whatever the policy term's denominator."""
 
     def at(self, positions_N: Tensor) -> TermWeights:
         """The weights of some tokens."""
-        return TermWeights(self.policy_N[positions_N], self.kl_N[positions_N], self.entropy_N[positions_N])
+        return TermWeights(self.policy_N[positions_N], self.base_N[positions_N], self.entropy_N[positions_N])
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +239,15 @@ def microbatch_losses(
         old_logps_N=old_logps_N,
         sampler_logps_N=sampler_logps_N,
         ref_logps_N=ref_logps_N,
-        base_weights_N=weights.kl_N,
+        base_weights_N=weights.base_N,
     )
     check_finite(batch, micro.part, {"policy coefficient": terms.policy_N, "KL coefficient": terms.kl_N})
     losses = {"policy": torch.sum(-terms.policy_N * current.logps_N)}
     if ref_states is not None:
         anchor_N = sampler_logps_N if objective.kl.anchor == "sampler" else old_logps_N
-        prefix_N = prefix_weight(objective, detached.logps_N, anchor_N, batch.loss_N[tokens_N], sequence_N)
-        penalty_N = objective.beta * weights.kl_N * prefix_N
+        log_ratio_N = anchored_log_ratio(detached.logps_N, anchor_N).masked_fill(~batch.loss_N[tokens_N], 0)
+        prefix_N = kl_correction(objective.kl, log_ratio_N, sequence_N)
+        penalty_N = objective.beta * weights.base_N * (1.0 if prefix_N is None else prefix_N)
         losses["kl"] = chunked_terms(weighted_kl(objective), [states, ref_states], [penalty_N])
     elif objective.beta and objective.kl.place == "loss":
         losses["kl"] = torch.sum(-terms.kl_N * current.logps_N)
@@ -312,17 +315,6 @@ def weighted_kl(objective: Objective) -> Callable[[Tensor, Tensor, Tensor], Tens
     ).sum()
 
 
-def prefix_weight(
-    objective: Objective, logps_N: Tensor, anchor_N: Tensor | None, loss_N: Tensor, sequence_N: Tensor
-) -> Tensor:
-    """The importance weight of each token's prefix, for a KL over the vocabulary; 1 without a correction."""
-    if anchor_N is None:
-        return torch.ones_like(logps_N)
-    log_ratio_N = torch.where(loss_N, logps_N - anchor_N, 0.0).nan_to_num(nan=0.0)
-    weight_N = kl_correction(objective.kl, log_ratio_N, sequence_N)
-    return torch.ones_like(logps_N) if weight_N is None else weight_N
-
-
 def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards: Sequence[Forward]) -> UpdateTokens:
     """The part's tokens with what the forward passes gave, in the part's order."""
     positions_N = torch.cat([forward.positions_N for forward in forwards])
@@ -333,19 +325,18 @@ def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards:
         ordered[positions_N] = joined
         return ordered
 
+    logps_N, entropy_N, collision_N = map(in_order, zip(*(forward.current for forward in forwards), strict=True))
     ref_logps = [forward.ref_logps_N for forward in forwards if forward.ref_logps_N is not None]
     tokens_N = part.tokens_N
     return UpdateTokens(
-        logps_N=in_order([forward.current.logps_N for forward in forwards]),
-        entropy_N=in_order([forward.current.entropy_N for forward in forwards]),
-        collision_N=in_order([forward.current.collision_N for forward in forwards]),
+        logps_N=logps_N,
+        entropy_N=entropy_N,
+        collision_N=collision_N,
         advantages_N=batch.advantages_N[tokens_N],
         weights_N=weights.policy_N,
-        base_weights_N=weights.kl_N,
+        base_weights_N=weights.base_N,
         sequence_N=part.sequence_N,
-        coefficients=Coefficients(
-            *(in_order([getattr(f.terms, field.name) for f in forwards]) for field in fields(Coefficients))
-        ),
+        coefficients=Coefficients(*map(in_order, zip(*(forward.terms for forward in forwards), strict=True))),
         sampler_logps_N=batch.sampler_logps_N[tokens_N],
         old_logps_N=at_tokens(batch.old_logps_N, tokens_N),
         ref_logps_N=in_order(ref_logps) if ref_logps else None,

@@ -1,0 +1,284 @@
+"""Bodies of tool calls: where they are in a chat template's rendering of known calls, and what reads others like them.
+
+A body is a JSON object with a name and arguments, or a list of those; a name, then the arguments as a JSON object; a
+name, then keys and values between tags; or a list of calls in Python's syntax.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cohort.environments.contract import ToolCall
+
+MAX_SHOWN = 20
+"""Characters of the policy's text in an error."""
+MAX_NESTED = 100
+"""Maximum number of closing brackets that are tried as the end of a list of calls in Python's syntax."""
+_NAME = r"[\w.\-]{1,64}"
+_PIECES = re.compile(r"<[^<>]*>?|\[[^\[\]]*\]|\s+|[^<\[\s]+|\[")
+"""Literals are compared tag by tag: tags that begin alike are different tags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What a template writes for an assistant's turn that consists of calls with text arguments, two of them each."""
+
+    text: str
+    """From the generation prompt, without thoughts, to the end of the turn."""
+    calls: tuple[tuple[str, Mapping[str, str]], ...]
+
+
+class Malformed(Exception):  # noqa: N818 - an error of the policy, which reads it
+    """A body is not a call."""
+
+
+ReadBody = Callable[[str, int], tuple[list[ToolCall], int]]
+"""Reads a body from a position on: the calls, and the position after the body. Raises ``Malformed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The bodies in a rendering: their places, what reads one, and a pattern for how one begins."""
+
+    places: Sequence[tuple[int, int]]
+    read: ReadBody
+    begins: str
+    textual: bool = False
+    """Whether all values are text. The end of such a body is known only by the closing literal."""
+
+
+def locate(rendering: Rendering) -> Iterator[Bodies]:
+    """The bodies in a rendering, in each way in which they can be read."""
+    for find in (_json_bodies, _named_bodies, _tagged_bodies, _python_bodies):
+        bodies = find(rendering)
+        if bodies is not None:
+            yield bodies
+
+
+# -- literals ----------------------------------------------------------------------------------------------------------
+
+
+def flexible(literal: str) -> str:
+    """A pattern for the literal, with any whitespace where it has some, and none at its ends."""
+    return r"\s*".join(map(re.escape, literal.split()))
+
+
+def common_start(a: str, b: str) -> str:
+    """The tags, words and whitespace that both texts begin with."""
+    return "".join(_common(_PIECES.findall(a), _PIECES.findall(b)))
+
+
+def common_end(a: str, b: str) -> str:
+    """The tags, words and whitespace that both texts end with."""
+    return "".join(_common(_PIECES.findall(a)[::-1], _PIECES.findall(b)[::-1])[::-1])
+
+
+def _common(a: list[str], b: list[str]) -> list[str]:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return [piece for piece, _ in pairs]
+
+
+# -- JSON objects with name and arguments ------------------------------------------------------------------------------
+
+
+def _json_bodies(rendering: Rendering) -> Bodies | None:
+    places = _places(rendering, r"[\[{]", _read_json)
+    if places is None:
+        return None
+    # Without an opening, what follows must look more like a call than any JSON object does.
+    bare = not rendering.text[: places[0][0]].strip()
+    key = re.compile(r'\[?\s*\{\s*"\w+"').match(rendering.text, places[0][0]) if bare else None
+    return Bodies(places, _read_json, flexible(key[0]) if key else r"[\[{]")
+
+
+def _places(rendering: Rendering, begins: str, read: ReadBody) -> list[tuple[int, int]] | None:
+    """The places of bodies that can be read wherever the pattern matches. None: these are not the rendered calls."""
+    places, found, position = [], [], 0
+    while match := re.compile(begins).search(rendering.text, position):
+        try:
+            calls, position = read(rendering.text, match.start())
+        except Malformed:
+            position = match.end()
+            continue
+        places.append((match.start(), position))
+        found += [(call.name, call.arguments) for call in calls]
+    return places if found == list(rendering.calls) else None
+
+
+def _read_json(text: str, position: int) -> tuple[list[ToolCall], int]:
+    value, end = decoded(text, position)
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise Malformed("the list of calls is empty")
+    return [_call(one) for one in values], end
+
+
+def decoded(text: str, position: int) -> tuple[Any, int]:
+    """A JSON value at a position, and the position after it. Line breaks in strings are accepted."""
+    decoder = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+    try:
+        return decoder.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        raise Malformed(f"invalid JSON: {error.msg} at character {error.pos - position}") from None
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"invalid JSON: {error}") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _call(value: Any) -> ToolCall:
+    function = value.get("function") if isinstance(value, dict) else None
+    table = function if isinstance(function, dict) else value
+    if not isinstance(table, dict):
+        raise Malformed(f"expected a JSON object with a name and arguments, got {str(value)[:MAX_SHOWN]!r}")
+    name = next((table[key] for key in ("name", "tool_name", "function") if key in table), None)
+    if not isinstance(name, str):
+        raise Malformed("the name of the tool is missing")
+    return ToolCall(name, arguments_of(next((table[key] for key in ("arguments", "parameters") if key in table), {})))
+
+
+def arguments_of(value: Any) -> dict[str, Any]:
+    """The arguments of a call; some templates write them as JSON text within the JSON object."""
+    if isinstance(value, str):
+        value, _ = decoded(value.strip(), 0)
+    if not isinstance(value, dict):
+        raise Malformed(f"the arguments must be a JSON object, got {str(value)[:MAX_SHOWN]!r}")
+    return value
+
+
+# -- names, then arguments as JSON objects -----------------------------------------------------------------------------
+
+
+def _named_bodies(rendering: Rendering) -> Bodies | None:
+    text, places, separators, position = rendering.text, [], set(), 0
+    for name, arguments in rendering.calls:
+        start = text.find(name, position)
+        brace = text.find("{", start)
+        if start < 0 or brace < 0:
+            return None
+        try:
+            value, position = decoded(text, brace)
+        except Malformed:
+            return None
+        if value != arguments:
+            return None
+        places.append((start, position))
+        separators.add(text[start + len(name) : brace])
+    if len(separators) > 1:
+        return None
+    head = re.compile(rf"({_NAME})\s*{flexible(separators.pop())}\s*(?=\{{)")
+
+    def read(text: str, position: int) -> tuple[list[ToolCall], int]:
+        match = head.match(text, position)
+        if match is None:
+            raise Malformed("expected the name of a tool, then its arguments as a JSON object")
+        value, end = decoded(text, match.end())
+        return [ToolCall(match[1], arguments_of(value))], end
+
+    return Bodies(places, read, head.pattern)
+
+
+# -- names, then keys and values between tags --------------------------------------------------------------------------
+
+
+def _tagged_bodies(rendering: Rendering) -> Bodies | None:
+    """Reads ``NAME [after_name] ([open_key] KEY [to_value] VALUE [close_value])*``. Around a value, the whitespace that
+    the template writes is not part of it."""
+    text, places, position = rendering.text, [], 0
+    gaps: list[str] = []  # what precedes each name, key and value
+    for name, arguments in rendering.calls:
+        for part in (name, *(one for pair in arguments.items() for one in pair)):
+            start = text.find(part, position)
+            if start < 0:
+                return None
+            gaps.append(text[position:start])
+            if part == name:
+                places.append((start, start))
+            position = start + len(part)
+        places[-1] = (places[-1][0], position)
+    _, to_key, to_value, to_next_key = gaps[:4]
+    close_value = common_start(to_next_key, gaps[5] if len(gaps) > 5 else text[position:])
+    open_key = to_next_key.removeprefix(close_value)
+    if not (close_value.strip() and open_key.strip() and to_value.strip() and to_key.endswith(open_key)):
+        return None
+    after_name = to_key.removesuffix(open_key)
+    head = re.compile(rf"({_NAME})\s*{flexible(after_name)}" + ("" if after_name.strip() else r"\s*(?=<)"))
+    pair = re.compile(
+        rf"\s*{flexible(open_key)}\s*(?P<key>[^<>\n]{{1,64}}?)\s*{flexible(to_value)}{_edge(to_value, '$')}"
+        rf"(?P<value>.*?){_edge(close_value, '^')}{flexible(close_value)}",
+        re.DOTALL,
+    )
+
+    def read(text: str, position: int) -> tuple[list[ToolCall], int]:
+        match = head.match(text, position)
+        if match is None:
+            raise Malformed("expected the name of a tool")
+        arguments: dict[str, Any] = {}
+        end = match.end()
+        while (match_pair := pair.match(text, end)) is not None:
+            arguments[match_pair["key"]] = match_pair["value"]
+            end = match_pair.end()
+        return [ToolCall(match[1], arguments)], end
+
+    with_closed_values = [(start, end + len(close_value)) for start, end in places]
+    return Bodies(with_closed_values, read, head.pattern, textual=True)
+
+
+def _edge(literal: str, side: str) -> str:
+    """A pattern for the whitespace at one end of the literal, which may be missing."""
+    space = re.search(r"\s+$" if side == "$" else r"^\s+", literal)
+    return f"(?:{re.escape(space[0])})?" if space else ""
+
+
+# -- lists of calls in Python's syntax ---------------------------------------------------------------------------------
+
+
+def _python_bodies(rendering: Rendering) -> Bodies | None:
+    begins = rf"\[\s*{_NAME}\("
+    places = _places(rendering, begins, _read_python)
+    return None if places is None else Bodies(places, _read_python, begins)
+
+
+def _read_python(text: str, position: int) -> tuple[list[ToolCall], int]:
+    if not text.startswith("[", position):
+        raise Malformed("expected [NAME(ARGUMENT=VALUE, ...), ...]")
+    end = position
+    for _ in range(MAX_NESTED):
+        end = text.find("]", end) + 1
+        if not end:
+            break
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+                tree = ast.parse(text[position:end], mode="eval").body
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            continue
+        return [_python_call(node) for node in getattr(tree, "elts", [])], end
+    raise Malformed("expected [NAME(ARGUMENT=VALUE, ...), ...]")
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise Malformed("expected NAME(ARGUMENT=VALUE, ...)")
+    constants = {"true": True, "false": False, "null": None}
+    for one in ast.walk(node):
+        for field, value in ast.iter_fields(one):
+            if isinstance(value, ast.Name) and value.id in constants and field != "func":
+                setattr(one, field, ast.Constant(constants[value.id]))
+            elif isinstance(value, list):
+                value[:] = [
+                    ast.Constant(constants[item.id]) if isinstance(item, ast.Name) and item.id in constants else item
+                    for item in value
+                ]
+    try:
+        return ToolCall(ast.unparse(node.func), {str(one.arg): ast.literal_eval(one.value) for one in node.keywords})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Malformed(f"an argument is not a literal value ({error})") from None
