@@ -259,16 +259,8 @@ class GRPOTrainer:
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
-        described = describe_run(
-            policy=self.policy,
-            engine=self.engine,
-            budget=self.budget.describe(),
-            prompts=self.prompts,
-            rewards=self.rewards,
-            objective=self.objective,
-            schedule=self.schedule,
-            config=self.args,
-        )
+        budget = self.budget.describe()
+        described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
         lines = [described]
         if self.acting:
             lines += [self.acting.describe(), self._turn_format.bridge.describe()]

@@ -1,6 +1,7 @@
 """Settings: names, types, ranges, overrides, errors and written files."""
 
 import copy
+import math
 import pickle
 import re
 import subprocess
@@ -40,9 +41,6 @@ def written(tmp_path, config):
     return load(tmp_path, to_toml(config))
 
 
-# Names -------------------------------------------------------------------------------------------------------------------
-
-
 def test_every_setting_has_a_unique_name_and_a_description():
     sections = [field.annotation for field in GRPOConfig.model_fields.values()]
     settings = [(key, field) for section in sections for key, field in section.model_fields.items()]
@@ -53,25 +51,9 @@ def test_every_setting_has_a_unique_name_and_a_description():
 
 def test_settings_by_name_go_to_their_sections():
     config = GRPOConfig(num_generations=4, learning_rate=1e-5, output_dir=Path("x"))
-    assert (config.rollout.num_generations, config.optim.learning_rate, config.run.output_dir) == (4, 1e-5, "x")
     assert config == GRPOConfig(rollout={"num_generations": 4}, optim={"learning_rate": 1e-5}, run={"output_dir": "x"})
     mixed = GRPOConfig(rollout=RolloutConfig(num_generations=4), temperature=0.5)
     assert (mixed.rollout.num_generations, mixed.rollout.temperature) == (4, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_generation": 3}, "unknown setting 'num_generation'; did you mean rollout.num_generations"),
-        ({"num_generations": "3"}, "num_generations: input should be a valid integer, got '3'"),
-        ({"rollout": 5}, "rollout is a section"),
-        ({"eval": "test.jsonl"}, "eval is a section: .*did you mean data.eval"),
-        ({"num_generations": 3, "rollout": {"num_generations": 4}}, "given twice"),
-    ],
-)
-def test_mistakes_in_python(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        GRPOConfig(**settings)
 
 
 def test_settings_are_frozen_and_can_be_pickled_and_copied():
@@ -86,19 +68,17 @@ def test_config_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# Files and the command line ----------------------------------------------------------------------------------------------
-
-
 def test_file_and_overrides(tmp_path):
     text = "[rollout]\nnum_generations = 4\ntemperature = 1\n[reward]\nfunctions = ['gsm8k']\n[run]\nmax_steps = 3"
     overrides = ["--rollout.num_generations", "6", "--run.seed=3", "--model.path", "5", "--run.max_steps", "none"]
-    config = load(tmp_path, text, *overrides)
-    assert config.rollout.num_generations == 6
-    assert config.rollout.temperature == 1.0
-    assert config.run.seed == 3
-    assert config.model.path == "5"  # text stays text
-    assert config.run.max_steps is None
-    assert apply_overrides({}, ["--run.seed", "4"]).run.seed == 4
+    given = {
+        "num_generations": 6,
+        "temperature": 1.0,
+        "functions": ["gsm8k"],
+        "seed": 3,
+        "path": "5",
+    }  # text stays text
+    assert load(tmp_path, text, *overrides) == GRPOConfig(**given)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +130,7 @@ def test_overrides_are_merged_into_the_tables_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        (
-            "[rollout]\nnum_generation = 4",
-            [],
-            "config.toml: unknown setting rollout.num_generation; did you mean rollout.num_generations",
-        ),
+        ("[rollout]\nnum_generation = 4", [], "config.toml: unknown setting rollout.num_generation; did you mean rol"),
         ("[rolout]\nnum_generations = 4", [], r"config.toml: unknown section \[rolout\]; did you mean \[rollout\]"),
         ("[zzz]\na = 4", [], r"unknown section \[zzz\]; sections are model, data, rollout"),
         ("num_generations = 4", [], "num_generations is outside a section; did you mean rollout.num_generations"),
@@ -189,11 +165,10 @@ def test_mistakes_in_files_and_on_the_command_line(tmp_path, text, overrides, me
 def test_errors_name_where_each_mistake_is(tmp_path):
     with pytest.raises(ConfigError, match="no config file"):
         load_config(tmp_path / "missing.toml")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"\Acommand line: run.seed.*\n.*config.toml: unknown setting optim.learnin_rat"
+    ):
         load(tmp_path, "[optim]\nlearnin_rate = 1\n", "--run.seed", "x")
-    command_line, file = str(error.value).splitlines()
-    assert command_line.startswith("command line: run.seed")
-    assert "config.toml: unknown setting optim.learnin_rate" in file
 
 
 def test_overrides_may_correct_the_file(tmp_path):
@@ -201,9 +176,6 @@ def test_overrides_may_correct_the_file(tmp_path):
     assert load(tmp_path, file, "--rollout.num_generations", "16").rollout.num_generations == 16
     with pytest.raises(ConfigError, match=r"config.toml: objective.group_filter.k \(8\)"):  # not corrected
         load(tmp_path, file, "--run.seed", "1")
-
-
-# Values ------------------------------------------------------------------------------------------------------------------
 
 
 OUT_OF_RANGE = {
@@ -232,7 +204,7 @@ def test_values_out_of_range(name):
         ({"min_completion_length": 257}, r"\(257\) must be at most rollout.max_completion_length \(256\)"),
         (
             {"min_completion_length": 9, "max_completion_length_eval": 8},
-            r"must be at most eval.max_completion_length_eval \(8\)",
+            r"must be at most eval.max_completion_le.* \(8\)",
         ),
         ({"regex": "a", "json_schema": "{}"}, "regex and rollout.json_schema exclude each other"),
         ({"json_schema": "{"}, "rollout.json_schema: expected a JSON schema, as JSON text"),
@@ -278,9 +250,14 @@ def test_values_out_of_range(name):
         ({"data": {"eval": {"a": ""}}}, "a: expected a path or a list of sources, got an empty string"),
         ({"data": {"eval": 3}}, "data.eval: expected a path or a list of sources, got 3"),
         *(
-            ({"chat_template_kwargs": table}, "data.chat_template_kwargs: expected")
-            for table in ({"x": None}, {"x": float("nan")}, {"x": object()}, {"a": {1: 2}}, {"x": [None]})
+            ({"chat_template_kwargs": {"x": x}}, "data.chat_template_kwargs: expected")
+            for x in (None, math.nan, {1: 2}, [None])
         ),
+        ({"num_generation": 3}, "unknown setting 'num_generation'; did you mean rollout.num_generations"),
+        ({"num_generations": "3"}, "num_generations: input should be a valid integer, got '3'"),
+        ({"rollout": 5}, "rollout is a section"),
+        ({"eval": "test.jsonl"}, "eval is a section: .*did you mean data.eval"),
+        ({"num_generations": 3, "rollout": {"num_generations": 4}}, "given twice"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -288,17 +265,12 @@ def test_settings_that_are_refused(settings, message):
         GRPOConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "suffix"), [("schema", "json_schema", "json"), ("t", "chat_template", "jinja")]
-)
-def test_files_in_settings_are_read_at_once(tmp_path, name, setting, suffix):
-    file = tmp_path / f"{name}.{suffix}"
+@pytest.mark.parametrize(("setting", "suffix"), [("json_schema", "json"), ("chat_template", "jinja")])
+def test_files_in_settings_are_read_at_once(tmp_path, setting, suffix):
+    file = tmp_path / f"file.{suffix}"
     file.write_text('{"type": "object"}', encoding="utf-8")
     config = GRPOConfig(**{setting: str(file)})
-    file.unlink()
-    section = config.rollout if setting == "json_schema" else config.data
-    assert getattr(section, setting) == '{"type": "object"}'
-    assert written(tmp_path, config) == config
+    assert config == GRPOConfig(**{setting: '{"type": "object"}'}) == written(tmp_path, config)
 
 
 def test_sampling_follows_the_settings():
@@ -309,9 +281,6 @@ def test_sampling_follows_the_settings():
     assert Sampling.of(off) == Sampling(**settings, record_support=False)
     assert (GRPOConfig(**settings).rollout.replayed_penalty, off.replayed_penalty) == (1.2, 1.0)
     assert not Sampling.of(GRPOConfig().rollout).reweights
-
-
-# Written settings --------------------------------------------------------------------------------------------------------
 
 
 @hypothesis_settings(deadline=None)  # a busy machine is not a failure
@@ -377,20 +346,13 @@ def test_the_annotated_file_has_the_defaults():
     assert "# max_steps =\n" in annotated_toml()
 
 
-def toml_blocks(page):
-    text = (Path(__file__).parents[2] / "docs" / page).read_text()
-    return [block.split("```")[0] for block in text.split("```toml\n")[1:]]
-
-
 @pytest.mark.parametrize("page", ["objective.md", "data.md"])
 def test_the_settings_in_the_docs_are_valid(tmp_path, page):
-    blocks = toml_blocks(page)
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    blocks = [block.split("```")[0] for block in text.split("```toml\n")[1:]]
     assert len(blocks) >= 4
     for block in blocks:
         assert load(tmp_path, block).resolved_objective
-
-
-# Parts of the objective --------------------------------------------------------------------------------------------------
 
 
 def test_a_part_given_as_an_object_replaces_the_presets_part():
@@ -424,11 +386,7 @@ def test_a_kl_of_another_type_is_refused(kl):
         ("trust_region = { high = 1.4 }", ["trust_region.rule", "ppo_clip"], {"trust_region": {"high": 1.4}}),
         ("trust_region = { rule = 'cap', low = 0.5, high = 3 }", ["trust_region.rule", "ppo_clip"], {}),
         ("trust_region = { high = 1.4 }", ["trust_region", "cap"], {"trust_region": "cap"}),
-        (
-            "",
-            ["trust_region.high", "3", "trust_region.rule", "cap"],
-            {"trust_region": {"rule": "cap", "high": 3}},
-        ),
+        ("", ["trust_region.high", "3", "trust_region.rule", "cap"], {"trust_region": {"rule": "cap", "high": 3}}),
         ("", ["trust_region", "cap", "trust_region.high", "3"], {"trust_region": {"rule": "cap", "high": 3}}),
         ("scale = 'none'", ["scale.ddof", "0", "scale.rule", "group_std"], {"scale": {"ddof": 0}}),
         ("baseline = 0.5", ["baseline", "0.25"], {"baseline": 0.25}),

@@ -7,17 +7,7 @@ from hypothesis import strategies as st
 from cohort.config import GRPOConfig, Schedule
 from cohort.errors import DataError
 
-
-def test_schedule_with_several_updates_per_rollout():
-    config = GRPOConfig(prompts_per_step=8, num_generations=8, num_iterations=2, minibatches=4, beta=0.1)
-    schedule = Schedule.of(config, 7473)
-    assert schedule.steps == 935
-    assert schedule.updates == 934 * 8 + 2  # the last step has one prompt, so one minibatch
-    assert schedule.needs_old_logps
-    assert schedule.needs_ref_logps
-    assert "8 prompts x 8 = 64 completions per rollout, 8 updates each" in schedule.describe()
-    assert "934.12 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates" in schedule.describe()
-    assert "the last of 1 prompt\n" in schedule.describe()
+SEVERAL = {"num_iterations": 2, "minibatches": 4, "beta": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +17,13 @@ def test_schedule_with_several_updates_per_rollout():
         ({"num_epochs": 2}, 7473, "64 completions per rollout, 1 update each"),
         ({"max_steps": 10}, 100, "10 rollouts = 10 updates, 0.8 epochs\n"),
         ({"max_steps": 3}, None, "3 rollouts = 3 updates, on streamed prompts"),
+        (SEVERAL, 7473, "8 prompts x 8 = 64 completions per rollout, 8 updates each"),
+        # the last step has one prompt, so one minibatch in each of two iterations
+        (
+            SEVERAL,
+            7473,
+            "934.12 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates, the last of 1",
+        ),
     ],
 )
 def test_schedule_in_words(settings, num_prompts, words):
@@ -62,6 +59,7 @@ def test_every_prompt_is_used_equally_often_also_after_a_resume_with_more_epochs
 
 @pytest.mark.parametrize(("iterations", "minibatches", "needed"), [(1, 1, False), (2, 1, True), (1, 2, True)])
 def test_old_log_probs_are_needed_when_several_updates_use_a_rollout(iterations, minibatches, needed):
-    schedule = Schedule.of(GRPOConfig(num_iterations=iterations, minibatches=minibatches), 100)
+    schedule = Schedule.of(GRPOConfig(num_iterations=iterations, minibatches=minibatches, beta=0.1), 100)
+    assert schedule.needs_ref_logps
     assert schedule.needs_old_logps is needed
     assert ("by identity" in schedule.describe()) is not needed

@@ -34,10 +34,6 @@ HARMONY = """{%- for m in messages %}{%- if m.role == 'assistant' %}{{ '<|start|
 {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{%- endif %}"""
 
-NO_GENERATION_PROMPT = (
-    """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"""
-)
-
 SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<User>", "<Assistant>", "<think>", "</think>", "<|header|>"]
 
 

@@ -8,16 +8,7 @@ import pytest
 from cohort.config import DataConfig, GRPOConfig
 from cohort.data import PromptSet
 from cohort.errors import ConfigError, DataError
-from tests.data.templates import (
-    CHATML,
-    DEEPSEEK_R1,
-    HARMONY,
-    LLAMA3,
-    MISTRAL,
-    NO_GENERATION_PROMPT,
-    QWEN3,
-    byte_tokenizer,
-)
+from tests.data.templates import CHATML, DEEPSEEK_R1, HARMONY, LLAMA3, MISTRAL, QWEN3, byte_tokenizer
 
 USER = {"role": "user", "content": "1+1?"}
 TALK = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"}]
@@ -152,11 +143,11 @@ def user(content):
     ("template", "messages", "row", "settings", "message"),
     [
         (
-            NO_GENERATION_PROMPT,
+            CHATML.split("\n{%- if add")[0],
             TALK,
             {},
             {},
-            "the chat template writes no generation prompt: .* Set data.chat_template",
+            "the chat template writes no generation prompt: .* Set data.chat",
         ),
         ("{% if true %}Answer!{% endif %}", [USER], {}, {}, "the chat template does not show the messages"),
         (None, TALK, {}, {}, "no chat template: set data.format to 'text' for string prompts"),

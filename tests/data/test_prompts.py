@@ -16,6 +16,7 @@ from tests.data.templates import CHATML, byte_tokenizer
 TOKENIZER = byte_tokenizer(CHATML, bos=False)
 ROWS = [{"question": "1+2", "answer": "3"}, {"question": "4+5", "answer": "9"}]
 MESSAGES = [{"role": "user", "content": "1"}]
+SYSTEM = [{"role": "system", "content": "x"}, *MESSAGES]
 
 
 def test_text_prompts():
@@ -48,13 +49,9 @@ def test_conversations():
         (
             {"prompt": MESSAGES},
             {},
-            "text and conversations are mixed: the prompt of the training data, row 0 is a string, that of the training data, row 1 a list",
+            "mixed: the prompt of .*, row 0 is a string, that of .*, row 1 a list of messages. Set",
         ),
-        (
-            {"prompt": [{"role": "system", "content": "x"}, *MESSAGES]},
-            {"system_prompt": "be", "format": "chat"},
-            "row 1: has a system message of its own",
-        ),
+        ({"prompt": SYSTEM}, {"system_prompt": "be", "format": "chat"}, "row 1: has a system message of its own"),
         ({"prompt": "1"}, {"system_prompt": "be"}, "data.system_prompt needs chat format"),
         ({"prompt": "1"}, {"prompt_template": "{zzz}"}, "row 0: .* names column 'zzz'; the row has: prompt"),
         ({"prompt": "1"}, {"prompt_template": "{prompt"}, "is not valid"),
@@ -99,10 +96,8 @@ def test_text_and_conversations_side_by_side():
 
 def test_a_column_that_only_some_rows_have_is_none_elsewhere():
     one, other = {"prompt": "1"}, {"prompt": "2", "n": 3}
-    for rows, names in (
-        ([one, other], ["", ""]),
-        ([Source(path=[one]), Source(path=[other])], ["source 0", "source 1"]),
-    ):
+    sources = [Source(path=[one]), Source(path=[other])]
+    for rows, names in (([one, other], ["", ""]), (sources, ["source 0", "source 1"])):
         prompts = PromptSet(rows, TOKENIZER, DataConfig())[:]
         assert [prompt.columns for prompt in prompts] == [{"prompt": "1", "n": None}, other]
         assert [prompt.source for prompt in prompts] == names
@@ -157,9 +152,8 @@ def test_overlong_prompts():
     dropped = fitted(4, "drop")
     assert [prompt.row_index for prompt in dropped[:]] == [0, 2, 4]
     assert dropped.row_indices.tolist() == [0, 2, 4]
-    assert dropped.describe_lengths() == (
-        "2 to 4 tokens, median 3, 99% at most 4; 2 longer prompts dropped (data.overlong_prompts)"
-    )
+    words = "2 to 4 tokens, median 3, 99% at most 4; 2 longer prompts dropped (data.overlong_prompts)"
+    assert dropped.describe_lengths() == words
     cut = fitted(4, "truncate_left", [{"prompt": "123456"}, {"prompt": "12"}])
     assert [prompt.text for prompt in cut[:]] == ["3456", "12"]
     assert cut.prompt(0, uid=0).prompt == "123456"

@@ -83,15 +83,10 @@ def parse_slice(text: str) -> slice:
     return slice(start, stop, step)
 
 
-def _check_slice(text: str) -> str:
-    parse_slice(text)
-    return text
-
-
 Table = Annotated[dict[str, Any], BeforeValidator(_plain)]
 Columns = dict[str, Annotated[str, Field(min_length=1)]]
 Filter = Annotated[str | dict[str, Any], BeforeValidator(_read_filter)]
-Slice = Annotated[str, AfterValidator(_check_slice)]
+Slice = Annotated[str, AfterValidator(lambda text: parse_slice(text) and text)]
 
 
 class Source(Section):

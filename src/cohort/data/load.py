@@ -13,7 +13,7 @@ import numpy as np
 
 from cohort.config import DataConfig, Source
 from cohort.config.data import check_set_name, parse_slice
-from cohort.data.render import PromptMaker, check_columns
+from cohort.data.render import Renderer, check_columns
 from cohort.data.rows import (
     BATCH,
     Row,
@@ -287,9 +287,9 @@ def _check_rows(data: Data, mixed: bool) -> None:
     first: dict[bool, str] = {}
     for source in data.sources:
         check_columns(source.rows.columns, source.where)
-        maker = PromptMaker(source.config)
+        renderer = Renderer(source.config)
         for row, where in source.named_rows():
-            first.setdefault(isinstance(maker.make(row, where), str), where)
+            first.setdefault(isinstance(renderer.make(row, where), str), where)
         if len(first) > 1 and not mixed:
             raise DataError(
                 f"text and conversations are mixed: the prompt of {first[True]} is a string, that of {first[False]} a "

@@ -49,7 +49,7 @@ class LengthLimit:
         """
         limits = []
         if config.max_prompt_length is not None:
-            limits.append(cls(config.max_prompt_length, "data.max_prompt_length", config.overlong_prompts))
+            limits.append((config.max_prompt_length, "data.max_prompt_length"))
         if context is not None:
             if context <= max_completion_length:
                 raise DataError(
@@ -57,8 +57,8 @@ class LengthLimit:
                     f"{context:,} tokens: lower it"
                 )
             why = f"the model's context of {context:,} less {setting}, {max_completion_length:,}"
-            limits.append(cls(context - max_completion_length, why, config.overlong_prompts))
-        return min(limits, key=lambda limit: limit.tokens, default=None)
+            limits.append((context - max_completion_length, why))
+        return cls(*min(limits), config.overlong_prompts) if limits else None
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
         """Apply the rule "error".
@@ -115,12 +115,11 @@ class PromptSet:
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
-            for batch, row_names in source.batches():
-                token_ids = renderer.token_ids(batch, row_names)
+            for batch in source.batches():
+                token_ids = renderer.token_ids(*batch)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
-        self._flat = np.concatenate(batches)
-        self._ends = np.cumsum(lengths)
+        self._flat, self._ends = np.concatenate(batches), np.cumsum(lengths)
         self._starts = self._ends - lengths
         self._bounds = np.cumsum([0, *(len(source.rows) for source in data.sources)])
         self.row_indices = np.arange(len(data))
@@ -164,9 +163,9 @@ class PromptSet:
     def prompt(self, index: int, uid: int) -> Prompt:
         """One of the prompts. Its ``row_index`` counts all rows of the source, those that a filter leaves out too."""
         number, row_index = self._locate(index)
-        source = self.data.sources[number]
+        rows = self.data.sources[number].rows
         token_ids = self._flat[self._starts[index] : self._ends[index]].tolist()
-        return self.render(number, source.rows[row_index], int(source.rows.numbers[row_index]), token_ids, uid)
+        return self.render(number, rows[row_index], int(rows.numbers[row_index]), token_ids, uid)
 
     def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
         """The prompt of a row of source ``number``, with these token ids."""
@@ -218,13 +217,13 @@ class PromptSet:
 
     def _apply(self, limit: LengthLimit) -> None:
         limit.check(self.lengths, self.name, self._row_name)
-        over = self.lengths > limit.tokens
-        count = int(over.sum())
+        fits = self.lengths <= limit.tokens
+        count = int((~fits).sum())
         if limit.rule != "drop":
             self._starts = np.maximum(self._starts, self._ends - limit.tokens)
             self.truncated = count
             return
-        self._starts, self._ends, self.row_indices = self._starts[~over], self._ends[~over], self.row_indices[~over]
+        self._starts, self._ends, self.row_indices = self._starts[fits], self._ends[fits], self.row_indices[fits]
         self.dropped = count
         read = " of the first {:,} rows (checked before the run)" if self.data.streams else ""
         if not len(self):

@@ -7,15 +7,18 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.chat import ChatTemplate, Conversation
-from cohort.data.rows import Row, plain
+from cohort.data.rows import Row, check_column, plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message
+
+IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
 
 
 def check_columns(columns: Sequence[str], where: str) -> None:
@@ -37,25 +40,29 @@ def check_columns(columns: Sequence[str], where: str) -> None:
             )
 
 
-class PromptMaker:
-    """Makes the prompt of a row, before it is rendered. Needs no tokenizer.
+class Renderer:
+    """Makes, renders and tokenizes the prompts of one source.
 
     Args:
-        config: the settings.
+        config: the settings of the source.
+        tokenizer: the tokenizer of the policy. None: prompts can be made, but not rendered.
 
     Raises:
         DataError: ``data.prompt_template`` is not valid.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config = config
-        self._fields: dict[str, None] = {}
+    def __init__(self, config: DataConfig, tokenizer: Any = None) -> None:
+        self._config, self._tokenizer = config, tokenizer
         try:
-            for _, name, _, _ in string.Formatter().parse(config.prompt_template or ""):
-                if name is not None:
-                    self._fields[re.split(r"[.\[]", name)[0]] = None
+            parsed = list(string.Formatter().parse(config.prompt_template or ""))
         except ValueError as error:
             raise self._bad_template(error) from None
+        self._fields = dict.fromkeys(re.split(r"[.\[]", name)[0] for _, name, _, _ in parsed if name is not None)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template. Text prompts need none, so it is not looked for before the first conversation."""
+        return ChatTemplate(self._tokenizer, self._config.chat_template)
 
     def make(self, row: Row, where: str) -> str | Conversation:
         """The prompt of a row.
@@ -100,9 +107,7 @@ class PromptMaker:
 
     def _filled_template(self, row: Row, where: str) -> str:
         for column in self._fields:
-            if column not in row:
-                known = ", ".join(row)
-                raise DataError(f"{where}: data.prompt_template names column {column!r}; the row has: {known}")
+            check_column(column, row, f"{where}: data.prompt_template", "the row has")
             if row[column] is None:
                 raise DataError(f"{where}: column {column!r}, which data.prompt_template names, is empty")
         try:
@@ -129,6 +134,39 @@ class PromptMaker:
                     f"the prompt of {where} is text, and its column {column!r} is for conversations: set data.format "
                     "to 'chat', or rename the column with data.columns if it is something else"
                 )
+
+    def token_ids(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
+        """The token ids of the prompts of rows. Text gets the special tokens of the tokenizer; a conversation has those
+        of its template, as with ``apply_chat_template``.
+
+        Raises:
+            DataError: a row cannot be a prompt, or the tokenizer refuses it.
+        """
+        made = [(self.make(row, where), where) for row, where in zip(rows, row_names, strict=True)]
+        texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in made]
+        kinds = {isinstance(content, str) for content, _ in made}
+        if len(kinds) > 1:
+            return self._one_by_one(rows, row_names)
+        try:
+            found: list[list[int]] = self._tokenizer(texts, add_special_tokens=kinds.pop(), **IDS_ONLY)["input_ids"]
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
+            if len(rows) > 1:
+                return self._one_by_one(rows, row_names)
+            raise DataError(f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}") from error
+        if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
+            raise DataError(f"{empty[0]}: the prompt has no tokens")
+        return found
+
+    def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
+        return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
+
+    def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:
+        """The text of the token ids, the prompt of the row as reward functions receive it, and the prefill."""
+        content = self.make(row, where)
+        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        if isinstance(content, str):
+            return text, content, ""
+        return text, list(content.messages), self.chat.prefill(content, self.chat.render(content, where))
 
 
 def _checked_messages(messages: list[Any], where: str) -> list[Message]:
@@ -186,62 +224,3 @@ def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Cal
 
 def _is_tools(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value)
-
-
-IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-
-
-class Renderer:
-    """Renders and tokenizes the prompts of one source.
-
-    Args:
-        config: the settings of the source.
-        tokenizer: the tokenizer of the policy.
-    """
-
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self.maker = PromptMaker(config)
-        self._config = config
-        self._tokenizer = tokenizer
-        self._chat: ChatTemplate | None = None
-
-    @property
-    def chat(self) -> ChatTemplate:
-        """The chat template. Text prompts need none, so it is not looked for before the first conversation."""
-        if self._chat is None:
-            self._chat = ChatTemplate(self._tokenizer, self._config.chat_template)
-        return self._chat
-
-    def token_ids(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
-        """The token ids of the prompts of rows. Text gets the special tokens of the tokenizer; a conversation has those
-        of its template, as with ``apply_chat_template``.
-
-        Raises:
-            DataError: a row cannot be a prompt, or the tokenizer refuses it.
-        """
-        contents = [self.maker.make(row, where) for row, where in zip(rows, row_names, strict=True)]
-        pairs = zip(contents, row_names, strict=True)
-        texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in pairs]
-        kinds = {isinstance(content, str) for content in contents}
-        if len(kinds) > 1:
-            return self._one_by_one(rows, row_names)
-        try:
-            found: list[list[int]] = self._tokenizer(texts, add_special_tokens=kinds.pop(), **IDS_ONLY)["input_ids"]
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
-            if len(rows) > 1:
-                return self._one_by_one(rows, row_names)
-            raise DataError(f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}") from error
-        if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
-            raise DataError(f"{empty[0]}: the prompt has no tokens")
-        return found
-
-    def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
-        return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
-
-    def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:
-        """The text of the token ids, the prompt of the row as reward functions receive it, and the prefill."""
-        content = self.maker.make(row, where)
-        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        if isinstance(content, str):
-            return text, content, ""
-        return text, list(content.messages), self.chat.prefill(content, self.chat.render(content, where))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,14 +135,14 @@ def check_renames(renames: Mapping[str, str], columns: Sequence[str], where: str
     return new_names
 
 
-def check_column(column: str, columns: Sequence[str], what: str) -> None:
-    """Check that a column exists.
+def check_column(column: str, columns: Collection[str], what: str, known: str = "there are") -> None:
+    """Check that a column that ``what`` names exists.
 
     Raises:
-        DataError: it does not. ``what`` is what names it.
+        DataError: it does not.
     """
     if column not in columns:
-        raise DataError(f"{what} names column {column!r}; there are: {', '.join(columns)}")
+        raise DataError(f"{what} names column {column!r}; {known}: {', '.join(columns)}")
 
 
 def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: str) -> Keep:

@@ -30,8 +30,8 @@ class StreamingLoader(PromptLoader):
 
     def __init__(self, prompts: PromptSet, config: DataConfig, *, seed: int) -> None:
         super().__init__(prompts, config, seed=seed)
-        numbers = range(len(prompts.data.sources))
-        self._sources_of_lanes = [[number] for number in numbers] if prompts.data.weights else [list(numbers)]
+        numbers = list(range(len(prompts.data.sources)))
+        self._sources_of_lanes = [[number] for number in numbers] if prompts.data.weights else [numbers]
         self._is_conversation = prompts.prompt(0, uid=0).is_conversation
         self._begin(DataCursor())
 
@@ -45,10 +45,8 @@ class StreamingLoader(PromptLoader):
         end = cursor.position + used
         self._seek(cursor, end)
         before, now = cursor.read or ReadPosition([]), copy.deepcopy(self._read)
-        return DataCursor(end, now), {
-            "prompts/dropped": now.dropped - before.dropped,
-            "prompts/truncated": now.truncated - before.truncated,
-        }
+        changes = {name: getattr(now, name) - getattr(before, name) for name in ("dropped", "truncated")}
+        return DataCursor(end, now), {f"prompts/{name}": count for name, count in changes.items()}
 
     def _describe_order(self) -> str:
         if self._config.order == "sequential":

@@ -52,14 +52,10 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     before = trainer.evaluations(held_out)[""]
     trainer.train()
     after = trainer.evaluations(held_out)[""]
-    summary = {
-        **trainer.summary,
-        "accuracy_before": before.reward.mean,
-        "accuracy_before_interval": [before.reward.low, before.reward.high],
-        "accuracy_after": after.reward.mean,
-        "accuracy_after_interval": [after.reward.low, after.reward.high],
-        "seed": seed,
-    }
+    summary = trainer.summary
+    for name, found in (("before", before.reward), ("after", after.reward)):
+        summary |= {f"accuracy_{name}": found.mean, f"accuracy_{name}_interval": [found.low, found.high]}
+    summary["seed"] = seed
     folder.write_summary(summary)
     show_results(held_out, before, after, summary, folder.path)
     return summary

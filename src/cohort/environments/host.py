@@ -11,10 +11,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from cohort.calls import Calls, is_async
 from cohort.config import EnvironmentConfig
+from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, ToolCall
 from cohort.environments.shapes import Shape, call_tool, choose, error_text, perform, run_plain
 from cohort.environments.tools import Tool, Toolbox
@@ -30,18 +31,6 @@ Place = Calls | Workers | None
 process, because an environment cannot move. None: in this thread."""
 
 _numbers = itertools.count()
-
-
-class ParsedTurn(Protocol):
-    """What the policy wrote in a turn."""
-
-    @property
-    def content(self) -> str:
-        """The text, without calls."""
-
-    @property
-    def calls(self) -> Sequence[ToolCall]:
-        """The calls of tools."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,12 +136,14 @@ class Host:
         live = self._live[episode]
         if live.shape and live.shape.steps and not (turn.calls and live.tools):
             return self._ask(live, "step", {"text": turn.content})
-        return _gather([self._call(live, call) for call in turn.calls], partial(_as_answer, turn.calls))
+        return _gather([self._call(live, call) for call in turn.calls], partial(_as_answer, turn))
 
     def end(self, episode: Hashable) -> Future[Ended]:
         """Ask the environment for its reward and state, and close it. Calls that still run are cancelled; the episode
-        then has neither reward nor state, nor has one that failed."""
-        live = self._live.pop(episode)
+        then has neither reward nor state, nor has one that failed or never began."""
+        live = self._live.pop(episode, None)
+        if live is None:
+            return _done(Ended())
         live.abandoned |= bool(live.running) or not live.last.done()
         for call in list(live.running):
             call.cancel()
@@ -362,8 +353,6 @@ def _gather(futures: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) ->
     return gathered
 
 
-def _as_answer(calls: Sequence[ToolCall], results: Sequence[tuple[str, bool]]) -> Answer:
-    messages = [
-        {"role": "tool", "name": call.name, "content": text} for call, (text, _) in zip(calls, results, strict=True)
-    ]
-    return Answer(tuple(messages), calls=len(calls), failed_calls=sum(failed for _, failed in results))
+def _as_answer(turn: ParsedTurn, results: Sequence[tuple[str, bool]]) -> Answer:
+    messages = turn.answers([text for text, _ in results])
+    return Answer(messages, calls=len(results), failed_calls=sum(failed for _, failed in results))

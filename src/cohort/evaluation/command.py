@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
@@ -235,11 +234,10 @@ def _subject(
     name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data], acting: Acting | None
 ) -> Subject:
     path, note = model_of(name)
-    trust = settings.model.trust_remote_code
-    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
     if settings.data.chat_template is not None:
         tokenizer.chat_template = settings.data.chat_template
-    config = read_config(path, trust_remote_code=trust)
+    config = read_config(path, trust_remote_code=settings.model.trust_remote_code)
     sampler = None
     if acting:
         ends, variables = end_token_ids(path, tokenizer), settings.data.chat_template_kwargs
@@ -295,22 +293,12 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
             file=sys.stderr,
             flush=True,
         )
-    with _bar(prompts * count, shown=not quiet) as advance:
-        found = subject.evaluator.evaluate(
-            subject.sampler(engine) if subject.sampler else engine, on_completion=advance
-        )
+    columns = (TextColumn("completion"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeRemainingColumn())
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=prompts * count)
+        sampler = subject.sampler(engine) if subject.sampler else engine
+        found = subject.evaluator.evaluate(sampler, on_completion=lambda: bar.advance(task))
     if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
         raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
     return found
-
-
-@contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None] | None]:
-    """A progress bar of completions on standard error, if that is a terminal."""
-    if not shown or not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("completion"), MofNCompleteColumn(), BarColumn(bar_width=30), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)

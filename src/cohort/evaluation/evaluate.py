@@ -20,7 +20,7 @@ from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_a
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
-from cohort.types import Completion, FinishReason, Scores
+from cohort.types import FinishReason, Scores
 
 log = logging.getLogger("cohort.train")
 WINDOW = 4
@@ -169,8 +169,8 @@ class Evaluator:
             some = prompts[first : first + size]
             with self.rewards.begin(some, count, state) as scoring:
 
-                def ended(index: int, sample: int, completion: Completion, take: Any = scoring.on_completion) -> None:
-                    take(index, sample, completion)
+                def ended(*completion: Any, scored: Callable[..., None] = scoring.on_completion) -> None:
+                    scored(*completion)
                     if on_completion:
                         on_completion()
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cohort.config import GRPOConfig, Schedule
+from cohort.config import Schedule
 from cohort.data import DataCursor, PromptLoader
 from cohort.objective import explain
+from cohort.policy import Policy
 from cohort.rewards import RewardRunner
-from cohort.rollout import Sampling
+from cohort.rollout import LocalEngine, Sampling
 from cohort.types import Prompt
-
-if TYPE_CHECKING:
-    from cohort.objective import Objective
-    from cohort.policy import Policy
-    from cohort.rollout import LocalEngine
 
 PLAIN_LINES = 20
 """Progress lines of a whole run without a terminal."""
@@ -34,21 +30,14 @@ def announce(*paragraphs: str) -> None:
 
 
 def describe_run(
-    *,
-    policy: Policy,
-    engine: LocalEngine,
-    budget: str,
-    prompts: PromptLoader,
-    rewards: RewardRunner,
-    objective: Objective,
-    schedule: Schedule,
-    config: GRPOConfig,
+    policy: Policy, engine: LocalEngine, budget: str, prompts: PromptLoader, rewards: RewardRunner, schedule: Schedule
 ) -> str:
     """The run in words: model, numerics, sampling, end tokens, first prompt, rewards, objective, schedule."""
     parameters = list(policy.model.parameters())
     count, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     share = "" if trained == count else f"{trained:,} of {count:,} parameters; "
-    optim, sampling = config.optim, Sampling.of(config.rollout)
+    config, optim = schedule.config, schedule.config.optim
+    sampling = Sampling.of(config.rollout)
     replayed = f", {'' if config.rollout.replay_sampling else 'not '}replayed in the update" * sampling.reweights
     warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
     return "\n".join(
@@ -59,7 +48,7 @@ def describe_run(
             *prompts.describe(),
             describe_prompt(prompts.fetch(DataCursor(), 1)[0]),
             rewards.describe(),
-            explain(objective),
+            explain(schedule.objective),
             f"update: {share}{policy.passes.description}; {budget}",
             f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
             f"gradient norm clipped to {optim.max_grad_norm:g}",
