@@ -126,6 +126,8 @@ class Prompt:
     last message to be continued. Completions do not contain it."""
     source: str = ""
     """Name of the mixture's source that the row came from. Empty when the data is not a mixture."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template rendered the messages with: its variables, and ``tools``. Empty for text."""
 
     @property
     def is_conversation(self) -> bool:
