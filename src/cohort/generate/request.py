@@ -104,11 +104,12 @@ class Request(GenerateFlags):
         Raises:
             ConfigError: one cannot be used.
         """
-        turns = {} if self.max_turns is None else {"max_turns": self.max_turns}
         if (self.tools or self.environment) and self.prefix:
             raise ConfigError("--prefix is for completions of one turn: leave out --tools and --environment")
         with explain_errors(EnvironmentConfig):
-            settings = EnvironmentConfig(tools=tuple(self.tools), factory=self.environment or "", **turns)
+            settings = EnvironmentConfig(tools=tuple(self.tools), factory=self.environment or "")
+        if self.max_turns is not None:
+            settings = settings.model_copy(update={"max_turns": self.max_turns})
         return Acting.of(settings, group_size=self.count)
 
     def sampling(self) -> Sampling:
