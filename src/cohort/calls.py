@@ -69,7 +69,7 @@ async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **
 
 
 class Calls:
-    """Starts calls in the background: of async functions on an event loop, of others in worker processes.
+    """Starts calls: of async functions on an event loop, of others in worker processes or in this thread.
 
     Args:
         workers: number of worker processes, which start with the first call. 0: one for two cores.
@@ -86,25 +86,38 @@ class Calls:
         self._slots = asyncio.Semaphore(max_concurrent)
 
     def submit(
-        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        timeout: float | None = None,
+        *,
+        here: bool = False,
     ) -> Future[Any]:
         """Call ``function(**arguments)`` as soon as a worker or, for an async function, a slot is free.
 
         Args:
-            function, arguments: of a plain function, must be picklable by dill. Pass the same object for the same
+            function, arguments: must be picklable by dill to be sent to a worker. Pass the same object for the same
                 function: a worker receives it once.
             timeout: seconds for the call, from when it starts. None: no limit.
+            here: call a plain function in this thread before returning. There is no time limit then.
 
         Returns:
-            A future of the result. Its exception is what an async function raised; ``CallFailed`` for a plain function,
-            and for a call that took too long.
+            A future of the result. Its exception is what the function raised; from a worker, and for a call that took
+            too long, ``CallFailed``. ``as_failure`` makes a ``CallFailed`` of any.
 
         Raises:
             CallFailed: the function cannot be sent to a worker process.
         """
         if is_async(function):
             return _run_on_loop(self._await(function, arguments, timeout))
-        return self.workers.submit(function, arguments, timeout)
+        if not here:
+            return self.workers.submit(function, arguments, timeout)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(**arguments))
+        except (Exception, SystemExit) as error:
+            future.set_exception(error)
+        return future
 
     async def _await(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> Any:
         """A call that takes too long is cancelled but not awaited: it may ignore the cancellation."""

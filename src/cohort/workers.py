@@ -177,12 +177,12 @@ class _Process:
         if self._process is not None and self._process.poll() is not None:
             self.stop()  # the process died after its last call, so this call is not to blame
         number, encoded = function
-        if number not in self._loaded:  # loading does not count towards the timeout of the call
-            self._request((number, encoded, None), LOAD_SECONDS)
+        if number not in self._loaded:  # what is imported to load them does not count towards the timeout of the call
+            self._request((number, encoded, sent), LOAD_SECONDS)
             self._loaded.add(number)
         return dill.loads(self._request((number, None, sent), timeout))
 
-    def _request(self, message: tuple[int, bytes | None, bytes | None], timeout: float | None) -> bytes:
+    def _request(self, message: tuple[int, bytes | None, bytes], timeout: float | None) -> bytes:
         """Send a message to the worker and wait for its answer."""
         connection = self._connect()
         try:
@@ -271,7 +271,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def _work(connection: Connection, parent: int) -> None:
-    """The main loop of a worker: load or call a function for each message, and send an answer."""
+    """The main loop of a worker: load or call a function for each message, and send an answer.
+
+    A message that loads a function also has arguments of it, so that their modules are imported.
+    """
     import dill
 
     if sys.platform == "linux":
@@ -293,12 +296,13 @@ def _work(connection: Connection, parent: int) -> None:
     while True:
         number, encoded, arguments = pickle.loads(messages.get())
         try:
-            if arguments is None:
+            if encoded is not None:
                 files, body = pickle.loads(encoded)
                 know_file_modules(files)
-                functions[number], answer = dill.loads(body), b""
-            else:
-                answer = dill.dumps(functions[number](**dill.loads(arguments)), recurse=True)
+                functions[number] = dill.loads(body)
+            given, answer = dill.loads(arguments), b""
+            if encoded is None:
+                answer = dill.dumps(functions[number](**given), recurse=True)
             answer = pickle.dumps((True, answer))
         except Exception as error:
             answer = pickle.dumps((False, describe_error(error), traceback.format_exc().rstrip()))

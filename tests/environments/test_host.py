@@ -451,7 +451,7 @@ def test_what_is_refused_before_the_run(host):
         host("", [next_one], tool_workers=1)
 
 
-def test_a_close_that_fails_is_reported(host):
+def test_a_close_that_fails_is_reported(host, caplog):
     class Stuck:
         def reset(self): ...
 
@@ -462,7 +462,24 @@ def test_a_close_that_fails_is_reported(host):
 
     here = host(Stuck)
     here.begin(0, prompt(), 0).result(0)
-    assert here.end(0).result(0).close_error.startswith("Stuck.close raised OSError: still in use")
+    assert here.end(0).result(0) == Ended()
+    assert "Stuck.close raised OSError: still in use" in caplog.text
+
+
+def test_closing_does_not_wait_for_what_hangs(host, log, monkeypatch):
+    monkeypatch.setattr("cohort.environments.host.CLOSE_SECONDS", 0.3)
+    here = host(functools.partial(World, log), tool_workers=1)
+    for attempt in range(2):  # and a closed host can be used again
+        here.begin(attempt, prompt(plan=["ok", "hang"]), 0).result(30)
+        hanging = here.answer(attempt, turn("x"))
+        time.sleep(0.1)
+        ended = here.end(attempt)
+        here.close()
+        for future in (hanging, ended):
+            assert isinstance(future.exception(10), EpisodeFailed)
+    assert len(processes(log)) == 2
+    assert not any(map(alive, processes(log)))
+    assert not here._homes[0]._pools  # nothing was started for the calls that failed
 
 
 def test_workers_import_no_torch(host):

@@ -10,7 +10,7 @@ import pytest
 from cohort.errors import DataError, RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
-from cohort.types import Completion, FinishReason, Group, Prompt
+from tests.rewards.conftest import rollout
 from tests.sandbox.needs import needs_bwrap
 
 
@@ -185,6 +185,8 @@ def test_programs():
     for program, given, expected in PROGRAMS:
         assert score(program, [{"input": given, "output": expected}])[0] == 1.0, program
     assert score(PROGRAMS[0][0], [{"input": "1 2", "output": "3\nmore"}])[0] == 0.0
+    pairs = [("", "\n\n"), ("a\r\nb", "a\nb "), ("a\n\nb", "a\nb"), ("A", "a")]
+    assert [same_output(*pair) for pair in pairs] == [True, True, False, False]
 
 
 @needs_bwrap
@@ -213,6 +215,8 @@ def test_humaneval_rows():
     assert score(whole, row["tests"], entry_point="incr_list")[:2] == (1.0, "1/1")
     assert score(whole.replace("+", "-"), row["tests"], entry_point="incr_list")[:2] == (0.0, "0/1")
     assert asyncio.run(code("    return [x + 1 for x in l]\n", continues=True, **row)) == 1.0
+    with pytest.raises(RewardError, match="prompts that are strings, got list"):
+        asyncio.run(code("x", ["assert True"], prompt=[], continues=True))
     check = "def check(candidate):\n    assert candidate(x=4) == 8"
     assert score("def sum(x): return 8", check, entry_point="sum")[0] == 1.0
     assert score("class Solution:\n    def f(self, x): return 2 * x", check, entry_point="Solution().f")[0] == 1.0
@@ -436,13 +440,10 @@ def test_a_stuck_test_and_the_next_one():
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
     slow = "import time\nif input() == 'a': time.sleep(60)"
-    pairs = [{"input": "a", "output": ""}, {"input": "b", "output": ""}]
-    assert score(slow, pairs, test_timeout=1.0, timeout=20.0, partial=True)[1:] == ("1/2", "test 1: timeout")
-    slow = "import time\ntime.sleep(60)"
-    assert score(slow, [{"input": "", "output": ""}] * 20, timeout=0.7, test_timeout=0.3, partial=True)[1:] == (
-        "0/20",
-        "test 1: timeout",
-    )
+    for inputs, limit, passed in (("ab", 20.0, "1/2"), ("a" * 20, 0.7, "0/20")):
+        pairs = [{"input": given, "output": ""} for given in inputs]
+        limits = {"timeout": limit, "test_timeout": min(1.0, limit / 2)}
+        assert score(slow, pairs, partial=True, **limits)[1:] == (passed, "test 1: timeout")
 
 
 @needs_bwrap
@@ -491,19 +492,17 @@ def test_invalid_tests(tests, message):
 
 @needs_bwrap
 def test_tests_that_cannot_be_run_give_no_score():
-    with pytest.raises(DataError, match="pass a function to the program"):
-        score("def f(g):\n    return g(1)", ["assert f(lambda x: x) == 1"])
     in_a_case = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(f(len), 1)"
-    with pytest.raises(DataError, match="pass a builtin_function_or_method"):
-        score("def f(g):\n    return g(1)", in_a_case)
-    with pytest.raises(DataError, match="No module named 'pytest'"):
-        score("def f(x): return x", "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1")
-    with pytest.raises(DataError, match="the definition of test_a did not run"):
-        score("def f(x): return x", "if False:\n    def test_a():\n        assert f(1) == 1")
-    with pytest.raises(DataError, match="an empty program passes them"):
-        score("def f(x): return x", "def run():\n    if f(1) != 2: raise Exception('no')")
-    with pytest.raises(DataError, match="an empty program passes them"):
-        score("def f(x): return x", ["assert True"], partial=True)
+    for tests, message in {
+        "assert f(lambda x: x) == 1": "pass a function to the program",
+        in_a_case: "pass a builtin_function_or_method",
+        "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1": "No module named 'pytest'",
+        "if False:\n    def test_a():\n        assert f(1) == 1": "the definition of test_a did not run",
+        "def run():\n    if f(1) != 2: raise Exception('no')": "an empty program passes them",
+        "assert True": "an empty program passes them",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            score("def f(x): return x", tests, partial=True)
 
 
 def test_without_a_sandbox_the_reward_refuses(monkeypatch, tmp_path):
@@ -542,27 +541,10 @@ def test_a_prefilled_fence_and_no_fence():
     assert asyncio.run(code("def f(x):\n    return x", ["assert f(1) == 1"], unfenced=False)) == 0.0
 
 
-def test_same_output():
-    assert same_output("", "\n\n")
-    assert same_output("a\r\nb", "a\nb ")
-    assert not same_output("a\n\nb", "a\nb")
-    assert not same_output("A", "a")
-
-
-@needs_bwrap
-def test_continues_needs_a_string_prompt():
-    with pytest.raises(RewardError, match="prompts that are strings, got list"):
-        asyncio.run(code("x", ["assert True"], prompt=[], continues=True))
-
-
 @needs_bwrap
 def test_the_runner_leaves_a_row_without_tests_unscored():
-    prompts = [Prompt(n, n, (1,), "", "", {"tests": tests}) for n, tests in enumerate([["assert f(1) == 1"], None])]
     texts = ["```python\ndef f(x): return 1\n```", "```python\ndef f(x): return 2\n```", "no program\n```\n1/0\n```"]
-    groups = [
-        Group(prompt, tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts))
-        for prompt in prompts
-    ]
+    groups = [rollout(texts, tests=tests)[0] for tests in (["assert f(1) == 1"], None)]
     scores = RewardRunner([resolve_reward("cohort.rewards.code:code")]).score(groups)
     assert scores.rewards_S[:3].tolist() == [1.0, 0.0, 0.0]
     assert scores.rewards_S[3:].isnan().all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,9 @@ class PromptSet:
         name: what errors call the data.
         limit: maximum length of a prompt.
         mixed: allow text next to conversations.
+        tools: JSON schemas of the run's tools, which every conversation is rendered with; the column ``tools`` of a row
+            may list the names of some. Empty for an environment without tools. None: the run has neither, and the
+            column may hold schemas.
 
     Raises:
         DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
@@ -106,12 +109,13 @@ class PromptSet:
         name: str = "the training data",
         limit: LengthLimit | None = None,
         mixed: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None
         self.data, self.name, self.limit = data, data.name, limit
         self.columns = tuple(dict.fromkeys(column for source in data.sources for column in source.rows.columns))
-        self.renderers = [Renderer(source.config, tokenizer) for source in data.sources]
+        self.renderers = [Renderer(source.config, tokenizer, tools) for source in data.sources]
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
@@ -170,9 +174,10 @@ class PromptSet:
     def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
         """The prompt of a row of source ``number``, with these token ids."""
         source = self.data.sources[number]
-        text, content, prefill = self.renderers[number].decode(row, f"{source.where}, row {row_number}", token_ids)
+        where = f"{source.where}, row {row_number}"
+        text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
-        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name)
+        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
 
     @property
     def fingerprint(self) -> str:

@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -46,13 +47,16 @@ class Renderer:
     Args:
         config: the settings of the source.
         tokenizer: the tokenizer of the policy. None: prompts can be made, but not rendered.
+        tools: see ``PromptSet``.
 
     Raises:
         DataError: ``data.prompt_template`` is not valid.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any = None) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self, config: DataConfig, tokenizer: Any = None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        self._config, self._tokenizer, self._tools = config, tokenizer, tools
         try:
             parsed = list(string.Formatter().parse(config.prompt_template or ""))
         except ValueError as error:
@@ -87,7 +91,7 @@ class Renderer:
             if messages[0]["role"] == "system":
                 raise DataError(f"{where}: has a system message of its own; unset data.system_prompt")
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        tools = _json_column(row, "tools", where, "a list of JSON schemas of functions", _is_tools)
+        tools = _json_column(row, "tools", where, "a list of JSON schemas of functions, or of names", _is_tools)
         variables = _json_column(row, "chat_template_kwargs", where, "a table", lambda value: isinstance(value, dict))
         return Conversation(messages, tools, {**config.chat_template_kwargs, **(variables or {})})
 
@@ -142,7 +146,7 @@ class Renderer:
         Raises:
             DataError: a row cannot be a prompt, or the tokenizer refuses it.
         """
-        made = [(self.make(row, where), where) for row, where in zip(rows, row_names, strict=True)]
+        made = [(self._make_with_tools(row, where), where) for row, where in zip(rows, row_names, strict=True)]
         texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in made]
         kinds = {isinstance(content, str) for content, _ in made}
         if len(kinds) > 1:
@@ -160,13 +164,44 @@ class Renderer:
     def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
         return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
 
-    def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:
-        """The text of the token ids, the prompt of the row as reward functions receive it, and the prefill."""
-        content = self.make(row, where)
+    def decode(
+        self, row: Row, where: str, token_ids: Sequence[int]
+    ) -> tuple[str, str | list[Message], str, Mapping[str, Any]]:
+        """The text of the token ids, the prompt of the row as reward functions receive it, the prefill, and the
+        arguments of the chat template.
+        """
+        content = self._make_with_tools(row, where)
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         if isinstance(content, str):
-            return text, content, ""
-        return text, list(content.messages), self.chat.prefill(content, self.chat.render(content, where))
+            return text, content, "", {}
+        prefill = self.chat.prefill(content, self.chat.render(content, where))
+        tools = {"tools": content.tools} if content.tools else {}
+        return text, list(content.messages), prefill, {**content.variables, **tools}
+
+    def _make_with_tools(self, row: Row, where: str) -> str | Conversation:
+        """The prompt of a row, with the JSON schemas of the tools that it names."""
+        content = self.make(row, where)
+        if isinstance(content, Conversation):
+            return replace(content, tools=self._schemas(content.tools, where))
+        if self._tools is not None:
+            raise DataError(
+                f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
+            )
+        return content
+
+    def _schemas(self, given: Sequence[Any] | None, where: str) -> Sequence[Mapping[str, Any]] | None:
+        if given and not isinstance(given[0], str):
+            if self._tools:
+                raise DataError(f"{where}: column 'tools' must list names of the run's tools, got JSON schemas")
+            return given
+        known = {tool["function"]["name"]: tool for tool in self._tools or ()}
+        names = list(known) if given is None else given
+        if unknown := [name for name in names if name not in known]:
+            raise DataError(
+                f"{where}: column 'tools' names {unknown[0]!r}; the run's tools are: {', '.join(known) or 'none'}. Set "
+                "environment.tools, or rename the column with data.columns if it is something else"
+            )
+        return [known[name] for name in names] or None
 
 
 def _checked_messages(messages: list[Any], where: str) -> list[Message]:
@@ -207,7 +242,7 @@ def without_null_keys(value: Any) -> Any:
 
 
 def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
-    """A column that holds a value or the JSON text of one; None if it is missing or empty."""
+    """A column that holds a value or the JSON text of one; None if it is missing."""
     value = row.get(column)
     if isinstance(value, str):
         with suppress(ValueError):  # the check below refuses the text
@@ -219,8 +254,9 @@ def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Cal
             f"{where}: column {column!r} must be {expected}, or JSON text of one, got {value!r:.80}; if it holds "
             "something else, rename it with data.columns"
         )
-    return without_null_keys(value) or None
+    return without_null_keys(value)
 
 
 def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value)
+    kinds = {type(tool) if tool else None for tool in value} if isinstance(value, list) else {None}
+    return kinds in (set(), {dict}, {str})

@@ -71,8 +71,6 @@ class Ended:
     """What ``get_reward`` returned; None if there is no such method."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Copies of its public attributes, without those that cannot be pickled."""
-    close_error: str = ""
-    """Why ``close`` failed."""
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - an episode failed, which is not an error of the room

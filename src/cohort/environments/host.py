@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from cohort.errors import ConfigError
 from cohort.types import Prompt
 from cohort.workers import CallFailed, Workers
 
+log = logging.getLogger("cohort.environments")
 CLOSE_SECONDS = 10.0
 """Time for the environments that are open at the end of a run to close."""
 
@@ -84,7 +86,7 @@ class Host:
         )
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
-        atexit.register(self.close)
+        self._open = False
 
     def tools(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that the policy can call in an episode of a row: those of the settings that the row allows, and the
@@ -114,6 +116,9 @@ class Host:
             DataError: the row names a tool or an environment that does not exist, or lacks a column.
         """
         assert episode not in self._live, f"episode {episode} has begun already"
+        if not self._open:
+            self._open = True
+            atexit.register(self.close)
         row, shape = prompt.columns, choose(self._shapes, prompt.columns)
         live = _Live(self.tools(row), shape, next(_numbers))
         if shape is None:
@@ -153,13 +158,14 @@ class Host:
         closed = self._ask(live, "close")
         slots = self._slots[live.shape]
         closed.add_done_callback(lambda _: slots.release())
-        ended = _gather([finished, closed], lambda done: replace(done[0], close_error=done[1]))
+        ended = _gather([finished, closed], lambda done: done[0])
         self._closing.add(ended)
         ended.add_done_callback(self._closing.discard)
         return ended
 
     def close(self) -> None:
-        """End all episodes, and stop the worker processes. Environments have ``CLOSE_SECONDS`` to close."""
+        """End all episodes, and stop the worker processes, which the next episode starts again. Environments have
+        ``CLOSE_SECONDS`` to close."""
         try:
             for live in self._live.values():
                 live.abandoned = True
@@ -167,6 +173,7 @@ class Host:
                 self.end(episode)
             wait(list(self._closing), CLOSE_SECONDS)
         finally:
+            self._open = False  # before what fails now is repeated
             self._calls.close()
             for home in self._homes:
                 home.close()
@@ -253,10 +260,12 @@ class Host:
         def finish(done: Future[Any]) -> None:
             failure = _failure(done)
             value = done.result() if failure is None else EpisodeFailed(f"{shape.name}.{method} {failure}")
-            if not isinstance(value, EpisodeFailed):
+            if method == "close":
+                if value:  # never a reason to lose an episode
+                    log.warning("%s", value)
+                outcome.set_result(None)
+            elif not isinstance(value, EpisodeFailed):
                 outcome.set_result(value)
-            elif method == "close":
-                outcome.set_result(str(value))
             elif method in shape.tools and live.place is self._calls:  # it was cancelled, and the environment lives on
                 outcome.set_result((error_text(str(failure)), True))
             else:
@@ -269,6 +278,8 @@ class Host:
     def _run(self, live: _Live, place: Place, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
         if place is None:
             return _done(function(**arguments))
+        if not self._open:
+            raise EpisodeFailed("the workers were stopped")
         call = place.submit(function, arguments, self._settings.call_timeout)
         live.running.add(call)
         call.add_done_callback(live.running.discard)

@@ -86,10 +86,11 @@ def learn(rendered: str, rendered_surrounded: str, contents: Collection[str]) ->
         found = (one for one in _CHANGES if rendered_surrounded.startswith(one(given) + text, position))
         change = next(found, None)
         if change is None or position < 0:
+            shown = rendered_surrounded[max(position, 0) :]
             raise ConfigError(
-                f"the chat template changes the text of messages in an unknown way: it writes "
-                f"{rendered_surrounded[max(position, 0) :]!r:.200} for {given + text!r:.200}. Set data.chat_template to "
-                "a template that writes 'content' as it is, without whitespace around it, or as JSON"
+                f"the chat template changes the text of messages in an unknown way: for {given + text!r:.200}, it "
+                f"writes {shown!r:.200}. Set data.chat_template to a template that writes 'content' as it is, without "
+                "whitespace around it, or as JSON"
             )
         position += len(change(given) + text)
         pieces += [Hole(hole, change), text]

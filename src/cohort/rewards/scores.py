@@ -30,7 +30,7 @@ class Task:
     """The completions at the positions."""
     cache_key: Any = None
     future: Future[Call] | None = None
-    """Set when the call is submitted to run in the background."""
+    """Set when the call is submitted."""
     call: Call = field(default_factory=Call)
     """The outcome; empty before the call and if the call raised."""
     values: list[Value] = field(default_factory=list)
