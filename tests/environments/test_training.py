@@ -2,7 +2,6 @@
 
 import json
 
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,6 +10,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError
 from tests.environments.templates import FAMILIES
+from tests.train.harness import metrics_of, rows_of
 
 FAMILY = FAMILIES["qwen2_5"]
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus 2?"}], "answer": n + 2} for n in range(4)]
@@ -69,16 +69,15 @@ def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, **set
     defaults = {"prompts_per_step": 2, "num_generations": 3, "max_steps": 2, "max_completion_length": 256}
     config = GRPOConfig(**defaults | {"output_dir": str(folder), "progress": False, "learning_rate": 1e-3} | settings)
     return GRPOTrainer(
-        model(), reward_funcs, config, ROWS, ROWS, FAMILY.tokenizer, tools=tools, environment_factory=environment_factory
+        model(),
+        reward_funcs,
+        config,
+        ROWS,
+        ROWS,
+        FAMILY.tokenizer,
+        tools=tools,
+        environment_factory=environment_factory,
     )
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def rollout_of(folder, step=1):
-    return pyarrow.parquet.read_table(folder / "rollouts" / f"step-{step:06d}.parquet").to_pylist()
 
 
 def test_a_run_with_a_tool(tmp_path):
@@ -86,8 +85,8 @@ def test_a_run_with_a_tool(tmp_path):
     before = [parameter.detach().clone() for parameter in run.policy.model.parameters()]
     run.train()
     assert any(not torch.equal(one, other) for one, other in zip(before, run.policy.model.parameters(), strict=True))
-    (first, *_) = [line for line in lines_of(tmp_path / "run") if line["step"]]
-    rows = rollout_of(tmp_path / "run")
+    (first, *_) = [line for line in metrics_of(tmp_path / "run") if line["step"]]
+    rows = rows_of(tmp_path / "run")
     calls = sum(message["role"] == "tool" for row in rows for message in json.loads(row["messages"]))
     assert calls > 0
     assert first["episodes/calls"] == pytest.approx(calls / 6)
@@ -104,13 +103,13 @@ def test_a_run_with_an_environment_needs_no_reward_function(tmp_path):
     run = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]")
     assert run.rewards.names == ("environment_reward",)
     run.train()
-    for row in rollout_of(tmp_path / "run"):
+    for row in rows_of(tmp_path / "run"):
         digits = [m["content"] for m in json.loads(row["messages"]) if m["role"] == "assistant"]
         assert len(digits) == 3
         assert row["reward"] == sum(int(digit) % 2 == 0 for digit in digits)
         assert row["prompt"].rstrip().endswith("assistant")
         assert f"Count to {ROWS[row['row']]['answer']}." in row["prompt"]
-    metrics = lines_of(tmp_path / "run")[-1]
+    metrics = metrics_of(tmp_path / "run")[-1]
     assert metrics["episodes/turns"] == 3
     assert metrics["seconds/episodes_blocked"] <= metrics["seconds/episodes_waiting"] < 1
 
@@ -137,7 +136,9 @@ class Broken(Count):
 
 
 def test_environments_that_all_fail_stop_the_run_with_their_error(tmp_path):
-    with pytest.raises(EpisodeError, match="6 of 6 episodes failed.*no connection.*in step 1; no checkpoint was due yet"):
+    with pytest.raises(
+        EpisodeError, match="6 of 6 episodes failed.*no connection.*in step 1; no checkpoint was due yet"
+    ):
         trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]").train()
 
 
@@ -172,5 +173,3 @@ def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.trainer.load_policy", None)
     with pytest.raises(ConfigError, match="template"):
         trainer(tmp_path / "run", few_calls, [add], chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-
-
