@@ -56,7 +56,7 @@ def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **argume
     call, start = Call(), time.perf_counter()
     call.returned = function(**call.arguments(arguments, logs))
     if inspect.isawaitable(call.returned):
-        call.returned = _run_on_loop(_without_exit(call.returned)).result()
+        call.returned = run_on_loop(_without_exit(call.returned)).result()
     call.seconds = time.perf_counter() - start
     return call
 
@@ -109,7 +109,7 @@ class Calls:
             CallFailed: the function cannot be sent to a worker process.
         """
         if is_async(function):
-            return _run_on_loop(self._await(function, arguments, timeout))
+            return run_on_loop(self._await(function, arguments, timeout))
         if not here:
             return self.workers.submit(function, arguments, timeout)
         future: Future[Any] = Future()
@@ -143,8 +143,7 @@ def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None
 
     Args:
         futures: from ``Calls.submit``.
-        limit: seconds after which to check that the event loop reacts. It does not while a function blocks it, as
-            ``time.sleep`` does. None: not checked.
+        limit: seconds after which to check that the event loop reacts. None: not checked.
 
     Raises:
         CallFailed: calls have not ended, and the event loop does not react.
@@ -153,13 +152,25 @@ def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None
     while waiting:
         _, waiting = wait(waiting, timeout=limit)
         if waiting and limit:
-            answered = threading.Event()
-            _event_loop().call_soon_threadsafe(answered.set)
-            if not answered.wait(limit):
-                raise CallFailed(
-                    f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use "
-                    "await, or make it a plain function"
-                )
+            check_loop(limit)
+
+
+def check_loop(limit: float) -> None:
+    """Check that the event loop reacts. It does not while a function blocks it, as ``time.sleep`` does.
+
+    Args:
+        limit: seconds for a reaction.
+
+    Raises:
+        CallFailed: it did not react.
+    """
+    reacted = threading.Event()
+    _event_loop().call_soon_threadsafe(reacted.set)
+    if not reacted.wait(limit):
+        raise CallFailed(
+            f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use await, or "
+            "make it a plain function"
+        )
 
 
 def as_failure(error: BaseException) -> CallFailed:
@@ -185,7 +196,7 @@ def partial_layers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     return layers
 
 
-def _run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+def run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine on the event loop of user functions. The loop has its own thread and lives as long as the
     process: clients and connections remain usable across rollouts, and the loop of a notebook is not touched."""
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())

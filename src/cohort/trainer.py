@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
+from cohort.data import Data, DataCursor, LengthLimit, PromptSet, check_held_out, load_data, load_sets, prompt_loader
 from cohort.environments import Acting
 from cohort.errors import ConfigError, DataError, EpisodeError, ModelError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
@@ -353,7 +353,9 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
     Schedule.of(config, data.epoch_length())  # too few rows are known now
-    return data, load_sets(eval_dataset, config.data)
+    sets = load_sets(eval_dataset, config.data)
+    check_held_out(data, sets)
+    return data, sets
 
 
 def _part_without_negative_rewards(objective: Objective) -> str | None:

@@ -73,8 +73,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         self.count = count
         self._encoded: dict[int, tuple[Any, EncodedFunction]] = {}
         self._lock = threading.Lock()
-        self._pools: list[_Pool] = []  # at most one: a closed pool is not used again
-        weakref.finalize(self, _stop_all, self._pools)
+        self._pool: _Pool | None = None  # a closed pool is not used again
 
     def submit(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None = None
@@ -93,10 +92,11 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         """
         with self._lock:
             encoded = self._encode(function)
-            if not self._pools:
-                self._pools.append(_Pool(self.count))
+            if self._pool is None:
+                self._pool = _Pool(self.count)
+                self._stop = weakref.finalize(self, self._pool.stop)
             future: Future[Any] = Future()
-            self._pools[0].calls.put((future, encoded, arguments, timeout))
+            self._pool.calls.put((future, encoded, arguments, timeout))
         return future
 
     def prepare(self, function: Callable[..., Any]) -> None:
@@ -118,7 +118,9 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
     def close(self) -> None:
         """Kill all workers. Unfinished calls fail. The next call starts new workers."""
         with self._lock:
-            _stop_all(self._pools)
+            if self._pool is not None:
+                self._stop()
+                self._pool = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -142,11 +144,6 @@ class _Pool:
         for process in self._processes:
             self.calls.put(None)
             process.stop(for_good=True)
-
-
-def _stop_all(pools: list[_Pool]) -> None:
-    while pools:
-        pools.pop().stop()
 
 
 def make_calls(calls: queue.SimpleQueue[Any], call: Callable[..., Any]) -> None:

@@ -83,7 +83,7 @@ def test_failed_environments_make_their_episodes_unusable(engine, latency, caplo
 
 
 def test_a_rollout_without_any_usable_episode_is_an_error(engine):
-    with pytest.raises(EpisodeError, match="9 of 9 episodes failed. The first:\nraised ValueError: broken"):
+    with pytest.raises(EpisodeError, match="9 of 9 episodes failed, the first: raised ValueError: broken"):
         play(engine, LetterHost(turns=4, fails=lambda p, g, turn: turn == 2))
 
 
@@ -97,7 +97,7 @@ class Silent(LetterHost):
 def test_time_limits(engine):
     completions = play(engine, Silent(turns=4), episode_timeout=3)
     assert reasons(completions)[:3] == ["timeout"] * 3
-    assert completions[0].episode.error == "took more than environment.episode_timeout, 3 s"
+    assert completions[0].episode.error == "it took more than environment.episode_timeout, 3 s"
     assert all(completion.finish_reason.usable for completion in completions[3:])
 
 
@@ -144,7 +144,7 @@ def test_environments_that_fail_or_end_in_reset_leave_the_rest_of_their_group(en
     failing = {(0, 0): EpisodeFailed("raised OSError: no"), (1, 1): Answer(done=True)}
     completions = play(engine, Opening(lambda p, g, seed: failing.get((p, g), Answer())))
     errors = {n: completion.episode.error for n, completion in enumerate(completions) if completion.episode.error}
-    assert errors == {0: "raised OSError: no", 4: "the environment ended the episode in reset()"}
+    assert errors == {0: "raised OSError: no", 4: "it ended in reset()"}
     assert [completions[n].num_tokens for n in errors] == [0, 0]
 
 

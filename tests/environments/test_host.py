@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import wait
@@ -16,11 +17,11 @@ import pytest
 
 from cohort.config import EnvironmentConfig
 from cohort.environments.calls import ParsedTurn
-from cohort.environments.contract import Ended, EpisodeFailed, ToolCall
+from cohort.environments.contract import Ended, EpisodeFailed, ToolCall, ToolError
 from cohort.environments.host import Host
 from cohort.environments.shapes import LIVE, find_environments
 from cohort.environments.tools import Toolbox
-from cohort.errors import ConfigError, DataError
+from cohort.errors import ConfigError, DataError, EpisodeError
 from cohort.types import Prompt
 from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
 
@@ -197,7 +198,7 @@ def test_a_method_that_hangs(host):
         one.begin(0, prompt(), 0).result(30)
     calls = turn("", ToolCall("hang"), ToolCall("add", {"number": 1}))
     answer = async_desk.answer(0, calls).result(30)  # cancelled: the environment lives on
-    assert [message["content"] for message in answer.messages] == ["Error: took more than 0.3 s", "1"]
+    assert [message["content"] for message in answer.messages] == ["Error: AsyncDesk.hang took more than 0.3 s", "1"]
     with pytest.raises(EpisodeFailed, match=r"Desk.hang took more than 1 s"):
         desk.answer(0, calls).result(30)
 
@@ -234,6 +235,55 @@ def test_tools_that_hang_or_die_are_repeated_and_then_an_observation(host, tmp_p
     assert outcome("c", 9, "die") == ("Error: its worker process died (exit code 3)", 1)
     assert (tmp_path / "c").read_text() == "xx"
     assert outcome("d", 9, "hang") == ("Error: took more than 1 s", 1)
+
+
+def lookup(word: str) -> str:
+    """Looks up a word.
+
+    Args:
+        word: The word.
+    """
+    if word == "server":
+        raise EpisodeFailed("the server is gone")
+    raise ToolError(f"no entry for {word}")
+
+
+async def lookup_async(word: str) -> str:
+    """Looks up a word.
+
+    Args:
+        word: The word.
+    """
+    return lookup(word)
+
+
+class Dictionary:
+    """Its method is a tool."""
+
+    def reset(self):
+        """Nothing to reset."""
+
+    def lookup(self, word: str) -> str:
+        """Looks up a word.
+
+        Args:
+            word: The word.
+        """
+        return lookup(word)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tool_workers": 1}])
+@pytest.mark.parametrize("tool", [lookup, lookup_async, Dictionary])
+def test_what_a_tool_raises_for_the_policy_or_to_end_the_episode(tool, settings, host):
+    made = host(Dictionary, **settings) if tool is Dictionary else host(tools=[tool], **settings)
+    name = "lookup" if tool is Dictionary else tool.__name__
+    made.begin(0, prompt(), 0).result(60)
+    answer = made.answer(0, turn("", ToolCall(name, {"word": "cat"}))).result(60)
+    assert answer.messages[0]["content"] == "Error: no entry for cat"
+    assert (answer.calls, answer.failed_calls) == (1, 1)
+    with pytest.raises(EpisodeFailed, match="^the server is gone$"):
+        made.answer(0, turn("", ToolCall(name, {"word": "server"}))).result(60)
+    made.end(0).result(60)
 
 
 def test_async_tools_of_a_turn_run_together(host):
@@ -392,6 +442,24 @@ def test_one_step_in_ten_fails(place, host, log):
         assert not balance(log)
     here.close()
     assert not any(map(alive, processes(log)))
+
+
+def test_a_function_that_blocks_the_event_loop_is_found(host):
+    free = threading.Event()
+
+    async def block() -> str:
+        """Blocks."""
+        free.wait(30)
+        return "free"
+
+    here = host("", [block], call_timeout=0.2)
+    here.begin(0, prompt(), 0).result(0)
+    here.check()
+    blocked = here.answer(0, turn("", ToolCall("block")))
+    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 0.2 s"):
+        here.check()
+    free.set()
+    assert blocked.result(30).messages[0]["content"] == "free"
 
 
 def test_environments_by_name_and_tools_of_a_row(host):

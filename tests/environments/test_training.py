@@ -14,7 +14,7 @@ from tests.train.harness import metrics_of, rows_of
 
 FAMILY = FAMILIES["qwen2_5"]
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus 2?"}], "answer": n + 2} for n in range(4)]
-CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}\n</tool_call>|[0-9]'
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}\n</tool_call>|0'
 """What the tests' random models are made to write: a call, or a digit."""
 
 
@@ -127,7 +127,7 @@ def test_a_resumed_run_is_the_run(tmp_path):
 
 def test_evaluation_plays_episodes(tmp_path):
     found = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4).evaluate()
-    assert 0 < found["eval/reward"] < 3
+    assert 0 < found["eval/reward/mean"] < 3
 
 
 class Broken(Count):
@@ -136,10 +136,12 @@ class Broken(Count):
 
 
 def test_environments_that_all_fail_stop_the_run_with_their_error(tmp_path):
-    with pytest.raises(
-        EpisodeError, match="6 of 6 episodes failed.*no connection.*in step 1; no checkpoint was due yet"
-    ):
-        trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]").train()
+    run = trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]", eval_on_start=False)
+    expected = (
+        r"6 of 6 episodes failed, the first: .*no connection \(test_training.py, line \d+\); in step 1; no checkpoint"
+    )
+    with pytest.raises(EpisodeError, match=expected):
+        run.train()
 
 
 def untyped(a, b):
@@ -159,7 +161,7 @@ class Nothing:
         ({"environment_factory": Nothing}, "has neither a method step nor other public methods"),
         ({"tools": [add], "max_turns": 0}, "max_turns"),
         ({"environment_factory": Count, "max_environments": 2}, "must be at least the 3 completions of a prompt"),
-        ({"tools": [add], "credit": "process"}, "process"),
+        ({"factory": f"{__name__}:Count", "credit": "process"}, "'process' is biased"),
     ],
     ids=["hints", "names", "no step", "no turns", "few environments", "process"],
 )

@@ -264,6 +264,7 @@ def broken(**_):
         (lambda **_: [0, 1, 2, 10**400], "must return numbers or None; result 3"),
         (lambda **_: [0, 1, [2], 3], "returned a list as result 2: expected a number; rewards per token need"),
         (lambda **_: [math.nan] * 4, "returned nan: expected a finite number, or None"),
+        (lambda **_: [-math.inf] * 4, "returned -inf: expected a finite number"),
     ],
 )
 def test_broken_functions_are_named(function, message):

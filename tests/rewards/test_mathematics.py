@@ -145,14 +145,10 @@ UNEQUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("topic", EQUAL)
-def test_equal_answers(topic):
-    assert [pair for pair in EQUAL[topic] if math(rf"so \boxed{{{pair[1]}}}", pair[0]) != 1.0] == []
-
-
-@pytest.mark.parametrize("topic", UNEQUAL)
-def test_unequal_answers(topic):
-    assert [pair for pair in UNEQUAL[topic] if math(rf"so \boxed{{{pair[1]}}}", pair[0]) != 0.0] == []
+@pytest.mark.parametrize(("topic", "expected"), [(topic, 1.0) for topic in EQUAL] + [(topic, 0.0) for topic in UNEQUAL])
+def test_equal_and_unequal_answers(topic, expected):
+    pairs = (EQUAL if expected else UNEQUAL)[topic]
+    assert [(gold, text) for gold, text in pairs if math(rf"so \boxed{{{text}}}", gold) != expected] == []
 
 
 def test_answers_in_sentences():

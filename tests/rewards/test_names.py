@@ -139,7 +139,9 @@ def test_every_built_in_reward_is_per_sample_and_explained(name, capsys):
         assert f"{setting}:" in printed or f"{setting}," in printed or f", {setting}" in printed
     for column in columns_of(function):
         assert f"the column {column}" in printed
-    assert (f"{row.package}: pip install 'cohort-rl[rewards]'" in printed) is (row.package is not None)
+    assert (f"{row.package}: pip install 'cohort-rl[{row.extra}]'" in " ".join(printed.split())) is (
+        row.package is not None
+    )
     assert "``" not in printed
 
 

@@ -155,12 +155,12 @@ def test_a_program_ends_with_its_parent_while_the_sandbox_is_made():
     """The parent dies after bubblewrap has made its first process, which waits for the parent."""
     script = """
 import os, signal
-from cohort.sandbox import Limits, Program, Sandbox, bubblewrap
+from cohort.sandbox import Limits, Program, Sandbox, process
 def die(pid):
     os.kill(int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]), signal.SIGKILL)  # bubblewrap itself
     print("made", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
-bubblewrap.map_users = die
+process.map_users = die
 Sandbox().run_sync(Program("import time; time.sleep(60)"), Limits(60))
 """
     parent = subprocess.run(

@@ -73,6 +73,10 @@ class Ended:
     """Copies of its public attributes, without those that cannot be pickled."""
 
 
+class ToolError(Exception):
+    """An error that a tool raises for the policy to read: the message, without the name of this class."""
+
+
 class EpisodeFailed(Exception):  # noqa: N818 - an episode failed, which is not an error of the room
     """An environment could not go on, so its episode is unusable.
 

@@ -167,6 +167,7 @@ class EpisodeBatch:
         self._by_number: dict[int, RunningEpisode] = {}
         self._ready: queue.SimpleQueue[tuple[RunningEpisode, Callable[[], None]]] = queue.SimpleQueue()
         self._done: dict[tuple[int, int], Completion] = {}
+        self._failures: list[EpisodeFailed] = []
 
     def run(self) -> list[Group]:
         """Play every episode to its end."""
@@ -252,8 +253,8 @@ class EpisodeBatch:
         limit = self._settings.episode_timeout
         return math.inf if limit is None or episode.ending else episode.started + limit
 
-    def _time_is_up(self) -> str:
-        return f"took more than environment.episode_timeout, {self._settings.episode_timeout:g} s"
+    def _time_is_up(self) -> EpisodeFailed:
+        return EpisodeFailed(f"it took more than environment.episode_timeout, {self._settings.episode_timeout:g} s")
 
     def _begun(self, episode: RunningEpisode, future: Future[Answer]) -> None:
         """Submit a group as soon as all its environments have been reset."""
@@ -275,9 +276,9 @@ class EpisodeBatch:
             if episode not in self._running or episode.ending:
                 continue
             if isinstance(answer, EpisodeFailed):
-                self._finish(episode, FinishReason.ENVIRONMENT, answer.details)
+                self._finish(episode, FinishReason.ENVIRONMENT, answer)
             elif answer.done:
-                self._finish(episode, FinishReason.ENVIRONMENT, "the environment ended the episode in reset()")
+                self._finish(episode, FinishReason.ENVIRONMENT, EpisodeFailed("it ended in reset()"))
             else:
                 shown.append(answer.messages)
                 ready.append(episode)
@@ -331,7 +332,7 @@ class EpisodeBatch:
             answer = future.result()
         except EpisodeFailed as failure:
             self._record(episode)
-            self._finish(episode, FinishReason.ENVIRONMENT, failure.details)
+            self._finish(episode, FinishReason.ENVIRONMENT, failure)
             return
         self._record(episode, answer)
         assert episode.latest is not None
@@ -386,7 +387,7 @@ class EpisodeBatch:
             )
         )
 
-    def _finish(self, episode: RunningEpisode, reason: FinishReason, error: str = "") -> None:
+    def _finish(self, episode: RunningEpisode, reason: FinishReason, failure: EpisodeFailed | None = None) -> None:
         """Free the trajectory and end the environment."""
         if episode.ending:
             return
@@ -394,22 +395,31 @@ class EpisodeBatch:
         if episode.number is not None:
             self._engine.release(episode.number)
         elif episode.sample not in self._first[episode.prompt_index]:  # its group does not wait for it
-            self._first[episode.prompt_index][episode.sample] = EpisodeFailed(error)
+            self._first[episode.prompt_index][episode.sample] = failure or EpisodeFailed("cancelled")
             self._submit_if_complete(episode.prompt_index)
-        self._await(episode, self._host.end(episode), partial(self._ended, reason=reason, error=error))
+        self._await(episode, self._host.end(episode), partial(self._ended, reason=reason, failure=failure))
 
-    def _ended(self, episode: RunningEpisode, future: Future[Ended], *, reason: FinishReason, error: str) -> None:
+    def _ended(
+        self, episode: RunningEpisode, future: Future[Ended], *, reason: FinishReason, failure: EpisodeFailed | None
+    ) -> None:
         """Make the completion of an episode that has ended."""
         ended = Ended()
         try:
             ended = future.result()
-        except EpisodeFailed as failure:
+        except EpisodeFailed as at_end:
             if reason.usable:
-                reason, error = FinishReason.ENVIRONMENT, failure.details
+                reason, failure = FinishReason.ENVIRONMENT, at_end
+        if failure:
+            self._failures.append(failure)
         rewards = [turn.reward for turn in episode.turns if turn.reward is not None]
         if ended.reward is not None:
             rewards.append(ended.reward)
-        record = Episode(tuple(episode.turns), math.fsum(rewards) if rewards else None, ended.state, error)
+        record = Episode(
+            tuple(episode.turns),
+            math.fsum(rewards) if rewards else None,
+            ended.state,
+            failure.details if failure else "",
+        )
         position = (episode.prompt_index, episode.sample)
         if episode.latest is None:
             completion = Completion.of_tokens((), (), reason)
@@ -422,13 +432,12 @@ class EpisodeBatch:
 
     def _report_failures(self) -> None:
         """Raise if every episode failed; log how many did otherwise."""
-        errors = [one.episode.error for one in self._done.values() if one.episode is not None and one.episode.error]
-        if not errors:
+        if not self._failures:
             return
-        summary = f"{len(errors)} of {len(self._done)} episodes failed and are left out. The first:\n{errors[0]}"
-        if len(errors) == len(self._done):
-            raise EpisodeError(summary.replace(" and are left out", ""))
-        log.warning("%s", summary)
+        count, first = f"{len(self._failures)} of {len(self._done)} episodes failed", self._failures[0]
+        if len(self._failures) == len(self._done):
+            raise EpisodeError(f"{count}, the first: {first}") from first
+        log.warning("%s and are left out. The first:\n%s", count, first.details)
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step
+from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step, ToolError
 from cohort.environments.tools import Toolbox, text_of
 from cohort.errors import ConfigError, DataError
 from cohort.plugins import load_function
@@ -242,14 +242,18 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
         return EpisodeFailed(f"{what} {describe_error(error)}", "".join(traceback.format_exception(error)).rstrip())
 
 
-async def call_tool(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+async def call_tool(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, bool] | EpisodeFailed:
     """Call a tool, plain or ``async``.
 
     Returns:
-        What the policy reads, and whether it is an error.
+        What the policy reads, and whether it is an error. ``EpisodeFailed``, as a value, if the tool raised it.
     """
     try:
         return text_of(await _value(function(**arguments))), False
+    except EpisodeFailed as failure:
+        return failure
+    except ToolError as error:
+        return error_text(str(error)), True
     except (Exception, SystemExit) as error:
         return error_text(traceback.format_exception_only(error)[-1]), True
 

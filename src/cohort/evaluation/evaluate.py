@@ -115,8 +115,8 @@ class Evaluator:
         """
         check_votes(config.eval, rewards)
         sampling = eval_sampling(config)
-        separate = config.eval.max_completion_length_eval is not None
-        setting = "eval.max_completion_length_eval" if separate else "rollout.max_completion_length"
+        own = config.eval.max_completion_length_eval is not None
+        setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
         limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
         tools = acting.schemas_of if acting else None
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit, tools=tools) for name, data in sets.items()}
@@ -162,8 +162,8 @@ class Evaluator:
     def _evaluate(
         self, sampler: Sampler, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
     ) -> Evaluation:
-        count, key = self.settings.num_generations_eval, RNGKey(self.seed, 0, Purpose.EVAL)
-        size = max(1, WINDOW * self.batch_size // count)
+        settings, count = self.settings, self.settings.num_generations_eval
+        key, size = RNGKey(self.seed, 0, Purpose.EVAL), max(1, WINDOW * self.batch_size // count)
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
             some = prompts[first : first + size]
@@ -183,11 +183,9 @@ class Evaluator:
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))
-        values = per_prompt(scores, completions, self.settings, self.seed, self._answers(scores))
-        confidence, resamples = self.settings.confidence, self.settings.bootstrap_samples
-        found = estimates(
-            values, confidence=confidence, resamples=resamples, seed=self.seed, not_proportions=NOT_PROPORTIONS
-        )
+        values = per_prompt(scores, completions, settings, self.seed, self._answers(scores))
+        confidence, resamples = settings.confidence, settings.bootstrap_samples
+        found = estimates(values, confidence, resamples, self.seed, NOT_PROPORTIONS)
         counts = {
             "unscored": int(scores.rewards_S.isnan().sum()),
             "errors": sum(reason is FinishReason.ERROR for _, reason in completions),

@@ -8,23 +8,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cohort.config import ModelConfig, RolloutConfig
-from cohort.data import Row
-from cohort.environments import Acting
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, Sampling, TokenEvent, Watch, local_engine
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
 from cohort.runs import as_json
-from cohort.types import Completion, FinishReason, Group, Prompt
+from cohort.types import Completion, FinishReason, Group
 
 BATCHES_PER_CALL = 4
 """Full batches per call of the engine. A call begins with the longest prompts, so output in order may wait until its
@@ -43,45 +40,33 @@ def generate(request: Request) -> int:
         BrokenPipeError: standard output was closed.
     """
     with flags_in_errors():
-        return Job.prepare(request).run()
+        return Job(request).run()
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A checked request."""
+    """A checked request: everything but the model's weights is checked, the cheapest first.
 
-    request: Request
-    tokenizer: Any
-    config: Any
-    """The model's config."""
-    rows: Sequence[Row]
-    prompts: Sequence[Prompt]
-    samplings: Sequence[Sampling]
-    """One per prompt."""
-    acting: Acting | None = None
-    turn_format: TurnFormat | None = None
-    """Of the chat template, with tools or an environment."""
+    Raises:
+        CohortError: an argument is wrong.
+    """
 
-    @classmethod
-    def prepare(cls, request: Request) -> Job:
-        """Check everything except the model's weights, the cheapest first.
-
-        Raises:
-            CohortError: an argument is wrong.
-        """
+    def __init__(self, request: Request) -> None:
+        self.request = request
         request.check()
         sampling = request.sampling()
-        acting = request.acting()
-        rows = read_rows(request)
+        self.acting = request.acting()
+        self.rows = read_rows(request)
         resolve_device(request.device or "auto")
         _check_folder(request.model)
-        tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-        turn_format = acting.turn_format(tokenizer, end_token_ids(request.model, tokenizer)) if acting else None
-        prompts = render(request, rows, tokenizer, acting)
-        config = read_config(request.model, trust_remote_code=request.trust_remote_code)
-        sampling = with_prefix(request, sampling, tokenizer, config)
-        samplings = within_context(request, prompts, sampling, config)
-        return cls(request, tokenizer, config, rows, prompts, samplings, acting, turn_format)
+        self.tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+        self.turn_format: TurnFormat | None = None
+        if self.acting:
+            ends = end_token_ids(request.model, self.tokenizer)
+            self.turn_format = self.acting.turn_format(self.tokenizer, ends)
+        self.prompts = render(request, self.rows, self.tokenizer, self.acting)
+        self.config = read_config(request.model, trust_remote_code=request.trust_remote_code)
+        sampling = with_prefix(request, sampling, self.tokenizer, self.config)
+        self.samplings = within_context(request, self.prompts, sampling, self.config)
 
     @property
     def total(self) -> int:
