@@ -65,11 +65,9 @@ class GRPOTrainer:
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self._checked_folder: RunFolder | None = None
-        self.args = config = GRPOConfig() if args is None else args
-        if not isinstance(config, GRPOConfig):
-            raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
-        group_size = max(config.rollout.num_generations, config.eval.num_generations_eval)
-        self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group_size)
+        self.args = config = _checked(args)
+        group = max(config.rollout.num_generations, config.eval.num_generations_eval)
+        self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
         check_capabilities(LocalEngine, config)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
@@ -105,6 +103,11 @@ class GRPOTrainer:
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, prompts.epoch_length)
 
+        self._load(model, prompts.longest)
+
+    def _load(self, model: Any, longest_prompt: int) -> None:
+        """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
+        config, objective = self.args, self.objective
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
@@ -117,7 +120,7 @@ class GRPOTrainer:
             show = announce if config.report.progress else None
             self.sampler = self.acting.sampler(self.engine, self._turn_format, show)
         self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
+            self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
         )
         self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
@@ -336,6 +339,12 @@ def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:
     if resume:
         raise ConfigError("to resume a run, set run.output_dir to its folder")
     return RunFolder.next_free("run", keep_checkpoints=config.run.save_total_limit)
+
+
+def _checked(args: GRPOConfig | None) -> GRPOConfig:
+    if not isinstance(args, GRPOConfig | None):
+        raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(args).__name__}")
+    return GRPOConfig() if args is None else args
 
 
 def _name(model: Any) -> str:

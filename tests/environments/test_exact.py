@@ -8,9 +8,10 @@ import torch
 
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision
+from cohort.rewards.scores import Scores
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.train import assign_advantages, lay_out
-from cohort.types import Scores, Segment
+from cohort.types import Segment
 from tests.environments.games import LetterHost, completions_of, sampler
 from tests.policy.plain import plain_rows
 from tests.rollout import test_generic, test_lean

@@ -17,8 +17,8 @@ from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, unique_names
-from cohort.rewards.scores import Position, Task, combine, extra_column
-from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Scores, Turn
+from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from cohort.workers import CallFailed
 
 log = logging.getLogger("cohort.rewards")

@@ -30,8 +30,9 @@ from torch import Tensor
 from cohort.config import EvalConfig, GRPOConfig, ReportConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
+from cohort.rewards.scores import Scores
 from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
-from cohort.types import Completion, Episode, Group, Scores
+from cohort.types import Completion, Episode, Group
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str]] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
+from cohort.rewards.scores import Scores
 from cohort.train.context import StepContext
 from cohort.train.layout import group_numbers, part_of
 from cohort.train.logps import token_logps
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
-from cohort.types import FinishReason, Scores, TokenBatch
+from cohort.types import FinishReason, TokenBatch
 
 QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
 MEASURED_PER_PROMPT = 4
