@@ -37,4 +37,4 @@ def _ranges(data: Data) -> Iterator[tuple[dict[str, Any], range, str, int]]:
             settings = ast.literal_eval(first[SETTINGS])
             seed, size = settings.pop("seed"), settings.pop("size")
             stop = size if source.stream else last[INDEX] + 1
-            yield settings, range(seed + first[INDEX], seed + stop), source.where, seed
+            yield settings, range(seed + first[INDEX], seed + stop), source.rows.where, seed

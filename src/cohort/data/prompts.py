@@ -118,7 +118,7 @@ class PromptSet:
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
-            for batch in source.batches():
+            for batch in source.rows.batches():
                 token_ids = renderer.token_ids(*batch)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
@@ -173,7 +173,7 @@ class PromptSet:
     def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
         """The prompt of a row of source ``number``, with these token ids."""
         source = self.data.sources[number]
-        where = f"{source.where}, row {row_number}"
+        where = f"{source.rows.where}, row {row_number}"
         text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
         return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
@@ -217,7 +217,7 @@ class PromptSet:
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)
         source = self.data.sources[number]
-        return f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
+        return f"{source.rows.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
 
     def _apply(self, limit: LengthLimit) -> None:
         limit.check(self.lengths, self.name, self._row_name)
@@ -237,10 +237,8 @@ class PromptSet:
             )
         for source, prompts in zip(self.data.sources, self.ranges(), strict=True):
             if self.data.weights and not prompts:
-                raise DataError(
-                    f"{source.where}: data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}, "
-                    "and the source has a weight"
-                )
+                dropped = f"data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}"
+                raise DataError(f"{source.rows.where}: {dropped}, and the source has a weight")
 
 
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:

@@ -134,7 +134,7 @@ class Job:
         def on_completion(first: int, index: int, sample: int, completion: Completion) -> None:
             if stream:
                 write_stdout(stream.remainder(completion.text) + "\n")
-            meter.advance()
+            meter.count()
             results.add(first + index, sample, completion)
 
         sampler: Sampler = engine
@@ -147,7 +147,7 @@ class Job:
                 unstarted = Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0)
                 groups = [Group(prompt, (unstarted,) * count) for prompt in prompts]
             else:
-                each_token = on_token if stream or meter.live else None
+                each_token = on_token if stream or meter.shown else None
                 watch = Watch(each_token, partial(on_completion, first), cancelled=interrupted)
                 groups = sampler.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +118,7 @@ class InOrder:
         )
 
 
-class Meter:
+class Meter(Progress):
     """A progress bar on standard error.
 
     Shown only if standard error is a terminal and standard output is not a pipe: the program at the pipe's other end
@@ -130,8 +130,8 @@ class Meter:
     """
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        self.tokens = 0
-        self._bar = Progress(
+        self.tokens, self._started = 0, time.monotonic()
+        super().__init__(
             TextColumn("completion"),
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
@@ -142,12 +142,12 @@ class Meter:
             redirect_stdout=False,  # standard output may be a file
             disable=not shown or not sys.stderr.isatty() or _is_pipe(sys.stdout),
         )
-        self._task = self._bar.add_task("", total=total, meter=self)
+        self._task = self.add_task("", total=total, meter=self)
 
     @property
-    def live(self) -> bool:
+    def shown(self) -> bool:
         """Whether the bar is shown and counts every token."""
-        return not self._bar.disable
+        return not self.disable
 
     @property
     def speed(self) -> str:
@@ -155,27 +155,19 @@ class Meter:
         seconds = time.monotonic() - self._started
         return f"{self.tokens:,} tokens, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
-    def __enter__(self) -> Self:
-        self._started = time.monotonic()
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
+    def count(self) -> None:
         """Count a completion."""
-        self._bar.advance(self._task)
+        self.advance(self._task)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Hide the bar while something is printed to the same terminal."""
-        if not self.live or not sys.stdout.isatty():
+        if not self.shown or not sys.stdout.isatty():
             yield
             return
-        self._bar.stop()
+        self.stop()
         yield
-        self._bar.start()
+        self.start()
 
 
 def _is_pipe(file: IO[str]) -> bool:
