@@ -116,9 +116,8 @@ def test_cosine_length_passes_on_the_arguments_of_its_judge(tmp_path):
     logs = []
     given = {"max_length": 9, "level": 1, "log_extra": lambda *pair: logs.append(pair), "bonus": 5}
     assert cosine_length("", [], correct=f"{tmp_path}/judge.py:easy", **given) == 1.0  # bonus 5 from the column
-    assert (
-        cosine_length("", [], correct=f"{tmp_path}/judge.py:easy(bonus=0)", **given) == -1.0
-    )  # bonus 0 from the setting
+    of_setting = f"{tmp_path}/judge.py:easy(bonus=0)"
+    assert cosine_length("", [], correct=of_setting, **given) == -1.0
     assert logs == [("level", 1)] * 2
     for name in ("all_of_them", "slow"):
         with pytest.raises(RewardError, match="sees one sample and is not async"):

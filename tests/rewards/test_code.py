@@ -34,15 +34,11 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
         ("n > 1", "n % 2 == 1"),
         ["assert is_prime(2)", "assert [n for n in range(12) if is_prime(n)] == [2, 3, 5, 7, 11]"],
     ),
-    "nested arguments that are changed": (
-        "def rotate(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]",
-        ("m[:] =", "return"),
-        ["m = [[1, 2], [3, 4]]\nrotate(m)\nassert m == [[3, 1], [4, 2]]"],
-    ),
     "arguments that are changed": (
-        "def f(m): m.reverse()",
+        "def f(m): m.reverse()\ndef rotate(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]",
         ("m.reverse()", "pass"),
         [
+            "m = [[1, 2], [3, 4]]\nrotate(m)\nassert m == [[3, 1], [4, 2]]",
             "l = [1, 2]\nf(m=l)\nassert l == [2, 1]",
             "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
         ],
@@ -150,12 +146,8 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
         [
             "def check(total):\n    assert total([1]) == 1\ncheck(total)",
             "def test_a():\n    assert total([1, 2]) == 3\ndef other():\n    total = 3\n    return total",
+            "total = total([1])\nassert total == 1",
         ],
-    ),
-    "a name that is assigned": (
-        "def total(a): return sum(a)",
-        ("sum(a)", "0"),
-        ["total = total([1])\nassert total == 1"],
     ),
 }
 
@@ -416,19 +408,12 @@ UNSCORED = [
 
 
 @needs_bwrap
-@pytest.mark.parametrize(("program", "tests"), UNSCORED)
-def test_a_program_cannot_make_itself_unscored(program, tests):
-    assert score(program, tests)[0] == 0.0
-
-
-@needs_bwrap
-def test_a_program_cannot_end_loops_of_the_tests():
-    tests = [
-        "assert all(map(lambda i: next(f(i)) == 2, range(3)))",
-        "assert list(filter(lambda i: next(f(i)), [1])) == []",
-    ]
-    assert score("def f(x): return iter([])", tests, partial=True)[0] == 0.0
-    assert score("def f(x): return iter([2 * (x < 3)])", [tests[0]])[0] == 1.0
+def test_a_program_cannot_make_itself_unscored_or_end_loops_of_the_tests():
+    assert [score(program, tests)[0] for program, tests in UNSCORED] == [0.0] * len(UNSCORED)
+    loops = ["all(map(lambda i: next(f(i)) == 2, range(3)))", "list(filter(lambda i: next(f(i)), [1])) == []"]
+    asserts = [f"assert {loop}" for loop in loops]
+    assert score("def f(x): return iter([])", asserts, partial=True)[0] == 0.0
+    assert score("def f(x): return iter([2 * (x < 3)])", asserts[:1])[0] == 1.0
 
 
 @needs_bwrap
