@@ -364,7 +364,8 @@ ASSERTS = [
 @needs_bwrap
 @pytest.mark.parametrize("name", HACKS)
 def test_hacks(name):
-    value, _, why = score(HACKS[name], ASSERTS, partial=True, test_timeout=0.3, timeout=5.0)
+    limits = {"test_timeout": 2.0, "timeout": 10.0} if name in ("answers slowly", "patches the wire") else {}
+    value, _, why = score(HACKS[name], ASSERTS, partial=True, **limits)
     assert (value, bool(why)) == (0.0, True), why
 
 
@@ -421,6 +422,7 @@ def test_a_stuck_test_and_the_next_one():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
     _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert (passed, why) == ("2/3", "test 2: TimeoutError: the test's time is over")
+    assert score(program, ["assert f(2) == 2"], timeout=1.0)[2] == "test 1: timeout"  # of all tests
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
