@@ -318,7 +318,8 @@ HACKS = {
     "exits when called": "import os\ndef f(x):\n    os._exit(0)",
     "raises SystemExit when called": "def f(x):\n    raise SystemExit(0)",
     "exits at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "an object that equals everything": f"{ANY}\ndef f(x):\n    return Any()",
+    "an object that equals everything": f"class Equal:\n    {YES}\ndef f(x):\n    return Equal()",
+    "an object that equals everything and claims to be a number": f"{ANY}\ndef f(x):\n    return Any()",
     "a number that equals everything": f"class N(int):\n    {YES}\ndef f(x):\n    return N(0)",
     "a string that equals everything": f"class N(str):\n    {YES}\ndef f(x):\n    return N('')",
     "a list of such objects": f"{ANY}\ndef f(x):\n    return [Any()]",
@@ -487,9 +488,10 @@ def test_tests_that_cannot_be_run_give_no_score():
         "if False:\n    def test_a():\n        assert f(1) == 1": "the definition of test_a did not run",
         "def run():\n    if f(1) != 2: raise Exception('no')": "an empty program passes them",
         "assert True": "an empty program passes them",
+        "S().push(len)\nassert f(1) == 1": "pass a builtin_function_or_method",
     }.items():
         with pytest.raises(DataError, match=message):
-            score("def f(x): return x", tests, partial=True)
+            score("def f(x): return x\nclass S:\n    def push(self, x): pass", tests, partial=True)
 
 
 def test_without_a_sandbox_the_reward_refuses(monkeypatch, tmp_path):
