@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
 import logging
 import threading
 from collections import Counter, deque
@@ -94,7 +95,7 @@ class Host:
         shape, names = choose(self._shapes, row), row.get("tools")
         if names is None:
             return self._boxes[shape]
-        allowed = self._toolbox.subset(names, "a row")
+        allowed = self._toolbox.subset(json.loads(names) if isinstance(names, str) else names)
         return Toolbox([*allowed.values(), *shape.tools.values()]) if shape else allowed
 
     def begin(self, episode: Hashable, prompt: Prompt, seed: int) -> Future[Answer]:
