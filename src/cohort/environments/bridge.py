@@ -189,7 +189,7 @@ class Bridge:
         if not text.startswith(start):
             raise DataError(_prompt_changes(start, text))
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
-        if tokens and self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
+        if self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
             return list(tokens)
         return self._encoder.encode(pieces, inner=True)
 
