@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
-from cohort.data.render import Renderer
+from cohort.data.render import Renderer, ToolsOf
 from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
@@ -92,9 +92,8 @@ class PromptSet:
         name: what errors call the data.
         limit: maximum length of a prompt.
         mixed: allow text next to conversations.
-        tools: JSON schemas of the run's tools, which every conversation is rendered with; the column ``tools`` of a row
-            may list the names of some. Empty for an environment without tools. None: the run has neither, and the
-            column may hold schemas.
+        tools: with tools or an environment, the JSON schemas that a row's conversation is rendered with. None: the run
+            has neither, and the column ``tools`` may hold schemas.
 
     Raises:
         DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
@@ -109,7 +108,7 @@ class PromptSet:
         name: str = "the training data",
         limit: LengthLimit | None = None,
         mixed: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolsOf | None = None,
     ) -> None:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None
