@@ -393,9 +393,10 @@ def test_a_template_that_writes_the_prompt_differently_later_needs_append():
     with pytest.raises(ConfigError, match=message):
         bridge_of("qwen3_5", "user", history="template")
     bridge_of("qwen3_5", "tool", history="template")  # it keeps the thoughts while tools answer
-    messages = [{"role": "assistant", "content": "42"}, USER]
+    messages, prompt = [{"role": "assistant", "content": "42"}, USER], prompt_of("qwen3_5")
     with pytest.raises(DataError, match=message):
-        bridge_of("qwen3_5", "user").rewritten(prompt_of("qwen3_5"), messages)
+        bridge_of("qwen3_5", "user").rewritten(prompt, messages)
+    assert bridge_of("qwen3_5", "user").rewritten(prompt, messages, [1, 2, 3]) == [1, 2, 3]
 
 
 def test_what_looks_like_a_placeholder_is_text():

@@ -101,6 +101,15 @@ def test_time_limits(engine):
     assert all(completion.finish_reason.usable for completion in completions[3:])
 
 
+def test_an_event_loop_that_is_blocked_ends_the_rollout(engine):
+    class Blocked(Silent):
+        def check(self):
+            raise EpisodeError("the async tools (f) did nothing for 0.2 s")
+
+    with pytest.raises(EpisodeError, match=r"\(f\) did nothing"):
+        play(engine, Blocked(turns=4), call_timeout=0.2)
+
+
 def test_a_cancelled_rollout_gives_up_what_waits(engine):
     ended = []
     watch = Watch(on_completion=lambda *of: ended.append(of), cancelled=lambda: len(ended) >= 6)

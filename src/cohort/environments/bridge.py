@@ -102,9 +102,8 @@ class Bridge:
         bridge._drops_thoughts = [role for role in roles if probe.drops_thoughts(role, bridge._variables)]
         if history != "append":
             for role in roles:
-                start, text = probe.prompt_with_turn(role, bridge._variables)
-                if not text.startswith(start):
-                    raise ConfigError(_prompt_changes(start, text))
+                if changed := probe.changed_prompt(role, bridge._variables):
+                    raise ConfigError(_prompt_changes(*changed))
         return bridge
 
     def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
@@ -164,11 +163,11 @@ class Bridge:
             prompt: the prompt of the episode.
             messages: all messages after it. The first one is the assistant's and includes the prompt's prefill.
             tokens: the ids after the prompt so far, those of ``after`` included. They are returned if they spell what
-                the template writes, or if it refuses the conversation, such as answers to a malformed call.
+                the template writes, and where the errors below would be raised without them: what the policy wrote,
+                such as a malformed call, must not end the run.
 
         Raises:
-            DataError: the template writes the prompt itself differently, or refuses the conversation and there are no
-                ``tokens``.
+            DataError: the template refuses the conversation, or writes the prompt itself differently.
             ConfigError: the template does something unknown to the texts.
         """
         guard = Guard(self._encoder, messages)
@@ -179,17 +178,17 @@ class Bridge:
         marked = [
             one if one["role"] == "assistant" else {**one, "content": surrounded(one["content"])} for one in plain
         ]
+        start = self._render(_conversation(prompt), prompt)
         try:
             text, marked_text = (self._render([*before, *after], prompt) for after in (plain, marked))
+            if not text.startswith(start):
+                raise DataError(_prompt_changes(start, text))
         except DataError:
             if not tokens:
                 raise
             return list(tokens)
-        start = self._render(_conversation(prompt), prompt)
-        if not text.startswith(start):
-            raise DataError(_prompt_changes(start, text))
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
-        if tokens and self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
+        if self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
             return list(tokens)
         return self._encoder.encode(pieces, inner=True)
 

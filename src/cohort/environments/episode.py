@@ -191,6 +191,8 @@ class EpisodeBatch:
         limit = min((self._deadline(episode) for episode in self._running), default=math.inf) - start
         if self._watch.cancelled:
             limit = min(limit, POLL_SECONDS)
+        if self._settings.call_timeout is not None:
+            limit = min(limit, self._settings.call_timeout)
         try:
             _, arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
         except queue.Empty:
@@ -201,6 +203,8 @@ class EpisodeBatch:
         elif self._watch.cancelled and self._watch.cancelled():
             for episode in list(self._running):
                 self._finish(episode, FinishReason.CANCELLED)
+        elif self._settings.call_timeout is not None:
+            self._host.check()
         self._handle_ready()
 
     def _deadline(self, episode: RunningEpisode) -> float:

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -115,6 +116,9 @@ class Host:
         assert episode not in self._live, f"episode {episode} has begun already"
         if not self._open:
             self._open = True
+            # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
+            # registered with the first: now at the latest, so that environments are closed before it runs.
+            weakref.finalize(self, bool)
             atexit.register(self.close)
         row, shape = prompt.columns, choose(self._shapes, prompt.columns)
         live = _Live(self.tools(row), shape, next(_numbers))

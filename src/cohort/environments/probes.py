@@ -129,15 +129,20 @@ class TemplateProbe:
                     continue
         return False
 
-    def prompt_with_turn(self, role: str, variables: Mapping[str, Any]) -> tuple[str, str]:
-        """A prompt, and the same with a turn and a message after it."""
-        start = self._render([USER], variables)
+    def changed_prompt(self, role: str, variables: Mapping[str, Any]) -> tuple[str, str] | None:
+        """A prompt, and what the template writes instead when turns and messages of this role follow, with thoughts or
+        without. None if it writes the prompt.
+        """
+        start, text = self._render([USER], variables), ""
         for turn in _turns((role,)):
-            try:
-                return start, self._render([USER, turn, *placeholders((role,))], variables)
-            except Exception:  # the template takes turns of another form
-                continue
-        return start, start
+            for said in (turn, _thinking_aloud(turn)):
+                try:
+                    text = self._render([USER, said, *placeholders((role,))], variables)
+                except Exception:  # the template takes turns of another form
+                    continue
+                if text.startswith(start):
+                    return None
+        return start, text
 
     def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, generate: bool = True) -> str:
         return self.render(messages, {"tools": self._tools, **variables}, add_generation_prompt=generate)

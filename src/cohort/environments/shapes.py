@@ -315,6 +315,8 @@ def _first(returned: Any, what: str, steps: bool) -> Answer:
     """What ``reset`` returned; Gymnasium's has an ``info`` as well."""
     if steps and isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]
+    if steps and isinstance(returned, Step) and returned.reward is None:
+        return _answer(returned, what)
     if not steps and not isinstance(returned, str | None):
         raise EpisodeFailed(f"{what} returned {reprlib.repr(returned)}: expected text for the prompt, or None")
     return Answer(_messages(returned, what))
