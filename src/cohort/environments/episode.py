@@ -228,8 +228,7 @@ class EpisodeBatch:
         group, first = self._groups[p], self._first[p]
         if len(first) < len(group):
             return
-        shown: list[tuple[Message, ...]] = []
-        ready = []
+        shown, ready = list[tuple[Message, ...]](), list[RunningEpisode]()
         for episode in group:
             answer = first[episode.sample]
             if episode not in self._running or episode.ending:
@@ -243,8 +242,7 @@ class EpisodeBatch:
                 ready.append(episode)
         if not ready:
             return
-        if any(messages != shown[0] for messages in shown):
-            other = next(messages for messages in shown if messages != shown[0])
+        if (other := next((messages for messages in shown if messages != shown[0]), None)) is not None:
             raise EpisodeError(
                 f"the environments of one group showed different things first, {_text(shown[0])!r:.80} and "
                 f"{_text(other)!r:.80}: rewards of a group are compared, so its episodes must begin alike. Draw what "
