@@ -134,6 +134,7 @@ def test_several_calls_after_text(family):
     turn = parse(family, f"I look.\n\n{SEVERAL[family]}")
     assert turn.calls == (ADD, WEATHER)
     assert turn.content == "I look."
+    assert parse(family, f"I look.\n\n{SEVERAL[family]}\nThen I go on.").content == "I look.\nThen I go on."
     assert [call["function"]["name"] for call in turn.message["tool_calls"]] == ["add", "weather"]
 
 
@@ -147,6 +148,7 @@ def test_several_calls_after_text(family):
         ("deepseek", "The list {1, 2} and ```json\n{}\n```"),
         ("mistral", "See [TOOL_CALLS] in the manual."),
         ("llama3_1", '{"answer": 42}'),
+        ("llama3_1", '[{"answer": 42}]'),
         ("llama3_1", f"A call looks like this: {CALL['llama3_1']}"),
         ("gptoss", "<|channel|>final<|message|>Send it to=functions.add, please."),
     ],
@@ -183,6 +185,15 @@ def test_a_malformed_call_does_not_hide_the_next():
 
 def test_a_missing_closing_tag_at_the_end_is_accepted():
     assert parse("qwen3", f"<tool_call>\n{JSON}").calls == (ADD,)
+
+
+def test_llama_s_other_ways_to_write_a_call():
+    for text in (
+        '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": 40}}',
+        '\n{"type": "function", "name": "add", "parameters": {"a": 2, "b": 40}}',
+        '[{"name": "add", "arguments": {"a": 2, "b": 40}}]',
+    ):
+        assert parse("llama3_1", text).calls == (ADD,)
 
 
 def test_line_breaks_within_json_text_are_accepted():

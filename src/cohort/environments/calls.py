@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cohort.data.chat import SENTINEL
 from cohort.environments.contract import ToolCall
 from cohort.environments.formats import Format, content_of_channels, learn
-from cohort.environments.renderings import SENTINEL, CallForm, CallRenderings, thoughts_end
+from cohort.environments.renderings import CallForm, CallRenderings, thoughts_end
 from cohort.environments.schemas import read
 from cohort.errors import ConfigError
 from cohort.types import Message
@@ -195,11 +195,12 @@ class _SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
-        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        return self._pattern.sub("", text)
+        for token in self._tokens:
+            text = text.replace(token, "")
+        return text
 
 
 def _readers(
@@ -228,18 +229,20 @@ def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callab
 
     def reader(text: str, prefix: str) -> Parts:
         start = thoughts_end(text, prefix)
-        found = form.find(text[start:])
-        kept, position = [text[:start]], 0
+        content, text = text[:start], text[start:]
+        found = form.find(text)
+        position = 0
         for one in found:
             if not any(call.error for call in one.calls):
-                kept += [text[start + position : start + one.start].rstrip()]
+                content = (content + text[position : one.start]).rstrip()
                 position = one.end
-        kept += [text[start + position :].lstrip() if position else text[start:]]
+        content += text[position:]
+        content = content.strip() if position else content
         calls = [typed(call) if form.textual and not call.error else call for one in found for call in one.calls]
         if form.channels:
-            content, thoughts = content_of_channels("".join(kept))
+            content, thoughts = content_of_channels(content)
             return strip(content), calls, {"thinking": strip(thoughts)} if thoughts else {}
-        return strip("".join(kept)), calls, {}
+        return strip(content), calls, {}
 
     return reader
 

@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.data.chat import ANSWER, SENTINEL, USER
+from cohort.environments.bodies import Rendering, common_start
 from cohort.environments.contract import ToolCall
-from cohort.environments.formats import Rendering, common_start
 
-SENTINEL = "SENTINEL-OF-COHORT"
-"""Text that no template changes or contains."""
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """What surrounds thoughts."""
-_USER = {"role": "user", "content": "x"}
 _LEARNED = (
     ToolCall("sentinel_add", {"alpha_key": "first-alpha-value", "beta_key": "first-beta-value"}),
     ToolCall("sentinel_find", {"alpha_key": "second-alpha-value", "beta_key": "second-beta-value"}),
@@ -54,9 +52,9 @@ class CallRenderings:
 
     def __init__(self, tokenizer: Any, template: str | None, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer, self._template, self._schemas = tokenizer, template, list(schemas)
-        self.prompt = self._apply([_USER], add_generation_prompt=True) or ""
+        self.prompt = self._apply([USER], add_generation_prompt=True) or ""
         """A prompt with the generation prompt. Empty if the template refuses one message of a user."""
-        plain = self._apply([_USER, {"role": "assistant", "content": SENTINEL}]) or ""
+        plain = self._apply([USER, ANSWER]) or ""
         self._end = plain.rpartition(SENTINEL)[2]
         forms = [CallForm(*flags) for flags in itertools.product((False, True), repeat=2)]
         shown = ((form, self._learned(form)) for form in forms)
@@ -70,7 +68,7 @@ class CallRenderings:
         the turn, or does not show the calls or the content.
         """
         message = {"role": "assistant", "content": content, "tool_calls": (form or self.form).tables(calls)}
-        text = self._apply([_USER, message])
+        text = self._apply([USER, message])
         if text is None:
             return None
         before = common_start(self.prompt, text)
