@@ -57,17 +57,14 @@ class CallRenderings:
         plain = self._apply([USER, ANSWER]) or ""
         self._end = plain.rpartition(SENTINEL)[2]
         forms = [CallForm(*flags) for flags in itertools.product((False, True), repeat=2)]
-        shown = ((form, self._learned(form)) for form in forms)
-        self.form, self.learned = next((one for one in shown if one[1] is not None), (forms[0], None))
-        """How the template takes calls, and a turn to learn the format from. None: the template shows no calls."""
+        self.learned = [(form, rendering) for form in forms if (rendering := self._learned(form)) is not None]
+        """The forms in which the template takes calls, and turns to learn the format from. Empty: it shows no calls."""
 
-    def turn(
-        self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None
-    ) -> tuple[str, str] | None:
+    def turn(self, form: CallForm, calls: Sequence[ToolCall], content: str = "") -> tuple[str, str] | None:
         """What the template renders before a turn with calls, and the turn without its end. None: the template refuses
         the turn, or does not show the calls or the content.
         """
-        message = {"role": "assistant", "content": content, "tool_calls": (form or self.form).tables(calls)}
+        message = {"role": "assistant", "content": content, "tool_calls": form.tables(calls)}
         text = self._apply([USER, message])
         if text is None:
             return None
@@ -82,7 +79,7 @@ class CallRenderings:
 
     def _learned(self, form: CallForm) -> Rendering | None:
         for calls in (_LEARNED, _LEARNED[:1]):  # some templates take one call per turn
-            rendered = self.turn(calls, form=form)
+            rendered = self.turn(form, calls)
             if rendered is not None:
                 text = rendered[1][thoughts_end(rendered[1], rendered[0]) :]
                 values = [value for call in calls for value in call.arguments.values()]
