@@ -272,7 +272,7 @@ def test_folders_that_are_not_models(tmp_path, capsys, monkeypatch):
 
 def test_ctrl_c_writes_the_completions_that_have_ended(tmp_path, capsys, monkeypatch, prompts_file):
     class Interrupting(run_module.Meter):
-        live = True
+        shown = True
 
         def __setattr__(self, name, value):
             if (name, value) == ("tokens", 58):  # during the third and fourth completion
@@ -313,7 +313,7 @@ def test_an_error_keeps_the_completions_that_have_ended(tmp_path, monkeypatch, p
         if self.ended == 3:
             raise RuntimeError("out of memory, say")
 
-    monkeypatch.setattr(run_module.Meter, "advance", fail_at_the_second)
+    monkeypatch.setattr(run_module.Meter, "count", fail_at_the_second)
     with pytest.raises(RuntimeError, match="out of memory"):
         run("--prompts", str(prompts_file), "--chat", "--output", str(tmp_path / "out.jsonl"))
     assert len(lines(tmp_path / "out.jsonl")) == 2

@@ -34,15 +34,11 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
         ("n > 1", "n % 2 == 1"),
         ["assert is_prime(2)", "assert [n for n in range(12) if is_prime(n)] == [2, 3, 5, 7, 11]"],
     ),
-    "nested arguments that are changed": (
-        "def rotate(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]",
-        ("m[:] =", "return"),
-        ["m = [[1, 2], [3, 4]]\nrotate(m)\nassert m == [[3, 1], [4, 2]]"],
-    ),
     "arguments that are changed": (
-        "def f(m): m.reverse()",
+        "def f(m): m.reverse()\ndef rotate(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]",
         ("m.reverse()", "pass"),
         [
+            "m = [[1, 2], [3, 4]]\nrotate(m)\nassert m == [[3, 1], [4, 2]]",
             "l = [1, 2]\nf(m=l)\nassert l == [2, 1]",
             "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
         ],
@@ -150,12 +146,8 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
         [
             "def check(total):\n    assert total([1]) == 1\ncheck(total)",
             "def test_a():\n    assert total([1, 2]) == 3\ndef other():\n    total = 3\n    return total",
+            "total = total([1])\nassert total == 1",
         ],
-    ),
-    "a name that is assigned": (
-        "def total(a): return sum(a)",
-        ("sum(a)", "0"),
-        ["total = total([1])\nassert total == 1"],
     ),
 }
 
@@ -326,7 +318,8 @@ HACKS = {
     "exits when called": "import os\ndef f(x):\n    os._exit(0)",
     "raises SystemExit when called": "def f(x):\n    raise SystemExit(0)",
     "exits at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "an object that equals everything": f"{ANY}\ndef f(x):\n    return Any()",
+    "an object that equals everything": f"class Equal:\n    {YES}\ndef f(x):\n    return Equal()",
+    "an object that equals everything and claims to be a number": f"{ANY}\ndef f(x):\n    return Any()",
     "a number that equals everything": f"class N(int):\n    {YES}\ndef f(x):\n    return N(0)",
     "a string that equals everything": f"class N(str):\n    {YES}\ndef f(x):\n    return N('')",
     "a list of such objects": f"{ANY}\ndef f(x):\n    return [Any()]",
@@ -372,7 +365,8 @@ ASSERTS = [
 @needs_bwrap
 @pytest.mark.parametrize("name", HACKS)
 def test_hacks(name):
-    value, _, why = score(HACKS[name], ASSERTS, partial=True, test_timeout=0.3, timeout=5.0)
+    limits = {"test_timeout": 2.0, "timeout": 10.0} if name in ("answers slowly", "patches the wire") else {}
+    value, _, why = score(HACKS[name], ASSERTS, partial=True, **limits)
     assert (value, bool(why)) == (0.0, True), why
 
 
@@ -416,19 +410,12 @@ UNSCORED = [
 
 
 @needs_bwrap
-@pytest.mark.parametrize(("program", "tests"), UNSCORED)
-def test_a_program_cannot_make_itself_unscored(program, tests):
-    assert score(program, tests)[0] == 0.0
-
-
-@needs_bwrap
-def test_a_program_cannot_end_loops_of_the_tests():
-    tests = [
-        "assert all(map(lambda i: next(f(i)) == 2, range(3)))",
-        "assert list(filter(lambda i: next(f(i)), [1])) == []",
-    ]
-    assert score("def f(x): return iter([])", tests, partial=True)[0] == 0.0
-    assert score("def f(x): return iter([2 * (x < 3)])", [tests[0]])[0] == 1.0
+def test_a_program_cannot_make_itself_unscored_or_end_loops_of_the_tests():
+    assert [score(program, tests)[0] for program, tests in UNSCORED] == [0.0] * len(UNSCORED)
+    loops = ["all(map(lambda i: next(f(i)) == 2, range(3)))", "list(filter(lambda i: next(f(i)), [1])) == []"]
+    asserts = [f"assert {loop}" for loop in loops]
+    assert score("def f(x): return iter([])", asserts, partial=True)[0] == 0.0
+    assert score("def f(x): return iter([2 * (x < 3)])", asserts[:1])[0] == 1.0
 
 
 @needs_bwrap
@@ -436,6 +423,7 @@ def test_a_stuck_test_and_the_next_one():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
     _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert (passed, why) == ("2/3", "test 2: TimeoutError: the test's time is over")
+    assert score(program, ["assert f(2) == 2"], timeout=1.0)[2] == "test 1: timeout"  # of all tests
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
@@ -500,9 +488,10 @@ def test_tests_that_cannot_be_run_give_no_score():
         "if False:\n    def test_a():\n        assert f(1) == 1": "the definition of test_a did not run",
         "def run():\n    if f(1) != 2: raise Exception('no')": "an empty program passes them",
         "assert True": "an empty program passes them",
+        "S().push(len)\nassert f(1) == 1": "pass a builtin_function_or_method",
     }.items():
         with pytest.raises(DataError, match=message):
-            score("def f(x): return x", tests, partial=True)
+            score("def f(x): return x\nclass S:\n    def push(self, x): pass", tests, partial=True)
 
 
 def test_without_a_sandbox_the_reward_refuses(monkeypatch, tmp_path):

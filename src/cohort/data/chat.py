@@ -24,8 +24,8 @@ class Conversation:
     """What a chat template renders."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    """JSON schemas of functions."""
+    tools: Sequence[Any] | None = None
+    """JSON schemas of functions; in a row, names of the run's tools may stand for them."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Template variables."""
 

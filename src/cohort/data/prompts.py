@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
-from cohort.data.render import Renderer
+from cohort.data.render import Renderer, ToolsOf
 from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
@@ -92,9 +92,8 @@ class PromptSet:
         name: what errors call the data.
         limit: maximum length of a prompt.
         mixed: allow text next to conversations.
-        tools: JSON schemas of the run's tools, which every conversation is rendered with; the column ``tools`` of a row
-            may list the names of some. Empty for an environment without tools. None: the run has neither, and the
-            column may hold schemas.
+        tools: with tools or an environment, the JSON schemas that a row's conversation is rendered with. None: the run
+            has neither, and the column ``tools`` may hold schemas.
 
     Raises:
         DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
@@ -109,7 +108,7 @@ class PromptSet:
         name: str = "the training data",
         limit: LengthLimit | None = None,
         mixed: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolsOf | None = None,
     ) -> None:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None
@@ -119,7 +118,7 @@ class PromptSet:
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
-            for batch in source.batches():
+            for batch in source.rows.batches():
                 token_ids = renderer.token_ids(*batch)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
@@ -174,7 +173,7 @@ class PromptSet:
     def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
         """The prompt of a row of source ``number``, with these token ids."""
         source = self.data.sources[number]
-        where = f"{source.where}, row {row_number}"
+        where = f"{source.rows.where}, row {row_number}"
         text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
         return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
@@ -218,7 +217,7 @@ class PromptSet:
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)
         source = self.data.sources[number]
-        return f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
+        return f"{source.rows.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
 
     def _apply(self, limit: LengthLimit) -> None:
         limit.check(self.lengths, self.name, self._row_name)
@@ -238,10 +237,8 @@ class PromptSet:
             )
         for source, prompts in zip(self.data.sources, self.ranges(), strict=True):
             if self.data.weights and not prompts:
-                raise DataError(
-                    f"{source.where}: data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}, "
-                    "and the source has a weight"
-                )
+                dropped = f"data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}"
+                raise DataError(f"{source.rows.where}: {dropped}, and the source has a weight")
 
 
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:

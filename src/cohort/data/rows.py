@@ -38,6 +38,8 @@ class RowTable(Sequence[Row]):
     """The number of each row in its source."""
     new_names: Mapping[str, str]
     """{old: new}."""
+    where: str
+    """What errors call the source."""
 
     @classmethod
     def of(cls, stored: Any, renames: Mapping[str, str], where: str) -> RowTable:
@@ -58,7 +60,8 @@ class RowTable(Sequence[Row]):
         else:
             columns = list(stored.column_names)
         new_names = check_renames(renames, columns, where)
-        return cls(stored, tuple(new_names.get(name, name) for name in columns), range(len(stored)), new_names)
+        columns = [new_names.get(name, name) for name in columns]
+        return cls(stored, tuple(columns), range(len(stored)), new_names, where)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -71,13 +74,18 @@ class RowTable(Sequence[Row]):
         return self[index : index + 1][0]
 
     def __iter__(self) -> Iterator[Row]:
-        for _, rows in self.batches():
-            yield from rows
+        return (row for row, _ in self.named())
 
-    def batches(self) -> Iterator[tuple[int, list[Row]]]:
-        """All rows in lists, each with the index of its first row."""
+    def named(self) -> Iterator[tuple[Row, str]]:
+        """Each row, and what errors call it."""
+        for batch in self.batches():
+            yield from zip(*batch, strict=True)
+
+    def batches(self) -> Iterator[tuple[list[Row], list[str]]]:
+        """The rows in lists, and what errors call each row."""
         for start in range(0, len(self), BATCH):
-            yield start, self[start : start + BATCH]
+            numbers = self.numbers[start : start + BATCH]
+            yield self[start : start + BATCH], [f"{self.where}, row {number}" for number in numbers]
 
     def select(self, indices: Sequence[int] | np.ndarray) -> RowTable:
         """The rows at ascending indices."""
@@ -91,10 +99,9 @@ class RowTable(Sequence[Row]):
             stored = self.stored.select(indices)
         return replace(self, stored=stored, numbers=np.asarray(self.numbers)[indices])
 
-    def filter(self, keep: Keep, where: str) -> RowTable:
+    def filter(self, keep: Keep) -> RowTable:
         """The rows that ``keep`` accepts."""
-        kept = [keep(row, f"{where}, row {number}") for row, number in zip(self, self.numbers, strict=True)]
-        return self.select(np.flatnonzero(kept))
+        return self.select(np.flatnonzero([keep(row, where) for row, where in self.named()]))
 
 
 def _fetch(stored: Any, start: int, stop: int) -> list[Row]:

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from cohort.data.procedural import PREFIX, procedural_rows
 from cohort.data.rows import Row, RowTable, plain
 from cohort.errors import DataError
 
@@ -48,7 +49,7 @@ def read_source(source: Any, where: str, split: str) -> Any:
 
     Args:
         source: a data file, a folder of data files or one that ``datasets`` wrote, a name for ``datasets.load_dataset``
-            ("name" or "name:configuration"), or an object that holds rows (see ``_from_memory``).
+            ("name" or "name:configuration"), "reasoning_gym:NAME", or an object that holds rows (see ``_from_memory``).
         where: what errors call the data.
         split: the split of a folder, a name or a ``datasets.DatasetDict``.
 
@@ -57,6 +58,8 @@ def read_source(source: Any, where: str, split: str) -> Any:
     """
     if not isinstance(source, str):
         return _from_memory(source, where, split)
+    if source.startswith(PREFIX):
+        return list(procedural_rows(source)())
     files = _data_files(source, split)
     if files is None:
         return _from_memory(*_load_dataset(source, split, streaming=False), split)
@@ -75,6 +78,8 @@ def open_source(source: Any, where: str, split: str) -> Opener:
     Raises:
         DataError: as ``read_source``, or the source is a .json file. The content of a row is checked when it is read.
     """
+    if isinstance(source, str) and source.startswith(PREFIX):
+        return procedural_rows(source)
     if isinstance(source, str):
         files = _data_files(source, split)
         for file in files or []:

@@ -86,16 +86,16 @@ class StreamingLoader(PromptLoader):
                 return prompt
             self._read.dropped += 1
         data = self.prompts.data
-        where = data.sources[lane].where if data.weights else data.name
+        where = data.sources[lane].rows.where if data.weights else data.name
         raise DataError(f"{where}: data.overlong_prompts drops every prompt of an epoch")
 
     def _prompt(self, number: int, row_number: int, row: Row, uid: int) -> Prompt | None:
         """The prompt of a row; None if it is dropped."""
         prompts, source, limit = self.prompts, self.prompts.data.sources[number], self.prompts.limit
-        where = f"{source.where}, row {row_number}"
+        where = f"{source.rows.where}, row {row_number}"
         (ids,) = prompts.renderers[number].token_ids([row], [where])
         if limit is not None and len(ids) > limit.tokens:
-            limit.check(np.array([len(ids)]), source.where, lambda _: f"row {row_number}")
+            limit.check(np.array([len(ids)]), source.rows.where, lambda _: f"row {row_number}")
             if limit.rule == "drop":
                 return None
             ids = ids[-limit.tokens :]
@@ -104,7 +104,7 @@ class StreamingLoader(PromptLoader):
         if prompt.is_conversation is not self._is_conversation:
             first = prompts.data.sources[0]
             raise DataError(
-                f"text and conversations are mixed: the prompts of {where} and of {first.where}, row "
+                f"text and conversations are mixed: the prompts of {where} and of {first.rows.where}, row "
                 f"{first.rows.numbers[0]}, are of two kinds. Set data.format to 'chat'"
             )
         return prompt

@@ -6,7 +6,6 @@ control token, and the tool could end its own message and speak as the user or t
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -47,10 +46,7 @@ class Encoder:
                 "tools and environments need a fast tokenizer, which knows the place of each token in the text; got "
                 f"{type(tokenizer).__name__}: save the model with a tokenizer.json"
             )
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)  # other users of the tokenizer change its settings
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = False
+        self._backend = tokenizer.backend_tokenizer
         added = [(number, token) for number, token in tokenizer.added_tokens_decoder.items() if _is_control(token)]
         self._control = {number: token.content for number, token in added}
         self._unknown = tokenizer.unk_token_id
@@ -68,7 +64,11 @@ class Encoder:
         """
         ends = list(itertools.accumulate(map(len, pieces)))
         given = [(end - len(one), end) for one, end in zip(pieces, ends, strict=True) if isinstance(one, Given)]
-        return self._encode("".join(pieces), given, inner)
+        text = "".join(pieces).encode(errors="replace").decode()  # half a surrogate pair becomes "?"
+        self._backend.no_truncation()  # other users of the tokenizer change these settings for every call
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = False
+        return self._encode(text, given, inner)
 
     def control_token(self, text: str) -> str | None:
         """The control token at the start of a text, after whitespace."""
@@ -86,12 +86,13 @@ class Encoder:
         offsets = encoding.offsets
         if shift:
             ids, offsets = ids[1:], [(start - shift, end - shift) for start, end in offsets[1:]]
-        if not given or self._control.keys().isdisjoint(ids):
+        matches = [index for index, number in enumerate(ids) if number in self._control] if given else []
+        forged = {index: span for index in matches if (span := self._forged(ids[index], text, offsets[index], given))}
+        if not forged:
             return ids
-        forged = [self._forged(number, text, span, given) for number, span in zip(ids, offsets, strict=True)]
-        cuts = [span[0] + 1 for span in forged if span and span[1] - span[0] > 1]
-        if not cuts:  # no way to write a special token of a single character as text
-            return [number for number, span in zip(ids, forged, strict=True) if not span]
+        cuts = [start + 1 for start, end in forged.values() if end - start > 1]
+        if not cuts:  # a special token of one character cannot be written as text
+            return [number for index, number in enumerate(ids) if index not in forged]
         parts = []
         for start, end in itertools.pairwise([0, *cuts, len(text)]):
             within = [(max(a, start) - start, min(b, end) - start) for a, b in given if a < end and start < b]
@@ -99,9 +100,7 @@ class Encoder:
         return list(itertools.chain.from_iterable(parts))
 
     def _forged(self, number: int, text: str, span: Span, given: Sequence[Span]) -> Span | None:
-        """Where given text spells a control token, or part of it; None if the token is no such one."""
-        if number not in self._control:
-            return None
+        """Where a control token is spelt with given text; None if it is the template's own."""
         matched = text[slice(*span)]
         if number == self._unknown and matched != self._control[number]:  # a character that has no token
             return None

@@ -101,21 +101,19 @@ class Toolbox(Mapping[str, Tool]):
         """The JSON schemas, for ``apply_chat_template(tools=...)``."""
         return [tool.schema for tool in self.values()]
 
-    def subset(self, names: Collection[str], where: str) -> Toolbox:
+    def subset(self, names: Collection[str]) -> Toolbox:
         """The tools that a row may use, in this order.
 
         Args:
             names: the names in the row.
-            where: what errors call the row.
 
         Raises:
             DataError: there is no tool of such a name.
         """
-        if isinstance(names, str) or (unknown := [name for name in names if name not in self]):
-            got = repr(names) if isinstance(names, str) else repr(unknown[0])
+        if unknown := [name for name in names if not isinstance(name, str) or name not in self]:
             raise DataError(
-                f"{where}: column 'tools' must list names of environment.tools, which are {', '.join(self) or 'none'}; "
-                f"got {got}"
+                f"column 'tools' must list names of environment.tools, which are {', '.join(self) or 'none'}; got "
+                f"{unknown[0]!r:.80}"
             )
         return Toolbox(self[name] for name in dict.fromkeys(names))
 
