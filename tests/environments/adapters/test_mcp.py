@@ -13,11 +13,14 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError as ServerError
 
 from cohort.calls import run_on_loop
+from cohort.config import EnvironmentConfig
+from cohort.environments import Acting
 from cohort.environments.adapters.mcp import Server, is_server
 from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import EpisodeFailed, ToolCall, ToolError
 from cohort.environments.named import OpenToolbox
 from cohort.errors import ConfigError
+from cohort.types import Prompt
 
 
 def server(*, tools=True):
