@@ -27,21 +27,21 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from cohort.config import EvalConfig, GRPOConfig, ReportConfig, load_config, to_toml
+from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.rewards.scores import Scores
 from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
 from cohort.types import Completion, Episode, Group
 
-MAY_CHANGE_ON_RESUME: dict[str, set[str]] = {
+MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},
     "rollout": {"max_batch_size", "cache_tokens"},
     "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
     "optim": {"microbatch_tokens"},
-    "eval": set(EvalConfig.model_fields),
+    "eval": True,
     "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
-    "report": set(ReportConfig.model_fields),
+    "report": True,
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
