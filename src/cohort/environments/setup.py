@@ -92,7 +92,16 @@ class Acting:
             ConfigError: the template cannot show tools or answers, or no parser finds its calls.
         """
         settings, schemas = self.settings, self.schemas
-        bridge = Bridge.of(tokenizer, end_token_ids, variables=variables or {}, tools=schemas or None)
+        roles = {"tool"} if schemas else set()
+        roles |= {"user"} if any(shape.steps for shape in self.shapes.values()) else set()
+        bridge = Bridge.of(
+            tokenizer,
+            end_token_ids,
+            variables=variables or {},
+            tools=schemas or None,
+            roles=roles,
+            history=settings.history,
+        )
         function = settings.parser and load_function(settings.parser, what="parser")
         parser = CallParser.of(tokenizer, None, schemas, function or None) if schemas else None
         is_function = settings.history not in ("append", "template")
