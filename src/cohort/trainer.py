@@ -71,18 +71,9 @@ class GRPOTrainer:
         """The tools and environments; None without."""
         check_capabilities(LocalEngine, config)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
-        functions = config.reward.functions if reward_funcs is None else reward_funcs
-        if not functions and self.acting and self.acting.gives_rewards:
-            functions = "environment_reward"
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
-        self.rewards = RewardRunner(
-            _reward_functions(functions),
-            config.reward.weights,
-            config.reward,
-            per_token=objective.credit in ("process", "given"),
-            not_negative=_part_without_negative_rewards(objective),
-        )
+        self.rewards = self._reward_runner(reward_funcs)
         data, eval_data = _load(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
 
@@ -196,7 +187,7 @@ class GRPOTrainer:
         finally:
             self.rewards.close()
             if self.acting:
-                self.acting.host.close()
+                self.acting.close()
         if self.args.model.lora.save_merged:
             self.save_model(folder.path / "merged", merge=True)
         if best := parts.best.note():
@@ -297,6 +288,24 @@ class GRPOTrainer:
         if self.args.report.progress:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
+
+    def _reward_runner(self, given: Any) -> RewardRunner:
+        """The reward functions: those given, those of the settings, or the environment's reward."""
+        config, objective = self.args, self.objective
+        of_environment = self.acting is not None and self.acting.gives_rewards
+        if of_environment and objective.credit == "process":
+            raise ConfigError(
+                "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
+                "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
+            )
+        functions = config.reward.functions if given is None else given
+        return RewardRunner(
+            _reward_functions(functions or ("environment_reward" if of_environment else ())),
+            config.reward.weights,
+            config.reward,
+            per_token=objective.credit in ("process", "given"),
+            not_negative=_part_without_negative_rewards(objective),
+        )
 
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""

@@ -190,10 +190,6 @@ def test_values_out_of_range(name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"objective": {"credit": "process"}, "environment": {"factory": "mine.py:Game"}},
-            "credit 'process' is biased .* set objective.credit 'turns' .* or 'outcome'",
-        ),
         ({"rollout": {"num_generations": 1}}, "num_generations is 1, and scale 'group_std' compares"),
         ({"min_completion_length": 257}, r"\(257\) must be at most rollout.max_completion_length \(256\)"),
         (

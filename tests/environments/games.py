@@ -19,7 +19,7 @@ OPENING = 3
 class LetterBridge:
     """What follows a turn: an end token if there was none, the letters of the answer, an opening token."""
 
-    def after(self, messages, *, last_token):
+    def after(self, messages, *, last_token, prompt):
         letters = [ord(letter) - 95 for message in messages for letter in message["content"]]
         return [*([] if last_token == END else [END]), *letters, OPENING]
 

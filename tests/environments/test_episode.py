@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from cohort.environments.contract import Answer, EpisodeFailed
-from cohort.environments.turns import shortened
+from cohort.environments.turns import TurnFormat
 from cohort.errors import EpisodeError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
@@ -162,10 +162,11 @@ def test_long_answers_are_shortened_in_the_middle():
         def encode(self, text, add_special_tokens):
             return text.split()
 
-        def decode(self, words):
+        def decode(self, words, **_):
             return " ".join(words)
 
-    message = {"role": "tool", "content": "one two three four five six seven"}
-    assert shortened(message, Words(), 7) == message
-    short = shortened(message, Words(), 3)["content"]
+    answer = Answer(({"role": "tool", "content": "one two three four five six seven"},))
+    turn_format = TurnFormat(Words(), None, None)
+    assert turn_format.shortened(answer, 7) == answer
+    short = turn_format.shortened(answer, 3).messages[0]["content"]
     assert short == "one two\n[4 tokens are left out here]\nseven"

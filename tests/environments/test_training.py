@@ -47,9 +47,29 @@ def few_calls(completion, transcript, turns, **_):
     return -float(sum(turn.calls for turn in turns))
 
 
-def model():
+class Shop:
+    """Methods are tools; the reward comes at the end."""
+
+    def reset(self, answer):
+        self.left = answer
+
+    def add(self, a: int, b: int) -> str:
+        """Spends a and earns b.
+
+        Args:
+            a: Spent.
+            b: Earned.
+        """
+        self.left += b - a
+        return f"{self.left} left"
+
+    def get_reward(self):
+        return float(self.left)
+
+
+def model(family=FAMILY):
     torch.manual_seed(0)
-    size = len(FAMILY.tokenizer)
+    size = len(family.tokenizer)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=size,
@@ -59,22 +79,22 @@ def model():
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=1024,
-            eos_token_id=FAMILY.end_token_ids,
-            pad_token_id=FAMILY.tokenizer.pad_token_id,
+            eos_token_id=family.end_token_ids,
+            pad_token_id=family.tokenizer.pad_token_id,
         )
     )
 
 
-def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, **settings):
+def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, **settings):
     defaults = {"prompts_per_step": 2, "num_generations": 3, "max_steps": 2, "max_completion_length": 256}
     config = GRPOConfig(**defaults | {"output_dir": str(folder), "progress": False, "learning_rate": 1e-3} | settings)
     return GRPOTrainer(
-        model(),
+        model(family),
         reward_funcs,
         config,
         ROWS,
         ROWS,
-        FAMILY.tokenizer,
+        family.tokenizer,
         tools=tools,
         environment_factory=environment_factory,
     )
@@ -112,6 +132,38 @@ def test_a_run_with_an_environment_needs_no_reward_function(tmp_path):
     metrics = metrics_of(tmp_path / "run")[-1]
     assert metrics["episodes/turns"] == 3
     assert metrics["seconds/episodes_blocked"] <= metrics["seconds/episodes_waiting"] < 1
+
+
+def test_an_environment_whose_methods_are_tools(tmp_path):
+    trainer(tmp_path / "run", environment_factory=Shop, regex=CALL, max_turns=3).train()
+    rows = rows_of(tmp_path / "run")
+    for row in rows:
+        left = ROWS[row["row"]]["answer"]
+        for message in json.loads(row["messages"]):
+            for call in message.get("tool_calls", ()):
+                left += call["function"]["arguments"]["b"] - call["function"]["arguments"]["a"]
+        assert row["reward"] == row["environment_reward"] == left
+    assert any(len(row["turn_lengths"]) > 1 for row in rows)
+
+
+def test_a_rewritten_history_begins_a_segment(tmp_path):
+    """The template of Qwen3's style drops thoughts when the next message of the user follows."""
+    thoughts = r"<think>\n[0-9]\n</think>\n\n[0-9]"
+    folders = {history: tmp_path / history for history in ("append", "template")}
+    family = FAMILIES["qwen3"]
+    for history, folder in folders.items():
+        run = trainer(folder, environment_factory=Count, family=family, regex=thoughts, history=history)
+        run.train()  # its first step compares the log-probs of sampler and trainer
+    for row in rows_of(folders["append"]):
+        assert "segment_lengths" not in row
+        assert family.tokenizer.decode(row["token_ids"]).count("<think>") == 3
+    for row in rows_of(folders["template"]):
+        assert len(row["segment_lengths"]) == 3
+        assert sum(row["drawn"]) == sum(row["turn_lengths"]) == len(row["sampler_logps"])
+        last = row["token_ids"][-row["segment_lengths"][-1] :]
+        text = family.tokenizer.decode(last)
+        assert text.count("<think>") == 1  # what it thought in this turn
+        assert text.count("Go on.") == 2
 
 
 def test_a_resumed_run_is_the_run(tmp_path):
@@ -162,8 +214,9 @@ class Nothing:
         ({"tools": [add], "max_turns": 0}, "max_turns"),
         ({"environment_factory": Count, "max_environments": 2}, "must be at least the 3 completions of a prompt"),
         ({"factory": f"{__name__}:Count", "credit": "process"}, "'process' is biased"),
+        ({"environment_factory": Count, "credit": "process"}, "'process' is biased"),
     ],
-    ids=["hints", "names", "no step", "no turns", "few environments", "process"],
+    ids=["hints", "names", "no step", "no turns", "few environments", "process", "process in Python"],
 )
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr("cohort.trainer.load_policy", None)

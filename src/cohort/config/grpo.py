@@ -109,11 +109,6 @@ class GRPOConfig(Section):
         part = "scale 'group_mean'" if isinstance(scale, GroupMean) else "unlikeliness"
         if (isinstance(scale, GroupMean) or objective.unlikeliness) and min(self.reward.weights or (0,)) < 0:
             raise ValueError(f"objective.{part} needs rewards that are not negative: reward.weights has a negative one")
-        if objective.credit == "process" and self.environment.factory:
-            raise ValueError(
-                "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
-                "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
-            )
         of_rollout = objective.baseline == "batch_mean" or isinstance(scale, BatchStd)
         if of_rollout and size * self.rollout.prompts_per_step == 1:
             raise ValueError(

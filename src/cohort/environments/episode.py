@@ -27,7 +27,7 @@ from cohort.config import EnvironmentConfig
 from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.host import Host
 from cohort.environments.running import RunningEpisode, Waiting
-from cohort.environments.turns import TurnFormat, first_episode, shortened
+from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampler, Sampling, Watch
 from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
@@ -228,8 +228,7 @@ class EpisodeBatch:
         group, first = self._groups[p], self._first[p]
         if len(first) < len(group):
             return
-        shown: list[tuple[Message, ...]] = []
-        ready = []
+        shown, ready = list[tuple[Message, ...]](), list[RunningEpisode]()
         for episode in group:
             answer = first[episode.sample]
             if episode not in self._running or episode.ending:
@@ -243,8 +242,7 @@ class EpisodeBatch:
                 ready.append(episode)
         if not ready:
             return
-        if any(messages != shown[0] for messages in shown):
-            other = next(messages for messages in shown if messages != shown[0])
+        if (other := next((messages for messages in shown if messages != shown[0]), None)) is not None:
             raise EpisodeError(
                 f"the environments of one group showed different things first, {_text(shown[0])!r:.80} and "
                 f"{_text(other)!r:.80}: rewards of a group are compared, so its episodes must begin alike. Draw what "
@@ -287,8 +285,9 @@ class EpisodeBatch:
         """Extend the trajectory by the answer, or end the episode."""
         if episode not in self._running or episode.ending:
             return
+        limit = self._settings.max_observation_tokens
         try:
-            answer = future.result()
+            answer = future.result() if limit is None else self._sampler.format.shortened(future.result(), limit)
         except EpisodeFailed as failure:
             self._record(episode)
             self._finish(episode, FinishReason.ENVIRONMENT, failure)
@@ -308,16 +307,14 @@ class EpisodeBatch:
         turn, form = episode.latest, self._sampler.format
         assert turn is not None
         assert episode.number is not None
-        limit = self._settings.max_observation_tokens
-        if limit is not None:
-            messages = [shortened(message, form.tokenizer, limit) for message in messages]
         last = turn.completion.segments[-1].token_ids
-        token_ids = form.bridge.after(messages, last_token=int(last[-1]))
+        prompt = self._prompts[episode.prompt_index]
+        token_ids = form.bridge.after(messages, last_token=int(last[-1]), prompt=prompt)
         if self._settings.history != "append":
-            prompt = self._prompts[episode.prompt_index]
             whole = [message for one in episode.turns for message in one.messages]
-            rewritten = form.bridge.rewritten(prompt, form.rewrite(whole) if form.rewrite else whole)
-            if rewritten != [*last.tolist(), *token_ids]:
+            so_far = [*last.tolist(), *token_ids]
+            rewritten = form.bridge.rewritten(prompt, form.rewrite(whole) if form.rewrite else whole, so_far)
+            if rewritten != so_far:
                 if len(rewritten) >= turn.request.sampling.max_completion_length:
                     return False
                 self._engine.extend(episode.number, rewritten, rewrite=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser, ParsedTurn
+from cohort.environments.contract import Answer
 from cohort.types import Group, Message
 
 
@@ -38,25 +39,27 @@ class TurnFormat:
             return ParsedTurn(text, (), {"role": "assistant", "content": text})
         return self.parser.parse(self.text(token_ids), prefix)
 
+    def shortened(self, answer: Answer, limit: int) -> Answer:
+        """The answer with at most about ``limit`` tokens of content in each message: a note replaces the middle."""
+        return replace(answer, messages=tuple(self._shortened(message, limit) for message in answer.messages))
+
+    def _shortened(self, message: Message, limit: int) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        token_ids = self.tokenizer.encode(content, add_special_tokens=False)
+        if len(token_ids) <= limit:
+            return message
+        head, tail = token_ids[: (limit + 1) // 2], token_ids[len(token_ids) - limit // 2 :]
+        note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
+        return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
+
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Token ids decoded, with special tokens unless they are skipped."""
         text: str = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
-
-
-def shortened(message: Message, tokenizer: Any, limit: int) -> Message:
-    """The message with at most about ``limit`` tokens of content: the middle is replaced by a note."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    token_ids = tokenizer.encode(content, add_special_tokens=False)
-    if len(token_ids) <= limit:
-        return message
-    head, tail = token_ids[: (limit + 1) // 2], token_ids[len(token_ids) - limit // 2 :]
-    note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
-    return {**message, "content": f"{tokenizer.decode(head)}{note}{tokenizer.decode(tail)}"}
 
 
 def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
