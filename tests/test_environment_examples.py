@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -33,7 +34,7 @@ class StepResult:
 class GenericEnvClient:
     """As in openenv 0.10: a session of a server, which prints what programs print and rewards "42"."""
 
-    sessions = Counter()
+    sessions: ClassVar = Counter()
 
     def __init__(self, base_url):
         assert base_url == "http://localhost:8000"
