@@ -62,7 +62,7 @@ class PackedRows:
             drawn_T = torch.as_tensor(drawn_T, dtype=torch.bool, device="cpu")
             if len(drawn_T) != len(ids_T):
                 raise ValueError(f"drawn_T has {len(drawn_T)} entries for {len(ids_T)} tokens")
-            row_T, position_T = _rows_and_positions(lengths_B)
+            row_T, position_T = cls(prompt_B, ids_T, lengths_B).rows_and_positions
             used_B = torch.zeros_like(lengths_B).scatter_reduce(0, row_T, (position_T + 1) * drawn_T, "amax")
             kept_T = position_T < used_B[row_T]
             ids_T, drawn_T, lengths_B = ids_T[kept_T], drawn_T[kept_T], used_B
@@ -105,7 +105,8 @@ class PackedRows:
     @property
     def rows_and_positions(self) -> tuple[Tensor, Tensor]:
         """The row of each token, and the number of tokens before it in its row. Shape ``[T]`` each."""
-        return _rows_and_positions(self.lengths_B)
+        row_T = torch.arange(len(self.lengths_B)).repeat_interleave(self.lengths_B)
+        return row_T, torch.arange(len(row_T)) - self.starts_B[row_T]
 
     def inputs_T(self, prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         """The ids after which ``ids_T`` come: rows shifted by one, each beginning with the last token of its prompt."""
@@ -113,12 +114,6 @@ class PackedRows:
         inputs_T = self.ids_T.roll(1)
         inputs_T[self.starts_B] = last_P[self.prompt_B]
         return inputs_T
-
-
-def _rows_and_positions(lengths_B: Tensor) -> tuple[Tensor, Tensor]:
-    row_T = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    return row_T, torch.arange(len(row_T)) - starts_B[row_T]
 
 
 class Distribution:
