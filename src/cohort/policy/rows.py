@@ -142,14 +142,15 @@ class Distribution:
         self.targets_N = rows.targets_N.to(device)
         self._rows, self._prompt_ids = rows, prompt_ids
         self._penalty = repetition_penalty
-        self._support = None
-        if rows.support is not None and _excludes(rows.support):
-            self._support = _SupportMask(rows.support, self.targets_N.device)
+        self._support: tuple[Tensor, ...] = ()
+        if (support := rows.support) is not None and not bool((support.excluded_N & (support.counts_N == 0)).all()):
+            parts = (support.token_ids_U, support.counts_N, support.counts_N.cumsum(), support.excluded_N)
+            self._support = tuple(torch.from_numpy(part).to(self.targets_N.device) for part in parts)
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the softmax of the logits divided by the temperature, with no penalty and no support."""
-        return self._penalty == 1 and self._support is None
+        return self._penalty == 1 and not self._support
 
     def scores(self, logits_CV: Tensor, start: int) -> tuple[Tensor, Tensor | float]:
         """Scores ``z``, whose softmax is the distribution, of the tokens from ``start`` on, and the diagonal of
@@ -168,11 +169,22 @@ class Distribution:
         in_place = not logits_CV.requires_grad
         if self.temperature != 1:
             logits_CV = logits_CV.div_(self.temperature) if in_place else logits_CV / self.temperature
-        if self._support is not None:
-            outside_CV = self._support.outside(start, *logits_CV.shape)
+        if self._support:
+            outside_CV = self._outside(start, *logits_CV.shape)
             fill = logits_CV.masked_fill_ if in_place else logits_CV.masked_fill
             logits_CV = fill(outside_CV, -torch.inf)
         return logits_CV, factor
+
+    def _outside(self, start: int, count: int, vocabulary: int) -> Tensor:
+        """Which ids each of ``count`` tokens could not have been, boolean ``[count, V]``; see ``Support``."""
+        token_ids_U, counts_N, ends_N, excluded_N = self._support
+        stop = start + count
+        excluded_C, counts_C = excluded_N[start:stop], counts_N[start:stop]
+        token_ids_U = token_ids_U[int(ends_N[start] - counts_N[start]) : int(ends_N[stop - 1])]
+        row_U = torch.arange(count, device=counts_C.device).repeat_interleave(counts_C)
+        outside_CV = excluded_C.logical_not()[:, None].repeat(1, vocabulary)
+        outside_CV[row_U, token_ids_U.long()] = excluded_C[row_U]
+        return outside_CV
 
     def _seen(self, start: int, count: int, vocabulary: int) -> Tensor:
         """Which ids occur in the prompt or before each of ``count`` drawn tokens in its row, ``[count, V]``."""
@@ -198,29 +210,3 @@ def penalized_where(seen: Tensor, logits: Tensor, penalty: Tensor | float) -> Te
     """The repetition penalty of sampling and of the update: logits of seen tokens are divided by it where they are
     positive and multiplied where they are negative."""
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def _excludes(support: Support) -> bool:
-    """Whether some token could not have been drawn."""
-    return not bool((support.excluded_N & (support.counts_N == 0)).all())
-
-
-class _SupportMask:
-    """A support on the device, as a mask of a chunk's logits."""
-
-    def __init__(self, support: Support, device: torch.device) -> None:
-        self._token_ids_U, self._counts_N, self._excluded_N = (
-            torch.from_numpy(part).to(device) for part in (support.token_ids_U, support.counts_N, support.excluded_N)
-        )
-        self._ends_N = self._counts_N.cumsum(0)
-
-    def outside(self, start: int, count: int, vocabulary: int) -> Tensor:
-        """Which ids each of ``count`` tokens could not have been, boolean ``[count, V]``."""
-        stop = start + count
-        excluded_C, counts_C = self._excluded_N[start:stop], self._counts_N[start:stop]
-        first = int(self._ends_N[start] - self._counts_N[start])
-        token_ids_U = self._token_ids_U[first : int(self._ends_N[stop - 1])]
-        row_U = torch.arange(count, device=counts_C.device).repeat_interleave(counts_C)
-        outside_CV = excluded_C.logical_not()[:, None].repeat(1, vocabulary)
-        outside_CV[row_U, token_ids_U.long()] = excluded_C[row_U]
-        return outside_CV
