@@ -323,6 +323,8 @@ def test_an_opening_has_the_tools_and_variables_of_the_prompt():
     system, _, talk = opened.text.partition("<|im_start|>user")
     assert '"name": "weather"' in system
     assert talk.endswith("What is 2 + 40? Go!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nI")
+    without = prompt_of("qwen3", [USER])  # a row whose column `tools` is an empty list
+    assert "weather" not in bridge_of("qwen3").opening(without, "Go!").text
     system = prompt_of("qwen3", [{"role": "system", "content": "Play."}])
     assert bridge_of("qwen3", "user").opening(system, "North?").prompt == [
         *system.prompt,
@@ -391,9 +393,17 @@ def test_a_template_that_writes_the_prompt_differently_later_needs_append():
     with pytest.raises(ConfigError, match=message):
         bridge_of("qwen3_5", "user", history="template")
     bridge_of("qwen3_5", "tool", history="template")  # it keeps the thoughts while tools answer
-    messages = [{"role": "assistant", "content": "42"}, USER]
+    messages, prompt = [{"role": "assistant", "content": "42"}, USER], prompt_of("qwen3_5")
     with pytest.raises(DataError, match=message):
-        bridge_of("qwen3_5", "user").rewritten(prompt_of("qwen3_5"), messages)
+        bridge_of("qwen3_5", "user").rewritten(prompt, messages)
+    assert bridge_of("qwen3_5", "user").rewritten(prompt, messages, [1, 2, 3]) == [1, 2, 3]
+
+
+def test_what_looks_like_a_placeholder_is_text():
+    bridge, prompt = bridge_of("qwen2_5", "user"), prompt_of("qwen2_5")
+    messages = [{"role": "assistant", "content": "qzh000007 qzh000000"}, {"role": "user", "content": "qzh000000"}]
+    rewritten = FAMILIES["qwen2_5"].tokenizer.decode(bridge.rewritten(prompt, messages))
+    assert rewritten.startswith("qzh000007 qzh000000<|im_end|>\n<|im_start|>user\nqzh000000<|im_end|>")
 
 
 def test_the_description_shows_the_text_between_turns_and_who_drops_thoughts():
@@ -406,5 +416,6 @@ def test_the_description_shows_the_text_between_turns_and_who_drops_thoughts():
     )
     assert user.startswith("between turns (role 'user'): ")
     assert "drops the thoughts of earlier turns when a user's message follows" in thoughts
+    assert 'functions.{name} to=assistant<|channel|>commentary<|message|>"{text}"' in bridge_of("gptoss").describe()
     drops = {name for name in FAMILIES if "drops" in bridge_of(name, "user").describe()}
     assert drops == {"qwen3", "qwen3_5", "gptoss", "glm"}

@@ -108,7 +108,7 @@ def test_no_space_is_added_to_text_that_follows_other_text():
     tokenizer.add_tokens([special("<end>")])
     assert shown(tokenizer, "ab") == ["\u2581", "a", "b"]
     assert shown(tokenizer, "ab", inner=True) == ["a", "b"]
-    assert shown(tokenizer, "ab", Given("<end>b"), inner=True)[:3] == ["a", "b", UNKNOWN]
+    assert shown(tokenizer, "a", Given("<end>b")) == ["\u2581", "a", *[UNKNOWN] * 5, "b"]  # nor after a cut
 
 
 def test_settings_of_other_calls_have_no_effect():

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,6 +79,14 @@ def alive(pid):
 def processes(log):
     """The processes in which environments have lived, other than this one."""
     return {int(line.split()[1].split("-")[0]) for line in log.read_text().splitlines()} - {os.getpid()}
+
+
+def wait_until_it_runs(host, episode):
+    """Wait until a worker has begun with what an episode asked for."""
+    end = time.monotonic() + 30
+    while not any(call.running() for call in list(host._live[episode].running)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -350,7 +359,8 @@ def test_episodes_that_are_given_up(place, host, log):
     here.begin("acting", prompt(plan=["ok", "hang"]), 0).result(30)
     waiting = here.begin("waiting", prompt(plan=["ok"]), 0)
     acting = here.answer("acting", turn("x"))
-    time.sleep(0.1)
+    if place == "worker":
+        wait_until_it_runs(here, "acting")
     ends = [here.end("waiting"), here.end("acting")]
     assert [end.result(30).state for end in ends] == [{}, {}]
     for future in (acting, waiting):
@@ -434,9 +444,9 @@ def test_one_step_in_ten_fails(place, host, log):
     good = {name for name, plan in enumerate(plans) if set(plan) == {"ok"}}
     assert 10 < len(good) < 35
     assert kept | failed.keys() == set(range(40))
-    if place == "worker":  # neighbours of those that hang or die fail too, and say so
+    if place == "worker":  # neighbours of those that hang or die fail too, and say so; a busy machine may be slow
         assert kept <= good
-        assert all("another environment in it" in failed[name] for name in good - kept)
+        assert all(re.search("another environment in it|took more than", failed[name]) for name in good - kept)
     else:
         assert kept == good
         assert not balance(log)
@@ -445,18 +455,20 @@ def test_one_step_in_ten_fails(place, host, log):
 
 
 def test_a_function_that_blocks_the_event_loop_is_found(host):
-    free = threading.Event()
+    began, free = threading.Event(), threading.Event()
 
     async def block() -> str:
         """Blocks."""
+        began.set()
         free.wait(30)
         return "free"
 
-    here = host("", [block], call_timeout=0.2)
+    here = host("", [block], call_timeout=1.0)
     here.begin(0, prompt(), 0).result(0)
     here.check()
     blocked = here.answer(0, turn("", ToolCall("block")))
-    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 0.2 s"):
+    assert began.wait(30)
+    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 1 s"):
         here.check()
     free.set()
     assert blocked.result(30).messages[0]["content"] == "free"
@@ -540,14 +552,14 @@ def test_closing_does_not_wait_for_what_hangs(host, log, monkeypatch):
     for attempt in range(2):  # and a closed host can be used again
         here.begin(attempt, prompt(plan=["ok", "hang"]), 0).result(30)
         hanging = here.answer(attempt, turn("x"))
-        time.sleep(0.1)
+        wait_until_it_runs(here, attempt)
         ended = here.end(attempt)
         here.close()
         for future in (hanging, ended):
             assert isinstance(future.exception(10), EpisodeFailed)
     assert len(processes(log)) == 2
     assert not any(map(alive, processes(log)))
-    assert not here._homes[0]._pools  # nothing was started for the calls that failed
+    assert here._homes[0]._pool is None  # nothing was started for the calls that failed
 
 
 def test_workers_import_no_torch(host):

@@ -318,7 +318,8 @@ HACKS = {
     "exits when called": "import os\ndef f(x):\n    os._exit(0)",
     "raises SystemExit when called": "def f(x):\n    raise SystemExit(0)",
     "exits at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "an object that equals everything": f"{ANY}\ndef f(x):\n    return Any()",
+    "an object that equals everything": f"class Equal:\n    {YES}\ndef f(x):\n    return Equal()",
+    "an object that equals everything and claims to be a number": f"{ANY}\ndef f(x):\n    return Any()",
     "a number that equals everything": f"class N(int):\n    {YES}\ndef f(x):\n    return N(0)",
     "a string that equals everything": f"class N(str):\n    {YES}\ndef f(x):\n    return N('')",
     "a list of such objects": f"{ANY}\ndef f(x):\n    return [Any()]",
@@ -364,7 +365,8 @@ ASSERTS = [
 @needs_bwrap
 @pytest.mark.parametrize("name", HACKS)
 def test_hacks(name):
-    value, _, why = score(HACKS[name], ASSERTS, partial=True, test_timeout=0.3, timeout=5.0)
+    limits = {"test_timeout": 2.0, "timeout": 10.0} if name in ("answers slowly", "patches the wire") else {}
+    value, _, why = score(HACKS[name], ASSERTS, partial=True, **limits)
     assert (value, bool(why)) == (0.0, True), why
 
 
@@ -421,6 +423,7 @@ def test_a_stuck_test_and_the_next_one():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
     _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert (passed, why) == ("2/3", "test 2: TimeoutError: the test's time is over")
+    assert score(program, ["assert f(2) == 2"], timeout=1.0)[2] == "test 1: timeout"  # of all tests
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
@@ -485,9 +488,10 @@ def test_tests_that_cannot_be_run_give_no_score():
         "if False:\n    def test_a():\n        assert f(1) == 1": "the definition of test_a did not run",
         "def run():\n    if f(1) != 2: raise Exception('no')": "an empty program passes them",
         "assert True": "an empty program passes them",
+        "S().push(len)\nassert f(1) == 1": "pass a builtin_function_or_method",
     }.items():
         with pytest.raises(DataError, match=message):
-            score("def f(x): return x", tests, partial=True)
+            score("def f(x): return x\nclass S:\n    def push(self, x): pass", tests, partial=True)
 
 
 def test_without_a_sandbox_the_reward_refuses(monkeypatch, tmp_path):

@@ -36,13 +36,13 @@ class P:
     x: int
 if __name__ == "__main__":
     print([P(int(line)) for line in sys.stdin], sys.argv, __file__, open("/dev/null").read() == "")
-    print("ü", callable(help), P.__annotations__["x"] is int, file=sys.stderr)
+    print("ü", callable(help), P.__annotations__["x"] is int, "run_script" in globals(), file=sys.stderr)
     quit(3)
 """
     result = run(source, "1\n22\n")
     assert (result.outcome, result.exit_code) == (Outcome.FAILED, 3)
     assert result.stdout == "[P(x=1), P(x=22)] ['program.py'] program.py True\n"
-    assert result.stderr == "ü True True\n"
+    assert result.stderr == "ü True True False\n"
     assert 0 < result.seconds < 5
 
 

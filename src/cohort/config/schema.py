@@ -126,11 +126,6 @@ class RolloutConfig(Section):
     """Maximum number of tokens in the key-value cache, including prompts; completions that do not fit wait. Affects
     memory only, as above. Unset: as many as fit half of the free memory."""
 
-    @property
-    def replayed_penalty(self) -> float:
-        """The repetition penalty of the update's log-probs."""
-        return self.repetition_penalty if self.replay_sampling else 1.0
-
     @field_validator("json_schema")
     @classmethod
     def _read_schema(cls, value: str | None) -> str | None:

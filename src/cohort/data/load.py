@@ -14,17 +14,7 @@ import numpy as np
 from cohort.config import DataConfig, Source
 from cohort.config.data import check_set_name, parse_slice
 from cohort.data.render import Renderer, check_columns
-from cohort.data.rows import (
-    BATCH,
-    Row,
-    RowTable,
-    as_number,
-    check_column,
-    check_renames,
-    explain_none_left,
-    make_filter,
-    rename,
-)
+from cohort.data.rows import BATCH, Row, RowTable, as_number, check_column, check_renames, counted, make_filter, rename
 from cohort.data.source import is_stream, open_source, read_source, select_split
 from cohort.errors import DataError
 
@@ -287,13 +277,9 @@ def _check_rows(data: Data, mixed: bool) -> None:
 def _read(path: Any, settings: DataConfig, where: str, split: str) -> tuple[RowTable, str]:
     """The rows that the settings leave of a source, and their description."""
     rows = RowTable.of(read_source(path, where, split), settings.columns, where)
-    counts = [_count(len(rows))]
+    counts = [counted(rows)]
     if settings.filter is not None:
-        kept = rows.filter(make_filter(settings.filter, rows.columns, where))
-        if not len(kept):
-            why = explain_none_left(rows, settings.filter)
-            raise DataError(f"{where}: data.filter leaves none of {_count(len(rows))}{why}")
-        rows = kept
+        rows = rows.filter(settings.filter)
         counts.append(f"data.filter leaves {len(rows):,}")
     if settings.select is not None:
         chosen = range(len(rows))[parse_slice(settings.select)]
@@ -343,10 +329,6 @@ def _open(
     numbers, rows = map(list, zip(*used, strict=True))
     table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {}, where)
     if evaluation:
-        return table, f"the first {_count(len(rows))} of a stream", None
+        return table, f"the first {counted(rows)} of a stream", None
     words = [f"data.{setting}" for setting in ("filter", "select") if getattr(settings, setting) is not None]
     return table, ", ".join(["streamed", *words]), stream
-
-
-def _count(number: int) -> str:
-    return f"{number:,} row{'' if number == 1 else 's'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
-from cohort.data.render import Renderer
+from cohort.data.render import Renderer, ToolsOf
 from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
@@ -30,19 +30,15 @@ class LengthLimit:
 
     @classmethod
     def of(
-        cls,
-        config: DataConfig,
-        context: int | None,
-        max_completion_length: int,
-        setting: str = "rollout.max_completion_length",
+        cls, config: DataConfig, context: int | None, completion: int, setting: str = "rollout.max_completion_length"
     ) -> LengthLimit | None:
         """The smaller of ``data.max_prompt_length`` and the context length less a completion; None if neither is known.
 
         Args:
             config: the settings.
             context: context length of the model in tokens, if known.
-            max_completion_length: maximum length of a completion in tokens.
-            setting: the setting that ``max_completion_length`` comes from.
+            completion: maximum length of a completion in tokens.
+            setting: the setting that ``completion`` comes from.
 
         Raises:
             DataError: a completion alone fills the context.
@@ -51,13 +47,13 @@ class LengthLimit:
         if config.max_prompt_length is not None:
             limits.append((config.max_prompt_length, "data.max_prompt_length"))
         if context is not None:
-            if context <= max_completion_length:
+            if context <= completion:
                 raise DataError(
-                    f"{setting} ({max_completion_length:,}) leaves no room for a prompt in the model's context of "
+                    f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of "
                     f"{context:,} tokens: lower it"
                 )
-            why = f"the model's context of {context:,} less {setting}, {max_completion_length:,}"
-            limits.append((context - max_completion_length, why))
+            why = f"the model's context of {context:,} less {setting}, {completion:,}"
+            limits.append((context - completion, why))
         return cls(*min(limits), config.overlong_prompts) if limits else None
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
@@ -92,9 +88,8 @@ class PromptSet:
         name: what errors call the data.
         limit: maximum length of a prompt.
         mixed: allow text next to conversations.
-        tools: JSON schemas of the run's tools, which every conversation is rendered with; the column ``tools`` of a row
-            may list the names of some. Empty for an environment without tools. None: the run has neither, and the
-            column may hold schemas.
+        tools: with tools or an environment, the JSON schemas that a row's conversation is rendered with. None: the run
+            has neither, and the column ``tools`` may hold schemas.
 
     Raises:
         DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
@@ -109,7 +104,7 @@ class PromptSet:
         name: str = "the training data",
         limit: LengthLimit | None = None,
         mixed: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolsOf | None = None,
     ) -> None:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None

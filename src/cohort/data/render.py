@@ -41,6 +41,10 @@ def check_columns(columns: Sequence[str], where: str) -> None:
             )
 
 
+ToolsOf = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""The JSON schemas of the tools that the policy can call in the episode of a row."""
+
+
 class Renderer:
     """Makes, renders and tokenizes the prompts of one source.
 
@@ -53,10 +57,8 @@ class Renderer:
         DataError: ``data.prompt_template`` is not valid.
     """
 
-    def __init__(
-        self, config: DataConfig, tokenizer: Any = None, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        self._config, self._tokenizer, self._tools = config, tokenizer, tools
+    def __init__(self, config: DataConfig, tokenizer: Any = None, tools: ToolsOf | None = None) -> None:
+        self._config, self._tokenizer, self._tools_of = config, tokenizer, tools
         try:
             parsed = list(string.Formatter().parse(config.prompt_template or ""))
         except ValueError as error:
@@ -179,29 +181,23 @@ class Renderer:
         return text, list(content.messages), prefill, {**content.variables, **tools}
 
     def _make_with_tools(self, row: Row, where: str) -> str | Conversation:
-        """The prompt of a row, with the JSON schemas of the tools that it names."""
+        """The prompt of a row, with the JSON schemas of its tools."""
         content = self.make(row, where)
-        if isinstance(content, Conversation):
-            return replace(content, tools=self._schemas(content.tools, where))
-        if self._tools is not None:
+        if self._tools_of is None:
+            if isinstance(content, Conversation) and content.tools and isinstance(content.tools[0], str):
+                raise DataError(
+                    f"{where}: column 'tools' names {content.tools[0]!r}, and the run has no tools: set "
+                    "environment.tools, or rename the column with data.columns if it is something else"
+                )
+            return content
+        if not isinstance(content, Conversation):
             raise DataError(
                 f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
             )
-        return content
-
-    def _schemas(self, given: Sequence[Any] | None, where: str) -> Sequence[Mapping[str, Any]] | None:
-        if given and not isinstance(given[0], str):
-            if self._tools:
-                raise DataError(f"{where}: column 'tools' must list names of the run's tools, got JSON schemas")
-            return given
-        known = {tool["function"]["name"]: tool for tool in self._tools or ()}
-        names = list(known) if given is None else given
-        if unknown := [name for name in names if name not in known]:
-            raise DataError(
-                f"{where}: column 'tools' names {unknown[0]!r}; the run's tools are: {', '.join(known) or 'none'}. Set "
-                "environment.tools, or rename the column with data.columns if it is something else"
-            )
-        return [known[name] for name in names] or None
+        try:
+            return replace(content, tools=self._tools_of({**row, "tools": content.tools}) or None)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
 
 
 def _checked_messages(messages: list[Any], where: str) -> list[Message]:

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from cohort.environments.encoding import Encoder
-from cohort.environments.probes import Continuation, Roles, TemplateProbe
-from cohort.environments.skeleton import fill, learn, placeholder, show, surrounded
+from cohort.environments.probes import Continuation, Roles, TemplateProbe, fields
+from cohort.environments.skeleton import fill, free_placeholders, learn, surrounded
 from cohort.errors import ConfigError, DataError
 from cohort.types import Message, Prompt
 
@@ -102,9 +102,8 @@ class Bridge:
         bridge._drops_thoughts = [role for role in roles if probe.drops_thoughts(role, bridge._variables)]
         if history != "append":
             for role in roles:
-                start, text = probe.prompt_with_turn(role, bridge._variables)
-                if not text.startswith(start):
-                    raise ConfigError(_prompt_changes(start, text))
+                if changed := probe.changed_prompt(role, bridge._variables):
+                    raise ConfigError(_prompt_changes(*changed))
         return bridge
 
     def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
@@ -122,11 +121,10 @@ class Bridge:
         """
         variables = self._variables if prompt is None else _variables(prompt)
         found = self._continuation(tuple(message["role"] for message in messages), variables)
-        texts = {}
+        texts: dict[str, str] = {}
         for index, message in enumerate(messages):
-            texts[placeholder(3 * index)] = _text(message)
-            texts[placeholder(3 * index + 1)] = str(message.get("name") or "tool")
-            texts[placeholder(3 * index + 2)] = str(message.get("tool_call_id") or f"call{index:05}")
+            name, call_id = message.get("name") or "tool", message.get("tool_call_id") or f"call{index:05}"
+            texts.update(zip(fields(index), (_text(message), str(name), str(call_id)), strict=True))
         pieces = fill(found.pieces, texts)
         end = None if last_token is None else self._ends.get(last_token)
         if end and found.closing and (found.always_closes or end == found.closing):
@@ -140,9 +138,10 @@ class Bridge:
 
         Raises:
             DataError: the template refuses the messages, or the content of one is not text.
+            ConfigError: the template does something unknown to the texts.
         """
         shown = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        texts = {placeholder(index): _text(message) for index, message in enumerate(shown)}
+        texts = dict(zip(free_placeholders(repr(prompt.prompt)), map(_text, shown), strict=False))
 
         def messages(texts: Iterable[str]) -> list[Message]:
             found = list(_conversation(prompt))
@@ -164,38 +163,39 @@ class Bridge:
             prompt: the prompt of the episode.
             messages: all messages after it. The first one is the assistant's and includes the prompt's prefill.
             tokens: the ids after the prompt so far, those of ``after`` included. They are returned if they spell what
-                the template writes, or if it refuses the conversation, such as answers to a malformed call.
+                the template writes, and where the errors below would be raised without them: what the policy wrote,
+                such as a malformed call, must not end the run.
 
         Raises:
-            DataError: the template writes the prompt itself differently, or refuses the conversation and there are no
-                ``tokens``.
+            DataError: the template refuses the conversation, or writes the prompt itself differently.
+            ConfigError: the template does something unknown to the texts.
         """
-        guard = Guard(self._encoder)
+        guard = Guard(self._encoder, messages)
         before = _conversation(prompt)
         if before[-1]["role"] == "assistant":  # begun in the prompt; the first message is all of it
             before = before[:-1]
         plain = [guard.message(message) for message in messages]
         marked = [
-            {**one, "content": surrounded(one["content"])} if one["content"] in guard.contents else one for one in plain
+            one if one["role"] == "assistant" else {**one, "content": surrounded(one["content"])} for one in plain
         ]
+        start = self._render(_conversation(prompt), prompt)
         try:
             text, marked_text = (self._render([*before, *after], prompt) for after in (plain, marked))
+            if not text.startswith(start):
+                raise DataError(_prompt_changes(start, text))
         except DataError:
             if not tokens:
                 raise
             return list(tokens)
-        start = self._render(_conversation(prompt), prompt)
-        if not text.startswith(start):
-            raise DataError(_prompt_changes(start, text))
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
-        if tokens and self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
+        if self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
             return list(tokens)
         return self._encoder.encode(pieces, inner=True)
 
     def describe(self) -> str:
         """What the template writes after a turn, and where it drops thoughts, for the start of the run."""
         lines = [
-            f"between turns (role {roles[0]!r}): {show(found.pieces)}"
+            f"between turns (role {roles[0]!r}): {found}"
             for (_, roles), found in self._continuations.items()
             if len(roles) == 1
         ]
@@ -234,8 +234,8 @@ class Guard:
     because templates look for them.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: Encoder, messages: Sequence[Message]) -> None:
+        self._encoder, self._free = encoder, free_placeholders(repr(messages))
         self.texts: dict[str, str] = {}
         """The text of each placeholder."""
         self.contents: set[str] = set()
@@ -246,9 +246,9 @@ class Guard:
         """The message with placeholders."""
         guarded: dict[str, Any] = {**self._guarded(message)}
         if message["role"] != "assistant":
-            self.contents.add(hole := placeholder(len(self.texts)))
+            guarded["content"] = hole = next(self._free)
             self.texts[hole] = _text(message)
-            guarded["content"] = hole
+            self.contents.add(hole)
         return guarded
 
     def _guarded(self, value: Any, key: str = "") -> Any:
@@ -266,8 +266,8 @@ class Guard:
     def _hole(self, text: str) -> str:
         """The placeholder of a text: always the same, as templates look for the call of an answer by its id."""
         if text not in self._holes:
-            self._holes[text] = placeholder(len(self.texts))
-            self.texts[self._holes[text]] = text
+            self._holes[text] = hole = next(self._free)
+            self.texts[hole] = text
         return self._holes[text]
 
 

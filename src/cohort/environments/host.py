@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -94,7 +96,7 @@ class Host:
         shape, names = choose(self._shapes, row), row.get("tools")
         if names is None:
             return self._boxes[shape]
-        allowed = self._toolbox.subset(names, "a row")
+        allowed = self._toolbox.subset(json.loads(names) if isinstance(names, str) else names)
         return Toolbox([*allowed.values(), *shape.tools.values()]) if shape else allowed
 
     def begin(self, episode: Hashable, prompt: Prompt, seed: int) -> Future[Answer]:
@@ -114,6 +116,9 @@ class Host:
         assert episode not in self._live, f"episode {episode} has begun already"
         if not self._open:
             self._open = True
+            # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
+            # registered with the first: now at the latest, so that environments are closed before it runs.
+            weakref.finalize(self, bool)
             atexit.register(self.close)
         row, shape = prompt.columns, choose(self._shapes, prompt.columns)
         live = _Live(self.tools(row), shape, next(_numbers))

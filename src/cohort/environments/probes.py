@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.environments.encoding import Encoder
-from cohort.environments.skeleton import Pieces, find_placeholders, learn, placeholder, surrounded
+from cohort.environments.skeleton import Hole, Pieces, find_placeholders, learn, placeholder, surrounded
 from cohort.errors import ConfigError
 from cohort.types import Message
 
@@ -30,6 +30,10 @@ class Continuation:
     always_closes: bool
     """Whether the template also closes a turn that nothing follows. If not, the closing is the beginning of the next
     message, as in GLM's templates."""
+
+    def __str__(self) -> str:
+        names = ("{text}", "{name}", "{id}")
+        return "".join(names[one.number % 3] if isinstance(one, Hole) else repr(one)[1:-1] for one in self.pieces)
 
 
 class TemplateProbe:
@@ -56,13 +60,15 @@ class TemplateProbe:
         self._ends = [end for end in ends if encoder.control_token(end) == end]
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any], **options: bool) -> str:
-        """What the template writes; raises what it raises."""
-        options = options or {"add_generation_prompt": True}
+        """What the template writes; raises what it raises.
+
+        Args:
+            messages: the conversation.
+            arguments: variables of the template, and ``tools``.
+            options: of ``apply_chat_template``.
+        """
         text: str = self._tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=self._template,
-            tokenize=False,
-            **{"tools": self._tools, **arguments, **options},
+            list(messages), chat_template=self._template, tokenize=False, **arguments, **options
         )
         return text
 
@@ -101,7 +107,7 @@ class TemplateProbe:
             return
         named = [{**tool, "function": {**tool["function"], "name": ANSWER}} for tool in self._tools]
         try:
-            shows = ANSWER in self.render([USER], {**variables, "tools": named})
+            shows = ANSWER in self._render([USER], {**variables, "tools": named})
             reason = "it does not read the variable `tools`"
         except Exception as error:  # templates raise Jinja errors of many kinds
             shows, reason = False, f"it refuses them ({error!s:.200})"
@@ -116,22 +122,30 @@ class TemplateProbe:
         for turn in _turns((role,)):
             for thinking in (_thinking_aloud(turn), {**turn, "reasoning_content": THOUGHT, "thinking": THOUGHT}):
                 try:
-                    shown = THOUGHT in self.render([USER, thinking], variables, add_generation_prompt=False)
-                    if shown and THOUGHT not in self.render([USER, thinking, *placeholders((role,))], variables):
+                    shown = THOUGHT in self._render([USER, thinking], variables, generate=False)
+                    if shown and THOUGHT not in self._render([USER, thinking, *placeholders((role,))], variables):
                         return True
                 except Exception:  # the template takes turns of another form
                     continue
         return False
 
-    def prompt_with_turn(self, role: str, variables: Mapping[str, Any]) -> tuple[str, str]:
-        """A prompt, and the same with a turn and a message after it."""
-        start = self.render([USER], variables)
+    def changed_prompt(self, role: str, variables: Mapping[str, Any]) -> tuple[str, str] | None:
+        """A prompt, and what the template writes instead when turns and messages of this role follow, with thoughts or
+        without. None if it writes the prompt.
+        """
+        start, text = self._render([USER], variables), ""
         for turn in _turns((role,)):
-            try:
-                return start, self.render([USER, turn, *placeholders((role,))], variables)
-            except Exception:  # the template takes turns of another form
-                continue
-        return start, start
+            for said in (turn, _thinking_aloud(turn)):
+                try:
+                    text = self._render([USER, said, *placeholders((role,))], variables)
+                except Exception:  # the template takes turns of another form
+                    continue
+                if text.startswith(start):
+                    return None
+        return start, text
+
+    def _render(self, messages: Sequence[Message], variables: Mapping[str, Any], *, generate: bool = True) -> str:
+        return self.render(messages, {"tools": self._tools, **variables}, add_generation_prompt=generate)
 
     def _tail(
         self,
@@ -147,7 +161,7 @@ class TemplateProbe:
         """
         messages = [*conversation, *placeholders(roles, wrap)]
         try:
-            text = self.render(messages, variables, add_generation_prompt=generate)
+            text = self._render(messages, variables, generate=generate)
         except Exception:  # templates raise Jinja errors of many kinds
             return None
         found = (text.rfind(sentinel) + len(sentinel) for sentinel in (ANSWER, ARGUMENT) if sentinel in text)
@@ -173,7 +187,7 @@ class TemplateProbe:
         """Why the template shows no messages of these roles."""
         for turn in _turns(roles):
             try:
-                self.render([USER, turn, *placeholders(roles)], variables)
+                self._render([USER, turn, *placeholders(roles)], variables)
             except Exception as error:
                 reason = f"it refuses them ({error!s:.200})"
             else:
@@ -181,18 +195,24 @@ class TemplateProbe:
         return reason
 
 
-def placeholders(roles: Roles, wrap: Callable[[str], str] = str) -> list[Message]:
-    """Messages of placeholders: three per message, for its text, and a tool's name and the id of its call."""
-    names = [[placeholder(3 * index + field) for field in range(3)] for index in range(len(roles))]
-    return [
-        {"role": role, "content": wrap(text), **({"name": name, "tool_call_id": call} if role == "tool" else {})}
-        for role, (text, name, call) in zip(roles, names, strict=True)
-    ]
+def fields(index: int) -> list[str]:
+    """The placeholders of a message: its text, a tool's name, the id of its call."""
+    return [placeholder(3 * index + field) for field in range(3)]
 
 
 def contents(roles: Roles) -> list[str]:
     """The placeholders of the texts."""
-    return [placeholder(3 * index) for index in range(len(roles))]
+    return [fields(index)[0] for index in range(len(roles))]
+
+
+def placeholders(roles: Roles, wrap: Callable[[str], str] = str) -> list[Message]:
+    """Messages of placeholders."""
+    messages: list[Message] = []
+    for index, role in enumerate(roles):
+        text, name, call_id = fields(index)
+        of_tool = {"name": name, "tool_call_id": call_id} if role == "tool" else {}
+        messages.append({"role": role, "content": wrap(text), **of_tool})
+    return messages
 
 
 def _turns(roles: Roles) -> Iterator[Message]:
@@ -202,12 +222,8 @@ def _turns(roles: Roles) -> Iterator[Message]:
     for count in dict.fromkeys((roles.count("tool"), min(roles.count("tool"), 1))):
         for arguments in ({"x": ARGUMENT}, f'{{"x": "{ARGUMENT}"}}') if count else ():
             calls = [
-                {
-                    "type": "function",
-                    "id": placeholder(3 * index + 2),
-                    "function": {"name": placeholder(3 * index + 1), "arguments": arguments},
-                }
-                for index in range(count)
+                {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+                for _, name, call_id in map(fields, range(count))
             ]
             yield {**SPOKEN, "tool_calls": calls}
             yield {**SPOKEN, "content": "", "tool_calls": calls}

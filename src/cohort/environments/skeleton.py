@@ -10,9 +10,10 @@ stripped, as JSON) is learned from a second rendering, with characters around ea
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cohort.environments.encoding import Given
@@ -47,6 +48,12 @@ def find_placeholders(text: str) -> list[str]:
     return _HOLE.findall(text)
 
 
+def free_placeholders(text: str) -> Iterator[str]:
+    """Placeholders that do not occur in a text."""
+    taken = set(find_placeholders(text))
+    return (one for one in map(placeholder, itertools.count()) if one not in taken)
+
+
 def surrounded(text: str) -> str:
     """A text for the second rendering."""
     return LEFT + text + RIGHT
@@ -58,6 +65,11 @@ class Hole:
 
     placeholder: str
     change: Callable[[str], str]
+
+    @property
+    def number(self) -> int:
+        """The placeholder's."""
+        return int(self.placeholder[3:])
 
 
 Pieces = Sequence[str | Hole]
@@ -98,10 +110,8 @@ def learn(rendered: str, rendered_surrounded: str, contents: Collection[str]) ->
 
 
 def fill(pieces: Pieces, texts: Mapping[str, str]) -> list[str]:
-    """The pieces with texts in their holes."""
-    return [Given(one.change(texts[one.placeholder])) if isinstance(one, Hole) else one for one in pieces]
-
-
-def show(pieces: Pieces) -> str:
-    """The pieces on one line, for people."""
-    return "".join("{text}" if isinstance(one, Hole) else repr(one)[1:-1] for one in pieces)
+    """The pieces with texts in their holes. A placeholder that has no text stands for itself."""
+    return [
+        Given(one.change(texts.get(one.placeholder, one.placeholder))) if isinstance(one, Hole) else one
+        for one in pieces
+    ]

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import IO
 
 from cohort.config import ModelConfig, RolloutConfig
+from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
-from cohort.generate.show import InOrder, Meter, TextStream, headline, record, write_stdout
-from cohort.policy import load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, TokenEvent, Watch, local_engine
+from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
+from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
 from cohort.runs import as_json
 from cohort.types import Completion, FinishReason, Group
 
@@ -53,11 +54,16 @@ class Job:
         self.request = request
         request.check()
         sampling = request.sampling()
+        self.acting = request.acting()
         self.rows = read_rows(request)
         resolve_device(request.device or "auto")
         _check_folder(request.model)
         self.tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-        self.prompts = render(request, self.rows, self.tokenizer)
+        self.turn_format: TurnFormat | None = None
+        if self.acting:
+            ends = end_token_ids(request.model, self.tokenizer)
+            self.turn_format = self.acting.turn_format(self.tokenizer, ends)
+        self.prompts = render(request, self.rows, self.tokenizer, self.acting)
         self.config = read_config(request.model, trust_remote_code=request.trust_remote_code)
         sampling = with_prefix(request, sampling, self.tokenizer, self.config)
         self.samplings = within_context(request, self.prompts, sampling, self.config)
@@ -70,7 +76,7 @@ class Job:
     @property
     def streams(self) -> bool:
         """Whether the text is printed token by token: a single completion that is not written to a file."""
-        return self.request.output is None and self.total == 1
+        return self.request.output is None and self.total == 1 and self.acting is None
 
     def run(self) -> int:
         """Load the model, sample and show; return the exit code.
@@ -91,6 +97,8 @@ class Job:
                 self._sample(engine, results, meter, interrupted)
             finally:
                 results.flush()
+                if self.acting:
+                    self.acting.close()
             seconds = time.monotonic() - started
         self._log(results.summary(seconds))
         if results.reasons[FinishReason.CANCELLED]:
@@ -129,6 +137,9 @@ class Job:
             meter.count()
             results.add(first + index, sample, completion)
 
+        sampler: Sampler = engine
+        if self.acting and self.turn_format:
+            sampler = self.acting.sampler(engine, self.turn_format)
         size = max(1, BATCHES_PER_CALL * self.request.batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
@@ -138,7 +149,7 @@ class Job:
             else:
                 each_token = on_token if stream or meter.shown else None
                 watch = Watch(each_token, partial(on_completion, first), cancelled=interrupted)
-                groups = engine.generate(prompts, count, samplings, key, watch)
+                groups = sampler.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):
                 for sample, completion in enumerate(group.completions):
                     results.add(index, sample, completion)  # includes those that were never started
@@ -151,7 +162,7 @@ class Job:
             if file is None:
                 prompt = self.prompts[index] if len(self.prompts) > 1 else None
                 head = headline(prompt, sample if self.request.count > 1 else None, completion)
-                write_stdout(f"{head}\n{completion.text}\n\n")
+                write_stdout(f"{head}\n{transcript(completion)}\n\n")
             else:
                 line = record(self.rows[index], index, sample, completion)
                 file.write(as_json(line, ensure_ascii=False, default=str))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -18,7 +21,7 @@ from cohort.data import Row
 from cohort.generate.request import shortened
 from cohort.rollout.stops import REPLACEMENT
 from cohort.rollout.trajectory import decode
-from cohort.types import Completion, FinishReason, Prompt
+from cohort.types import Completion, FinishReason, Prompt, Segment
 
 LOOKBACK = 16
 """Minimum number of tokens that ``TextStream`` decodes together."""
@@ -176,21 +179,41 @@ def _is_pipe(file: IO[str]) -> bool:
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
-    (segment,) = completion.segments
-    ids = segment.token_ids.tolist()
-    forced = [None] * (len(ids) - completion.num_tokens)  # log-probs of the prefix's tokens, which were not drawn
-    full = {} if completion.full_logps is None else {"full_logps": [*forced, *completion.full_logps.tolist()]}
+    full_logps, episode = completion.full_logps, completion.episode
+    token_ids = [token for segment in completion.segments for token in segment.token_ids.tolist()]
     return {
         "prompt": row["prompt"],
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": ids,
-        "logps": [*forced, *completion.sampler_logps.tolist()],
-        **full,
+        "token_ids": token_ids,
+        "logps": _by_token(completion.sampler_logps, completion.segments),
+        **({} if full_logps is None else {"full_logps": _by_token(full_logps, completion.segments)}),
+        **({} if episode is None else {"messages": episode.messages, "environment_reward": episode.reward}),
         "finish_reason": str(completion.finish_reason),
         **{column: value for column, value in row.items() if column != "prompt"},
     }
+
+
+def _by_token(logps_N: NDArray[np.float64], segments: Sequence[Segment]) -> list[float | None]:
+    """One entry per token of the segments; null for tokens that were not drawn: of a prefix, or of answers."""
+    drawn = iter(logps_N.tolist())
+    flags = [[True] * len(s.token_ids) if s.drawn is None else s.drawn.tolist() for s in segments]
+    return [next(drawn) if flag else None for one in flags for flag in one]
+
+
+def transcript(completion: Completion) -> str:
+    """The text of a completion; of an episode, its messages."""
+    if completion.episode is None:
+        return completion.text
+    lines = []
+    for message in completion.episode.messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        speaker = " ".join(filter(None, [str(message["role"]), message.get("name")]))
+        lines.append(f"{speaker}: {' '.join(filter(None, [str(message.get('content') or ''), *calls]))}")
+    if completion.episode.error:
+        lines.append(f"failed: {completion.episode.error}")
+    return "\n".join(lines)
 
 
 def headline(prompt: Prompt | None, sample: int | None, completion: Completion) -> str:

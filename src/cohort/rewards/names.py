@@ -44,10 +44,9 @@ class BuiltinReward:
     program: str | None = None
     """Required program. The function checks for it."""
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Any:
         """Import the function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
-        return function
+        return getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
 
 
 BUILTIN_REWARDS: dict[str, BuiltinReward] = {

@@ -17,8 +17,8 @@ from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, unique_names
-from cohort.rewards.scores import Position, Task, combine, extra_column
-from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Scores, Turn
+from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from cohort.workers import CallFailed
 
 log = logging.getLogger("cohort.rewards")
@@ -172,10 +172,14 @@ class Scoring:
     def __init__(
         self, runner: RewardRunner, prompts: Sequence[Prompt], num_generations: int, state: TrainerState, on_error: str
     ) -> None:
-        self._runner, self._prompts = runner, prompts
+        self._runner, self._prompts = runner, list(prompts)
         self._num_generations, self._state, self._on_error = num_generations, state, on_error
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
+
+    def on_prompt(self, prompt_index: int, prompt: Prompt) -> None:
+        """Replace a prompt, to which an environment has added something. For ``rollout.Watch.on_prompt``."""
+        self._prompts[prompt_index] = prompt
 
     def on_completion(self, prompt_index: int, sample: int, completion: Completion) -> None:
         """Start the background calls that a completion makes possible. For ``rollout.Watch.on_completion``."""
@@ -197,6 +201,7 @@ class Scoring:
             RewardError: a function broke its contract; all calls of a function failed; or one failed and the settings
                 stop on errors.
         """
+        self._prompts = [group.prompt for group in groups]
         self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
         for function in self._runner.functions:
             for positions in _split(function.per, list(self._completions)):
