@@ -94,7 +94,7 @@ class EpisodeSampler(Sampler):
     def metrics(self) -> dict[str, float]:
         """Seconds of waiting since the last call."""
         waiting, self.waiting = self.waiting, Waiting()
-        return {
+        return self.engine.metrics() | {
             "seconds/episodes_waiting": waiting.seconds,
             "seconds/episodes_blocked": waiting.blocked,
         }
