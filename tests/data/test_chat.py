@@ -89,22 +89,28 @@ OTHER_TOOL = {"type": "function", "function": {"name": "find", "parameters": {"t
 
 
 def prompts_with_tools(rows, tools, template=QWEN3, **settings):
-    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings), tools=tools)[:]
+    named = {tool["function"]["name"]: tool for tool in tools or []}
+
+    def tools_of(row):
+        if unknown := [name for name in row["tools"] or [] if name not in named]:
+            raise DataError(f"there is no tool {unknown[0]}")
+        return list(named.values()) if row["tools"] is None else [named[name] for name in row["tools"]]
+
+    tools_of = None if tools is None else tools_of
+    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings), tools=tools_of)[:]
 
 
 def test_every_conversation_has_the_tools_of_the_run():
     rows = [{"prompt": [USER], "tools": names} for names in (None, ["find"], '["find", "add"]', [])]
-    both, find, same, none = prompts_with_tools(
-        rows, [TOOL, OTHER_TOOL], chat_template_kwargs={"enable_thinking": False}
+    all_tools, find, same, none = prompts_with_tools(
+        rows, [TOOL, OTHER_TOOL], chat_template_kwargs={"enable_thinking": True}
     )
-    assert both.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
-    assert find.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
-    assert same.text == both.text.replace(
-        json.dumps(TOOL) + "\n" + json.dumps(OTHER_TOOL), json.dumps(OTHER_TOOL) + "\n" + json.dumps(TOOL)
-    )
-    assert none.text.startswith("<|im_start|>user")
-    assert find.template_arguments == {"enable_thinking": False, "tools": [OTHER_TOOL]}
-    assert none.template_arguments == {"enable_thinking": False}
+    head, first, second = "<|im_start|>system\nTools:\n", json.dumps(TOOL), json.dumps(OTHER_TOOL)
+    assert all_tools.text.startswith(f"{head}{first}\n{second}\n<|im_end|>")
+    assert find.text.startswith(f"{head}{second}\n<|im_end|>")
+    assert same.text.startswith(f"{head}{second}\n{first}\n<|im_end|>")
+    assert find.template_arguments == {"enable_thinking": True, "tools": [OTHER_TOOL]}
+    assert (none.text.startswith("<|im_start|>user"), none.template_arguments) == (True, {"enable_thinking": True})
 
 
 @pytest.mark.parametrize(
@@ -112,9 +118,8 @@ def test_every_conversation_has_the_tools_of_the_run():
     [
         ({"prompt": "1+1", "tools": []}, [TOOL], "row 0: the prompt is text; .* set data.format to 'chat'"),
         ({"prompt": "1+1"}, [], "row 0: the prompt is text; tools and environments need conversations"),
-        ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: column 'tools' names 'saw'; the run's tools are: add"),
-        ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw'; the run's tools are: none. Set environment.tools"),
-        ({"prompt": [USER], "tools": [TOOL]}, [TOOL], "row 0: column 'tools' must list names of the run's tools"),
+        ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: there is no tool saw"),
+        ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw', and the run has no tools: set environment.tools"),
         (
             {"prompt": [USER], "tools": [TOOL, "add"]},
             [TOOL],
