@@ -100,16 +100,11 @@ class Acting:
         settings, schemas = self.settings, self.schemas
         roles = {"tool"} if schemas else set()
         roles |= {"user"} if any(shape.steps for shape in self.shapes.values()) else set()
-        bridge = Bridge.of(
-            tokenizer,
-            end_token_ids,
-            variables=variables or {},
-            tools=schemas or None,
-            roles=roles,
-            history=settings.history,
+        bridge = Bridge(
+            tokenizer, end_token_ids, variables=variables, tools=schemas, roles=roles, history=settings.history
         )
-        function = settings.parser and load_function(settings.parser, what="parser")
-        parser = CallParser.of(tokenizer, None, schemas, function or None) if schemas else None
+        function = load_function(settings.parser, what="parser") if settings.parser else None
+        parser = CallParser.of(tokenizer, schemas, function) if schemas else None
         is_function = settings.history not in ("append", "template")
         rewrite = load_function(settings.history, what="history") if is_function else None
         return TurnFormat(tokenizer, bridge, parser, rewrite)
