@@ -14,6 +14,7 @@ USER = {"role": "user", "content": "1+1?"}
 TALK = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"}]
 BEGUN = [USER, {"role": "assistant", "content": "The sum"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+NO_PROMPT = CHATML.split("\n{%- if add")[0]
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -120,11 +121,7 @@ def test_every_conversation_has_the_tools_of_the_run():
         ({"prompt": "1+1"}, [], "row 0: the prompt is text; tools and environments need conversations"),
         ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: there is no tool saw"),
         ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw', and the run has no tools: set environment.tools"),
-        (
-            {"prompt": [USER], "tools": [TOOL, "add"]},
-            [TOOL],
-            "must be a list of JSON schemas of functions, or of names",
-        ),
+        ({"prompt": [USER], "tools": [TOOL, "add"]}, [TOOL], "must be a list of JSON schemas of functions, or of name"),
     ],
 )
 def test_rows_that_do_not_go_with_the_tools_of_the_run(row, tools, message):
@@ -189,13 +186,7 @@ def user(content):
 @pytest.mark.parametrize(
     ("template", "messages", "row", "settings", "message"),
     [
-        (
-            CHATML.split("\n{%- if add")[0],
-            TALK,
-            {},
-            {},
-            "the chat template writes no generation prompt: .* Set data.chat",
-        ),
+        (NO_PROMPT, TALK, {}, {}, "the chat template writes no generation prompt: .* Set data.chat_template"),
         ("{% if true %}Answer!{% endif %}", [USER], {}, {}, "the chat template does not show the messages"),
         (None, TALK, {}, {}, "no chat template: set data.format to 'text' for string prompts"),
         (MISTRAL, [{"role": "tool", "content": "x"}], {}, {}, "row 0: the chat template refused the messages: only us"),
