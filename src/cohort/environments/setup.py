@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 from cohort.config import EnvironmentConfig
+from cohort.environments.adapters import mcp
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
 from cohort.environments.episode import EpisodeSampler
 from cohort.environments.host import Host
-from cohort.environments.named import OpenToolbox
 from cohort.environments.shapes import Shape, choose, find_environments
+from cohort.environments.tools import Toolbox
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
@@ -24,9 +26,11 @@ class Acting:
     """The tools and environments of a run, and where they run."""
 
     settings: EnvironmentConfig
-    toolbox: OpenToolbox
+    toolbox: Toolbox
     shapes: Mapping[str, Shape]
     host: Host
+    servers: ExitStack
+    """The connections to servers of tools."""
 
     @classmethod
     def of(
@@ -50,19 +54,19 @@ class Acting:
                 f"environment.max_environments ({settings.max_environments}) must be at least the {group_size} "
                 "completions of a prompt: their environments begin together"
             )
-        toolbox = OpenToolbox([*settings.tools, *tools])
-        if not toolbox and not shapes:
-            return None
-        try:
-            return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings))
-        except BaseException:
-            toolbox.close()
-            raise
+        given: list[Any] = []
+        with ExitStack() as servers:
+            for one in (*settings.tools, *tools):
+                given += servers.enter_context(closing(mcp.Server(one))).tools if mcp.is_server(one) else [one]
+            toolbox = Toolbox(given)
+            if not toolbox and not shapes:
+                return None
+            return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings), servers.pop_all())
 
     def close(self) -> None:
         """End all episodes, stop the worker processes, and close the connections to servers of tools. Idempotent."""
         self.host.close()
-        self.toolbox.close()
+        self.servers.close()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
