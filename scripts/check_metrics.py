@@ -16,6 +16,7 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohort import GRPOConfig, GRPOTrainer
+from cohort.environments import Step
 from cohort.policy import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -25,16 +26,30 @@ OBJECTIVES: tuple[dict[str, Any], ...] = (
     {"preset": "dapo", "beta": 0.1, "num_iterations": 2},
     {"preset": "grpo_v32", "entropy": {"coefficient": 0.01}, "term_norms_steps": 1},
     {"preset": "gspo_token", "mismatch": ["weight", "veto"]},
+    {"preset": "default", "max_turns": 2, "format": "chat", "max_completion_length": 64},
 )
 
 
+class Counter:
+    """An environment of two turns."""
+
+    def reset(self) -> None:
+        """Begin an episode."""
+        self.turns = 0
+
+    def step(self, _text: str) -> Step:
+        """Answer a turn."""
+        self.turns += 1
+        return Step("Again.", reward=1.0, done=self.turns == 2)
+
+
 def reward(
-    completions: list[str], log_extra: Callable[..., None], log_metric: Callable[..., None], **_: Any
+    completions: list[Any], log_extra: Callable[..., None], log_metric: Callable[..., None], **_: Any
 ) -> list[float]:
     """Something that a random model scores differently on, and something logged of each kind."""
     log_extra("answer", completions)
     log_metric("reward", 1.0)
-    return [sum(character.isdigit() for character in text) / (len(text) + 1) for text in completions]
+    return [sum(character.isdigit() for character in str(text)) / (len(text) + 1) for text in completions]
 
 
 def logged_keys(objective: dict[str, Any], folder: Path, *, named: bool) -> set[str]:
@@ -46,7 +61,6 @@ def logged_keys(objective: dict[str, Any], folder: Path, *, named: bool) -> set[
     config = GRPOConfig(
         prompts_per_step=2,
         num_generations=3,
-        max_completion_length=6,
         precision="float32",
         device="cpu",
         max_steps=2,
@@ -54,10 +68,11 @@ def logged_keys(objective: dict[str, Any], folder: Path, *, named: bool) -> set[
         output_dir=str(folder / "run"),
         num_generations_eval=2,
         maj_at_k=[1],
-        **objective,
+        **{"max_completion_length": 6} | objective,
     )
     sets = {"small": rows[:2]} if named else rows[:2]
-    trainer = GRPOTrainer(model, reward, config, rows, sets, processing_class=tokenizer)
+    factory = Counter if "max_turns" in objective else None
+    trainer = GRPOTrainer(model, reward, config, rows, sets, tokenizer, environment_factory=factory)
     return {key for metrics in trainer.steps() for key in metrics}
 
 

@@ -91,6 +91,13 @@ def test_errors_from_python(arguments, error, message):
     assert isinstance(caught.value, ValueError)
 
 
+def test_evaluation_items_are_held_out():
+    pytest.importorskip("reasoning_gym")
+    data = {"train": "reasoning_gym:lcm?size=4", "eval": {"lcm": "reasoning_gym:lcm?size=2&seed=1"}}
+    with pytest.raises(DataError, match="items of reasoning_gym:lcm in common"):
+        GRPOTrainer(DEMO_MODEL, digits_reward, GRPOConfig(data=data, prompts_per_step=4))
+
+
 def test_a_model_in_memory_needs_a_tokenizer():
     with pytest.raises(ModelError, match="pass processing_class"):
         GRPOTrainer(tiny_llama(), digits_reward, GRPOConfig(**SETTINGS), ROWS)

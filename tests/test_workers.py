@@ -68,18 +68,18 @@ def test_functions_of_files(workers, tmp_path):
         (tmp_path / str(number) / "same.py").write_text(f"def f(): return {number}\n")
     functions = [load_function(f"{tmp_path}/{number}/same.py:f", what="reward") for number in (1, 2)]
     assert [workers.submit(function, {}).result() for function in functions] == [1, 2]
+    for change in (lambda file: file.write_text("def f(): return 100\n"), Path.unlink):  # the text loaded here counts
+        change(tmp_path / "1" / "same.py")
+        with Workers(1) as fresh:
+            assert fresh.submit(functions[0], {}).result() == 1
 
 
-def test_a_file_that_has_changed_or_gone_is_what_it_was(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("def f(): return 1\n")
-    function = load_function(f"{file}:f", what="reward")
-    file.write_text("def f(): return 100\n")
+def test_what_is_imported_to_load_a_function_and_its_arguments_takes_no_time_of_the_call(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.6)\nclass C: pass\ndef f(x): return 1\n")
+    function = load_function(f"{tmp_path}/slow.py:f", what="reward")
+    argument = load_function(f"{tmp_path}/slow.py:C", what="tool")()
     with Workers(1) as workers:
-        assert workers.submit(function, {}).result() == 1
-        file.unlink()
-        workers.close()
-        assert workers.submit(function, {}).result() == 1
+        assert workers.submit(function, {"x": argument}, timeout=0.5).result() == 1
 
 
 def test_functions_of_a_script_do_not_run_it_again(tmp_path):
@@ -124,6 +124,7 @@ def test_a_worker_is_another_process_with_one_thread_and_no_torch(tmp_path, monk
         (double, {"x": (n for n in "ab")}, "arguments cannot be sent"),
         (lambda: (n for n in "ab"), {}, "annot pickle"),
         (double, {"y": 1}, "unexpected keyword"),
+        (lambda g=(n for n in "ab"): g, {}, "the function cannot be sent"),
     ],
 )
 def test_the_reason_of_a_failed_call(workers, function, arguments, message):
@@ -136,43 +137,25 @@ def test_the_reason_of_a_failed_call(workers, function, arguments, message):
     assert workers.submit(double, {"x": 4}).result() == 8
 
 
-def test_a_function_that_cannot_be_sent_is_refused_at_once(workers):
-    generator = (n for n in "ab")
-    with pytest.raises(CallFailed, match="function cannot be sent"):
-        workers.submit(lambda: generator, {})
-
-
-def test_a_call_that_takes_too_long_is_killed_with_its_child_processes(tmp_path):
-    def parent(path):
+@pytest.mark.parametrize("ends", ["time.sleep(60)", "os._exit(4)"])
+def test_a_call_that_takes_too_long_or_crashes_is_killed_with_its_child_processes(tmp_path, ends):
+    def parent(path, ends):
+        import os  # noqa: F401 - for ``ends``
         import pathlib
         import subprocess
-        import time
+        import time  # noqa: F401
 
         pathlib.Path(path).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
-        time.sleep(60)
+        exec(ends)
 
     with Workers(1) as workers:
         before = workers.submit(os.getpid, {}).result()
-        with pytest.raises(CallFailed, match=r"took more than 2 s") as raised:
-            workers.submit(parent, {"path": str(tmp_path / "pid")}, timeout=2.0).result()
-        assert raised.value.timed_out
+        with pytest.raises(CallFailed, match=r"took more than 2 s|died \(exit code 4\)") as raised:
+            workers.submit(parent, {"path": str(tmp_path / "pid"), "ends": ends}, timeout=2.0).result()
+        assert raised.value.timed_out is ("sleep" in ends)
         assert not alive(before)
         wait_for_end(int((tmp_path / "pid").read_text()))
         assert workers.submit(os.getpid, {}).result() != before
-
-
-def test_child_processes_of_a_call_that_crashed_are_killed(tmp_path, workers):
-    def crash(path):
-        import os
-        import pathlib
-        import subprocess
-
-        pathlib.Path(path).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
-        os._exit(4)
-
-    with pytest.raises(CallFailed, match=r"died \(exit code 4\)"):
-        workers.submit(crash, {"path": str(tmp_path / "pid")}).result()
-    wait_for_end(int((tmp_path / "pid").read_text()))
 
 
 def test_closing_ends_all_calls_and_the_next_call_starts_afresh():
@@ -190,11 +173,7 @@ def test_closing_ends_all_calls_and_the_next_call_starts_afresh():
     assert not alive(before)
     assert workers.submit(double, {"x": 2}).result() == 4
     workers.close()
-
-
-def test_a_closed_pool_starts_no_process_for_a_call_that_was_about_to_begin():
-    process = _Process()
-    process.stop(for_good=True)
+    (process := _Process()).stop(for_good=True)  # a call that was about to begin starts no process
     with pytest.raises(CallFailed, match="the workers were stopped"):
         process.call((0, b""), {}, None)
 
@@ -214,13 +193,13 @@ def test_an_idle_worker_that_died_is_replaced(workers):
     assert [workers.submit(double, {"x": 1}).result() for _ in range(4)] == [2] * 4
 
 
-@pytest.mark.parametrize("endless", ["    while True: pass\n", "    import re; re.match('(a+)+b', 'a' * 60)\n"])
-def test_workers_die_with_their_parent(tmp_path, endless):
+def test_workers_die_with_their_parent(tmp_path):
+    """Also in a call that never releases the interpreter lock."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, time\nfrom cohort.workers import Workers\n"
         "w = Workers(1)\nprint(w.submit(os.getpid, {}).result(), flush=True)\n"
-        f"def endless():\n{endless}"
+        "def endless():\n    import re; re.match('(a+)+b', 'a' * 60)\n"
         "w.submit(endless, {})\ntime.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)

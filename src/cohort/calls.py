@@ -56,7 +56,7 @@ def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **argume
     call, start = Call(), time.perf_counter()
     call.returned = function(**call.arguments(arguments, logs))
     if inspect.isawaitable(call.returned):
-        call.returned = _run_on_loop(_without_exit(call.returned)).result()
+        call.returned = run_on_loop(_without_exit(call.returned)).result()
     call.seconds = time.perf_counter() - start
     return call
 
@@ -69,7 +69,7 @@ async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **
 
 
 class Calls:
-    """Starts calls in the background: of async functions on an event loop, of others in worker processes.
+    """Starts calls: of async functions on an event loop, of others in worker processes or in this thread.
 
     Args:
         workers: number of worker processes, which start with the first call. 0: one for two cores.
@@ -86,25 +86,38 @@ class Calls:
         self._slots = asyncio.Semaphore(max_concurrent)
 
     def submit(
-        self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        timeout: float | None = None,
+        *,
+        here: bool = False,
     ) -> Future[Any]:
         """Call ``function(**arguments)`` as soon as a worker or, for an async function, a slot is free.
 
         Args:
-            function, arguments: of a plain function, must be picklable by dill. Pass the same object for the same
+            function, arguments: must be picklable by dill to be sent to a worker. Pass the same object for the same
                 function: a worker receives it once.
             timeout: seconds for the call, from when it starts. None: no limit.
+            here: call a plain function in this thread before returning. There is no time limit then.
 
         Returns:
-            A future of the result. Its exception is what an async function raised; ``CallFailed`` for a plain function,
-            and for a call that took too long.
+            A future of the result. Its exception is what the function raised; from a worker, and for a call that took
+            too long, ``CallFailed``. ``as_failure`` makes a ``CallFailed`` of any.
 
         Raises:
             CallFailed: the function cannot be sent to a worker process.
         """
         if is_async(function):
-            return _run_on_loop(self._await(function, arguments, timeout))
-        return self.workers.submit(function, arguments, timeout)
+            return run_on_loop(self._await(function, arguments, timeout))
+        if not here:
+            return self.workers.submit(function, arguments, timeout)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(**arguments))
+        except (Exception, SystemExit) as error:
+            future.set_exception(error)
+        return future
 
     async def _await(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> Any:
         """A call that takes too long is cancelled but not awaited: it may ignore the cancellation."""
@@ -130,8 +143,7 @@ def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None
 
     Args:
         futures: from ``Calls.submit``.
-        limit: seconds after which to check that the event loop reacts. It does not while a function blocks it, as
-            ``time.sleep`` does. None: not checked.
+        limit: seconds after which to check that the event loop reacts. None: not checked.
 
     Raises:
         CallFailed: calls have not ended, and the event loop does not react.
@@ -140,13 +152,25 @@ def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None
     while waiting:
         _, waiting = wait(waiting, timeout=limit)
         if waiting and limit:
-            answered = threading.Event()
-            _event_loop().call_soon_threadsafe(answered.set)
-            if not answered.wait(limit):
-                raise CallFailed(
-                    f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use "
-                    "await, or make it a plain function"
-                )
+            check_loop(limit)
+
+
+def check_loop(limit: float) -> None:
+    """Check that the event loop reacts. It does not while a function blocks it, as ``time.sleep`` does.
+
+    Args:
+        limit: seconds for a reaction.
+
+    Raises:
+        CallFailed: it did not react.
+    """
+    reacted = threading.Event()
+    _event_loop().call_soon_threadsafe(reacted.set)
+    if not reacted.wait(limit):
+        raise CallFailed(
+            f"did nothing for {limit:g} s: one of them blocks, as time.sleep or a plain HTTP call does. Use await, or "
+            "make it a plain function"
+        )
 
 
 def as_failure(error: BaseException) -> CallFailed:
@@ -172,7 +196,7 @@ def partial_layers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     return layers
 
 
-def _run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+def run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine on the event loop of user functions. The loop has its own thread and lives as long as the
     process: clients and connections remain usable across rollouts, and the loop of a notebook is not touched."""
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())

@@ -12,9 +12,9 @@ from cyclopts.validators import Number
 
 from cohort.errors import ConfigError
 
-PROMPTS, DATA, SAMPLING, METRICS, ENGINE, OUTPUT = (
+PROMPTS, DATA, EPISODES, SAMPLING, METRICS, ENGINE, OUTPUT = (
     Parameter(group=Group.create_ordered(name))
-    for name in ("Prompts", "Data and rewards", "Sampling", "Metrics", "Engine", "Output")
+    for name in ("Prompts", "Data and rewards", "Episodes", "Sampling", "Metrics", "Engine", "Output")
 )
 POSITIVE = Parameter(validator=Number(gte=1))
 SEVERAL = Parameter(consume_multiple=True)
@@ -77,6 +77,12 @@ class GenerateFlags(SamplingFlags):
     """Apply the chat template to strings too. It is always applied to lists of messages."""
     system: Annotated[str | None, PROMPTS, ANY_TEXT] = None
     """A system message before the prompt. Implies --chat."""
+    tools: Annotated[Sequence[str], EPISODES, SEVERAL, Parameter(metavar="NAME...")] = ()
+    """Tools that the model may call: calculator, python, module:function or file.py:function. Implies --chat."""
+    environment: Annotated[str | None, EPISODES, Parameter(metavar="NAME")] = None
+    """An environment that answers the model: module:Class or file.py:Class. Implies --chat."""
+    max_turns: Annotated[int | None, EPISODES, POSITIVE] = None
+    """Maximum number of turns with tools or an environment. [default: 16]"""
     min_tokens: Annotated[int | None, SAMPLING] = None
     """Minimum number of tokens of a completion. [default: 0]"""
     repetition_penalty: Annotated[float | None, SAMPLING] = None

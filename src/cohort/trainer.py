@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_data, load_sets, prompt_loader
-from cohort.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
+from cohort.data import Data, DataCursor, LengthLimit, PromptSet, check_held_out, load_data, load_sets, prompt_loader
+from cohort.environments import Acting
+from cohort.errors import ConfigError, DataError, EpisodeError, ModelError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import Objective, try_user_functions
-from cohort.policy import context_length, load_policy, load_tokenizer, read_config
+from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import LocalEngine, check_capabilities, local_engine
+from cohort.rollout import LocalEngine, Sampler, check_capabilities, local_engine
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 
@@ -52,6 +53,8 @@ class GRPOTrainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        tools: Sequence[Any] = (),
+        environment_factory: Any = None,
     ) -> None:
         self.started = time.time()
         """Start time, for the summary. The command line sets it to its own start."""
@@ -62,21 +65,15 @@ class GRPOTrainer:
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self._checked_folder: RunFolder | None = None
-        self.args = config = GRPOConfig() if args is None else args
-        if not isinstance(config, GRPOConfig):
-            raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(config).__name__}")
+        self.args = config = _checked(args)
+        group = max(config.rollout.num_generations, config.eval.num_generations_eval)
+        self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
+        """The tools and environments; None without."""
         check_capabilities(LocalEngine, config)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
-        functions = config.reward.functions if reward_funcs is None else reward_funcs
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
-        self.rewards = RewardRunner(
-            _reward_functions(functions),
-            config.reward.weights,
-            config.reward,
-            per_token=objective.credit in ("process", "given"),
-            not_negative=_part_without_negative_rewards(objective),
-        )
+        self.rewards = self._reward_runner(reward_funcs)
         data, eval_data = _load(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
 
@@ -89,19 +86,32 @@ class GRPOTrainer:
         self._limit = LengthLimit.of(
             config.data, context_length(self._model_config), config.rollout.max_completion_length
         )
+        if self.acting:
+            ends = end_token_ids(model, self.tokenizer)
+            self._turn_format = self.acting.turn_format(self.tokenizer, ends, config.data.chat_template_kwargs)
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, prompts.epoch_length)
 
+        self._load(model, prompts.longest)
+
+    def _load(self, model: Any, longest_prompt: int) -> None:
+        """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
+        config, objective = self.args, self.objective
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
+        self.sampler: Sampler = self.engine
+        """The engine or, with tools or environments, what drives it through episodes."""
+        if self.acting:
+            show = announce if config.report.progress else None
+            self.sampler = self.acting.sampler(self.engine, self._turn_format, show)
         self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, prompts.longest, config.rollout.max_completion_length
+            self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
         )
         self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
 
@@ -137,6 +147,7 @@ class GRPOTrainer:
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
+            sampler=self.sampler,
             rewards=self.rewards,
             prompts=self.prompts,
             objective=self.objective,
@@ -162,7 +173,12 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (RewardError, DataError, ConfigError) as error:  # streamed rows are checked when they are read
+        except (
+            RewardError,
+            EpisodeError,
+            DataError,
+            ConfigError,
+        ) as error:
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)
@@ -170,6 +186,8 @@ class GRPOTrainer:
             raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         finally:
             self.rewards.close()
+            if self.acting:
+                self.acting.close()
         if self.args.model.lora.save_merged:
             self.save_model(folder.path / "merged", merge=True)
         if best := parts.best.note():
@@ -222,7 +240,7 @@ class GRPOTrainer:
             evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
-        return evaluator.evaluate(self.engine)
+        return evaluator.evaluate(self.sampler)
 
     def save_model(self, path: str | Path, *, merge: bool = False) -> None:
         """Write weights, config and tokenizer as transformers loads them.
@@ -237,7 +255,12 @@ class GRPOTrainer:
         """The run in words, as ``train`` prints it at the start."""
         budget = self.budget.describe()
         described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
-        return f"{described}\n{self.evaluator.describe()}" if self.evaluator else described
+        lines = [described]
+        if self.acting:
+            lines += [self.acting.describe(), self._turn_format.bridge.describe()]
+        if self.evaluator:
+            lines.append(self.evaluator.describe())
+        return "\n".join(lines)
 
     def _start(self, folder: RunFolder) -> int:
         folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text)
@@ -266,15 +289,36 @@ class GRPOTrainer:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
 
+    def _reward_runner(self, given: Any) -> RewardRunner:
+        """The reward functions: those given, those of the settings, or the environment's reward."""
+        config, objective = self.args, self.objective
+        of_environment = self.acting is not None and self.acting.gives_rewards
+        if of_environment and objective.credit == "process":
+            raise ConfigError(
+                "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
+                "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
+            )
+        functions = config.reward.functions if given is None else given
+        return RewardRunner(
+            _reward_functions(functions or ("environment_reward" if of_environment else ())),
+            config.reward.weights,
+            config.reward,
+            per_token=objective.credit in ("process", "given"),
+            not_negative=_part_without_negative_rewards(objective),
+        )
+
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""
-        prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit)
-        self.rewards.dry_run(prompts[:2], episodes=self.args.environment.wanted)
+        tools = self.acting.schemas_of if self.acting else None
+        prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit, tools=tools)
+        self.rewards.dry_run(prompts[:2], episodes=self.acting is not None)
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
         """The evaluator of some sets; tries the reward functions on two rows of each."""
-        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, context_length(self._model_config))
+        return Evaluator.of(
+            self.args, sets, self.rewards, self.tokenizer, context_length(self._model_config), self.acting
+        )
 
 
 def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer:
@@ -306,6 +350,12 @@ def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:
     return RunFolder.next_free("run", keep_checkpoints=config.run.save_total_limit)
 
 
+def _checked(args: GRPOConfig | None) -> GRPOConfig:
+    if not isinstance(args, GRPOConfig | None):
+        raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(args).__name__}")
+    return GRPOConfig() if args is None else args
+
+
 def _name(model: Any) -> str:
     """The folder or hub id of a model's tokenizer."""
     if isinstance(model, str):
@@ -321,7 +371,9 @@ def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Da
     if data is None:
         raise DataError("no training data: pass train_dataset, or set data.train")
     Schedule.of(config, data.epoch_length())  # too few rows are known now
-    return data, load_sets(eval_dataset, config.data)
+    sets = load_sets(eval_dataset, config.data)
+    check_held_out(data, sets)
+    return data, sets
 
 
 def _part_without_negative_rewards(objective: Objective) -> str | None:

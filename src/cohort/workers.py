@@ -73,8 +73,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         self.count = count
         self._encoded: dict[int, tuple[Any, EncodedFunction]] = {}
         self._lock = threading.Lock()
-        self._pools: list[_Pool] = []  # at most one: a closed pool is not used again
-        weakref.finalize(self, _stop_all, self._pools)
+        self._pool: _Pool | None = None  # a closed pool is not used again
 
     def submit(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None = None
@@ -93,10 +92,11 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         """
         with self._lock:
             encoded = self._encode(function)
-            if not self._pools:
-                self._pools.append(_Pool(self.count))
+            if self._pool is None:
+                self._pool = _Pool(self.count)
+                self._stop = weakref.finalize(self, self._pool.stop)
             future: Future[Any] = Future()
-            self._pools[0].calls.put((future, encoded, arguments, timeout))
+            self._pool.calls.put((future, encoded, arguments, timeout))
         return future
 
     def prepare(self, function: Callable[..., Any]) -> None:
@@ -118,7 +118,9 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
     def close(self) -> None:
         """Kill all workers. Unfinished calls fail. The next call starts new workers."""
         with self._lock:
-            _stop_all(self._pools)
+            if self._pool is not None:
+                self._stop()
+                self._pool = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -142,11 +144,6 @@ class _Pool:
         for process in self._processes:
             self.calls.put(None)
             process.stop(for_good=True)
-
-
-def _stop_all(pools: list[_Pool]) -> None:
-    while pools:
-        pools.pop().stop()
 
 
 def make_calls(calls: queue.SimpleQueue[Any], call: Callable[..., Any]) -> None:
@@ -177,12 +174,12 @@ class _Process:
         if self._process is not None and self._process.poll() is not None:
             self.stop()  # the process died after its last call, so this call is not to blame
         number, encoded = function
-        if number not in self._loaded:  # loading does not count towards the timeout of the call
-            self._request((number, encoded, None), LOAD_SECONDS)
+        if number not in self._loaded:  # what is imported to load them does not count towards the timeout of the call
+            self._request((number, encoded, sent), LOAD_SECONDS)
             self._loaded.add(number)
         return dill.loads(self._request((number, None, sent), timeout))
 
-    def _request(self, message: tuple[int, bytes | None, bytes | None], timeout: float | None) -> bytes:
+    def _request(self, message: tuple[int, bytes | None, bytes], timeout: float | None) -> bytes:
         """Send a message to the worker and wait for its answer."""
         connection = self._connect()
         try:
@@ -271,7 +268,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def _work(connection: Connection, parent: int) -> None:
-    """The main loop of a worker: load or call a function for each message, and send an answer."""
+    """The main loop of a worker: load or call a function for each message, and send an answer.
+
+    A message that loads a function also has arguments of it, so that their modules are imported.
+    """
     import dill
 
     if sys.platform == "linux":
@@ -293,12 +293,13 @@ def _work(connection: Connection, parent: int) -> None:
     while True:
         number, encoded, arguments = pickle.loads(messages.get())
         try:
-            if arguments is None:
+            if encoded is not None:
                 files, body = pickle.loads(encoded)
                 know_file_modules(files)
-                functions[number], answer = dill.loads(body), b""
-            else:
-                answer = dill.dumps(functions[number](**dill.loads(arguments)), recurse=True)
+                functions[number] = dill.loads(body)
+            given, answer = dill.loads(arguments), b""
+            if encoded is None:
+                answer = dill.dumps(functions[number](**given), recurse=True)
             answer = pickle.dumps((True, answer))
         except Exception as error:
             answer = pickle.dumps((False, describe_error(error), traceback.format_exc().rstrip()))

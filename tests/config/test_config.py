@@ -4,8 +4,6 @@ import copy
 import math
 import pickle
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from cohort.config import (
     GRPOConfig,
     RolloutConfig,
+    Source,
     annotated_toml,
     apply_overrides,
     load_config,
@@ -61,11 +60,6 @@ def test_settings_are_frozen_and_can_be_pickled_and_copied():
     with pytest.raises(Exception, match="frozen"):
         config.rollout.num_generations = 3
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
-
-
-def test_config_imports_no_torch():
-    code = "import sys, cohort, cohort.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_file_and_overrides(tmp_path):
@@ -196,10 +190,6 @@ def test_values_out_of_range(name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"objective": {"credit": "process"}, "environment": {"factory": "mine.py:Game"}},
-            "credit 'process' is biased .* set objective.credit 'turns' .* or 'outcome'",
-        ),
         ({"rollout": {"num_generations": 1}}, "num_generations is 1, and scale 'group_std' compares"),
         ({"min_completion_length": 257}, r"\(257\) must be at most rollout.max_completion_length \(256\)"),
         (
@@ -279,7 +269,6 @@ def test_sampling_follows_the_settings():
     assert Sampling.of(GRPOConfig(**settings).rollout) == Sampling(**settings)
     off = GRPOConfig(**settings, replay_sampling=False).rollout
     assert Sampling.of(off) == Sampling(**settings, record_support=False)
-    assert (GRPOConfig(**settings).rollout.replayed_penalty, off.replayed_penalty) == (1.2, 1.0)
     assert not Sampling.of(GRPOConfig().rollout).reweights
 
 
@@ -329,6 +318,8 @@ def test_written_parts_and_sources_read_back_the_same(tmp_path, settings):
 
 
 def test_sources(tmp_path):
+    with pytest.raises(ConfigError, match=r"\Aunknown setting wieght"):
+        Source(path="a", wieght=1)
     file = '[[data.train]]\npath = "a.jsonl"\nweight = 2\n[[data.train]]\npath = "b.csv"\nprompt_template = "{q}"'
     config = load(tmp_path, file)
     assert [(source.path, source.weight) for source in config.data.train] == [("a.jsonl", 2.0), ("b.csv", None)]

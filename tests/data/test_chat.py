@@ -85,6 +85,48 @@ def test_tools_of_a_row(given):
     assert one.prefill == EMPTY_THOUGHT
 
 
+OTHER_TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+
+
+def prompts_with_tools(rows, tools, template=QWEN3, **settings):
+    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings), tools=tools)[:]
+
+
+def test_every_conversation_has_the_tools_of_the_run():
+    rows = [{"prompt": [USER], "tools": names} for names in (None, ["find"], '["find", "add"]', [])]
+    both, find, same, none = prompts_with_tools(
+        rows, [TOOL, OTHER_TOOL], chat_template_kwargs={"enable_thinking": False}
+    )
+    assert both.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
+    assert find.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
+    assert same.text == both.text.replace(
+        json.dumps(TOOL) + "\n" + json.dumps(OTHER_TOOL), json.dumps(OTHER_TOOL) + "\n" + json.dumps(TOOL)
+    )
+    assert none.text.startswith("<|im_start|>user")
+    assert find.template_arguments == {"enable_thinking": False, "tools": [OTHER_TOOL]}
+    assert none.template_arguments == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "tools", "message"),
+    [
+        ({"prompt": "1+1", "tools": []}, [TOOL], "row 0: the prompt is text; .* set data.format to 'chat'"),
+        ({"prompt": "1+1"}, [], "row 0: the prompt is text; tools and environments need conversations"),
+        ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: column 'tools' names 'saw'; the run's tools are: add"),
+        ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw'; the run's tools are: none. Set environment.tools"),
+        ({"prompt": [USER], "tools": [TOOL]}, [TOOL], "row 0: column 'tools' must list names of the run's tools"),
+        (
+            {"prompt": [USER], "tools": [TOOL, "add"]},
+            [TOOL],
+            "must be a list of JSON schemas of functions, or of names",
+        ),
+    ],
+)
+def test_rows_that_do_not_go_with_the_tools_of_the_run(row, tools, message):
+    with pytest.raises(DataError, match=message):
+        prompts_with_tools([row], tools)
+
+
 CALLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}{%- for m in messages %}<{{ m.role }}>
 {%- if 'tool_calls' in m %}{%- for call in m.tool_calls %}{{ call.function | tojson }}{%- endfor %}
 {%- else %}{{ m.content }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<assistant>{%- endif %}"""

@@ -45,14 +45,19 @@ def rows_of(prompts):
     return [prompt.row_index for prompt in prompts]
 
 
+def check_epochs(rows, size):
+    """Each row occurs once in each epoch."""
+    for begin in range(0, len(rows) - size + 1, size):
+        assert sorted(rows[begin : begin + size]) == list(range(size))
+
+
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 5))
 @settings(deadline=None, max_examples=30)
 def test_every_row_occurs_once_per_epoch(num_rows, per_step, seed):
     prompts = loader(num_rows, seed=seed)
     positions = range(0, 3 * num_rows, per_step)
     fetched = [prompt for position in positions for prompt in prompts.fetch(DataCursor(position), per_step)]
-    for epoch in range(3):
-        assert sorted(rows_of(fetched[epoch * num_rows : (epoch + 1) * num_rows])) == list(range(num_rows))
+    check_epochs(rows_of(fetched), num_rows)
     assert [prompt.uid for prompt in fetched] == list(range(len(fetched)))
     assert prompts.fetch(START, per_step, skip=num_rows) == prompts.fetch(DataCursor(num_rows), per_step)
 
@@ -90,15 +95,12 @@ def test_a_source_is_never_a_whole_prompt_away_from_its_share(weights, count):
 @given(WEIGHTS, st.integers(0, 10**12))
 @settings(deadline=None, max_examples=50)
 def test_turns_are_a_function_of_the_position(weights, position):
-    fresh = Turns(weights)
-    period = sum(fresh._weights)
-    # Far out, but early in its cycle: nothing long is computed.
-    position = position % period % 3000 + position // 3000 * period
-    source, count = fresh.at(position)
-    assert (source, count) == Turns([7 * weight for weight in weights]).at(position)
-    cycles, within = divmod(position, period)
-    first_source, first_count = Turns(weights).at(within)
-    assert (source, count) == (first_source, first_count + cycles * fresh._weights[source])
+    turns = Turns(weights)
+    period = sum(turns._weights)
+    cycles, within = position // 3000, position % period % 3000  # early in its cycle: nothing long is computed
+    source, count = turns.at(within + cycles * period)
+    assert (source, count) == Turns([7 * weight for weight in weights]).at(within + cycles * period)
+    assert (source, count - cycles * turns._weights[source]) == Turns(weights).at(within)
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=2, max_size=4), st.integers(0, 3))
@@ -113,19 +115,15 @@ def test_an_epoch_of_a_mixture_ends_when_every_row_was_used(sources, seed):
     for number, size in enumerate(sizes):
         rows = [prompt.row_index for prompt in fetched if prompt.source == str(number)]
         assert set(rows[: sum(prompt.source == str(number) for prompt in fetched[:length])]) == set(range(size))
-        for begin in range(0, len(rows) - size + 1, size):  # each source has epochs of its own
-            assert sorted(rows[begin : begin + size]) == list(range(size))
+        check_epochs(rows, size)  # each source has epochs of its own
 
 
-def test_without_weights_every_row_of_every_source_is_used_once():
+def test_several_sources_in_words():
     prompts = mixture([3, 5], [None, None])
     assert prompts.prompts.epoch_length == 8
     expected = [("0", n) for n in range(3)] + [("1", n) for n in range(5)]
     assert sorted((p.source, p.row_index) for p in prompts.fetch(START, 8)) == expected
     assert prompts.describe()[:2] == ["data: 2 sources, one after another, every row once per epoch", "  0: 3 rows"]
-
-
-def test_a_mixture_in_words():
     assert mixture([3, 5], [3.0, 1.0]).describe() == [
         "data: 2 sources, taking turns by their weights",
         "  0: 3 rows, 75.0% of the prompts",
@@ -231,9 +229,7 @@ def test_a_measured_curriculum_continues_from_its_cursor(num_rows, per_step, cou
     rest, _ = steps(fresh(), count - stop, per_step, lambda row, step: reward(row, step + stop), cursor)
     assert first + rest == whole
     if not weighted:
-        flat = [row for rows in whole for row in rows]
-        for begin in range(0, len(flat) - num_rows + 1, num_rows):
-            assert sorted(flat[begin : begin + num_rows]) == list(range(num_rows))
+        check_epochs([row for rows in whole for row in rows], num_rows)
 
 
 def test_the_state_of_a_cursor():
@@ -265,21 +261,13 @@ def test_a_buffer_loses_nothing_and_moves_nothing_forward_by_more_than_its_size(
     assert all(item < index + size for index, item in enumerate(shuffled))
 
 
-def test_a_buffer_of_all_items_makes_every_order_equally_likely():
-    orders = Counter(tuple(buffer_shuffled(iter(range(3)), 5, np.random.default_rng(seed))) for seed in range(3000))
-    assert len(orders) == 6
-    # Of 3000 draws each order has 500 +- 20 (one standard deviation); five of them are no accident.
-    assert all(abs(count - 500) < 5 * 20 for count in orders.values())
-
-
 @given(st.integers(1, 25), st.integers(1, 30), st.integers(0, 3), st.integers(0, 70), st.integers(1, 9))
 @settings(deadline=None, max_examples=25)
 def test_every_row_once_per_epoch_and_the_same_from_any_position(num_rows, buffer, seed, start, count):
     rows = numbers(num_rows)
     fetched = streamed(rows, seed=seed, shuffle_buffer=buffer).fetch(START, 80)
     assert [prompt.uid for prompt in fetched] == list(range(80))
-    for begin in range(0, 80 - num_rows + 1, num_rows):
-        assert sorted(rows_of(fetched[begin : begin + num_rows])) == list(range(num_rows))
+    check_epochs(rows_of(fetched), num_rows)
     other = streamed(rows, seed=seed, shuffle_buffer=buffer)
     assert other.fetch(START, count, skip=start) == fetched[start : start + count]
     assert other.fetch(START, 2) == fetched[:2]  # back again
@@ -433,8 +421,7 @@ def test_a_mixture_of_streams_has_its_shares(tmp_path):
     prompts = streamed(sources, shuffle_buffer=3)
     fetched = prompts.fetch(START, 40)
     assert Counter(prompt.source for prompt in fetched) == {"a": 24, "b": 8, "c": 8}
-    rows = rows_of(prompt for prompt in fetched if prompt.source == "a")
-    assert all(sorted(rows[begin : begin + 4]) == [0, 1, 2, 3] for begin in range(0, 24, 4))
+    check_epochs(rows_of(prompt for prompt in fetched if prompt.source == "a"), 4)
     assert streamed(sources, shuffle_buffer=3).fetch(START, 5, skip=17) == fetched[17:22]
     assert prompts.describe()[1] == f"  a: {tmp_path / 'a.jsonl'}: streamed, 60.0% of the prompts"
 

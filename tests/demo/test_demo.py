@@ -12,6 +12,7 @@ from cohort.config import load_config, to_toml
 from cohort.demo import run as demo
 from cohort.demo.task import DIGITS, accuracy, is_held_out, problems, solution
 from tests.conftest import DEMO_MODEL
+from tests.train.harness import untimed_metrics_of
 
 
 def test_problems_are_distinct_and_held_out_ones_are_never_trained_on():
@@ -24,24 +25,20 @@ def test_problems_are_distinct_and_held_out_ones_are_never_trained_on():
     assert 0.08 < share < 0.12
 
 
-def test_a_solution_without_forgotten_carries_is_correct():
+def test_solutions():
     rng = random.Random(1)
     for _ in range(300):
         a, b = rng.randint(1000, 9999), rng.randint(1000, 9999)
         text = solution(a, b)
         assert accuracy([text], [str(a + b)]) == [1.0]
         assert len(text.splitlines()) == DIGITS + 1
-
-
-def test_a_solution_is_wrong_by_the_forgotten_carries():
-    assert solution(1999, 1, forget_carry=1.0).endswith("#### 1990")
+    assert solution(1999, 1, forget_carry=1.0).endswith("#### 1990")  # wrong by the forgotten carries
     assert solution(1111, 2222, forget_carry=1.0).endswith("#### 3333")  # nothing to forget
 
 
-@pytest.mark.parametrize("text", ["#### 13\n", "13", "#### 13 ", "#### 13\nand more", "#### 12", "", "####13"])
-def test_only_the_exact_answer_line_counts(text):
-    expected = 1.0 if text == "#### 13\n" else 0.0
-    assert accuracy([text], ["13"]) == [expected]
+def test_only_the_exact_answer_line_counts():
+    texts = ["#### 13\n", "13", "#### 13 ", "#### 13\nand more", "#### 12", "", "####13"]
+    assert accuracy(texts, ["13"] * 7) == [1.0, 0, 0, 0, 0, 0, 0]
 
 
 def test_the_model_is_small_and_complete():
@@ -55,31 +52,23 @@ def test_the_tokenizer_round_trips(demo_tokenizer):
     assert demo_tokenizer.decode(demo_tokenizer(text)["input_ids"]) == text
 
 
-def run_short_demo(folder):
-    """Run the demo and return its summary and its metrics without times."""
-    assert main(["demo", "--seed", "3", "--output-dir", str(folder)]) == 0
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("seconds", "time", "tokens_per_second")
-    metrics = [{key: value for key, value in line.items() if not key.startswith(timed)} for line in lines]
-    return json.loads((folder / "summary.json").read_text()), metrics
-
-
 def test_a_short_demo(tmp_path, monkeypatch, capsys):
     config = load_config(demo.SETTINGS, ["--run.max_steps=2", "--rollout.prompts_per_step=4", "--report.progress=no"])
     (tmp_path / "short.toml").write_text(to_toml(config))
     monkeypatch.setattr(demo, "SETTINGS", tmp_path / "short.toml")
     monkeypatch.setattr(demo, "EVAL_PROBLEMS", 120)
-    summary, metrics = run_short_demo(tmp_path / "a")
+    for name in ("a", "b"):
+        assert main(["demo", "--seed", "3", "--output-dir", str(tmp_path / name)]) == 0
+    assert untimed_metrics_of(tmp_path / "a") == untimed_metrics_of(tmp_path / "b")  # the same seed, the same numbers
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     low, high = summary["accuracy_before_interval"]
-    assert low < 0.55
-    assert high > 0.30
+    assert (low < 0.55, high > 0.30) == (True, True)
     assert 0.25 < summary["accuracy_before"] < 0.60  # 120 samples: the interval is 17 points wide
     output = capsys.readouterr().out
     for part in ("before", "after", "held-out problems", "run folder:", "cohort train my.toml", "#### "):
         assert part in output
     assert {"accuracy_after", "seconds_to_first_update", "seconds"} <= set(summary)
     assert (summary["updates"], summary["completions"]) == (2, 64)
-    assert run_short_demo(tmp_path / "b")[1] == metrics  # the same seed gives the same numbers
 
 
 def test_the_demo_does_not_overwrite_a_run(tmp_path, capsys):

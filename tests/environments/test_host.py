@@ -3,9 +3,11 @@
 import asyncio
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import wait
@@ -16,11 +18,11 @@ import pytest
 
 from cohort.config import EnvironmentConfig
 from cohort.environments.calls import ParsedTurn
-from cohort.environments.contract import Ended, EpisodeFailed, ToolCall
+from cohort.environments.contract import Ended, EpisodeFailed, ToolCall, ToolError
 from cohort.environments.host import Host
 from cohort.environments.shapes import LIVE, find_environments
 from cohort.environments.tools import Toolbox
-from cohort.errors import ConfigError, DataError
+from cohort.errors import ConfigError, DataError, EpisodeError
 from cohort.types import Prompt
 from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
 
@@ -77,6 +79,14 @@ def alive(pid):
 def processes(log):
     """The processes in which environments have lived, other than this one."""
     return {int(line.split()[1].split("-")[0]) for line in log.read_text().splitlines()} - {os.getpid()}
+
+
+def wait_until_it_runs(host, episode):
+    """Wait until a worker has begun with what an episode asked for."""
+    end = time.monotonic() + 30
+    while not any(call.running() for call in list(host._live[episode].running)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -197,7 +207,7 @@ def test_a_method_that_hangs(host):
         one.begin(0, prompt(), 0).result(30)
     calls = turn("", ToolCall("hang"), ToolCall("add", {"number": 1}))
     answer = async_desk.answer(0, calls).result(30)  # cancelled: the environment lives on
-    assert [message["content"] for message in answer.messages] == ["Error: took more than 0.3 s", "1"]
+    assert [message["content"] for message in answer.messages] == ["Error: AsyncDesk.hang took more than 0.3 s", "1"]
     with pytest.raises(EpisodeFailed, match=r"Desk.hang took more than 1 s"):
         desk.answer(0, calls).result(30)
 
@@ -234,6 +244,55 @@ def test_tools_that_hang_or_die_are_repeated_and_then_an_observation(host, tmp_p
     assert outcome("c", 9, "die") == ("Error: its worker process died (exit code 3)", 1)
     assert (tmp_path / "c").read_text() == "xx"
     assert outcome("d", 9, "hang") == ("Error: took more than 1 s", 1)
+
+
+def lookup(word: str) -> str:
+    """Looks up a word.
+
+    Args:
+        word: The word.
+    """
+    if word == "server":
+        raise EpisodeFailed("the server is gone")
+    raise ToolError(f"no entry for {word}")
+
+
+async def lookup_async(word: str) -> str:
+    """Looks up a word.
+
+    Args:
+        word: The word.
+    """
+    return lookup(word)
+
+
+class Dictionary:
+    """Its method is a tool."""
+
+    def reset(self):
+        """Nothing to reset."""
+
+    def lookup(self, word: str) -> str:
+        """Looks up a word.
+
+        Args:
+            word: The word.
+        """
+        return lookup(word)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tool_workers": 1}])
+@pytest.mark.parametrize("tool", [lookup, lookup_async, Dictionary])
+def test_what_a_tool_raises_for_the_policy_or_to_end_the_episode(tool, settings, host):
+    made = host(Dictionary, **settings) if tool is Dictionary else host(tools=[tool], **settings)
+    name = "lookup" if tool is Dictionary else tool.__name__
+    made.begin(0, prompt(), 0).result(60)
+    answer = made.answer(0, turn("", ToolCall(name, {"word": "cat"}))).result(60)
+    assert answer.messages[0]["content"] == "Error: no entry for cat"
+    assert (answer.calls, answer.failed_calls) == (1, 1)
+    with pytest.raises(EpisodeFailed, match="^the server is gone$"):
+        made.answer(0, turn("", ToolCall(name, {"word": "server"}))).result(60)
+    made.end(0).result(60)
 
 
 def test_async_tools_of_a_turn_run_together(host):
@@ -300,7 +359,8 @@ def test_episodes_that_are_given_up(place, host, log):
     here.begin("acting", prompt(plan=["ok", "hang"]), 0).result(30)
     waiting = here.begin("waiting", prompt(plan=["ok"]), 0)
     acting = here.answer("acting", turn("x"))
-    time.sleep(0.1)
+    if place == "worker":
+        wait_until_it_runs(here, "acting")
     ends = [here.end("waiting"), here.end("acting")]
     assert [end.result(30).state for end in ends] == [{}, {}]
     for future in (acting, waiting):
@@ -384,14 +444,34 @@ def test_one_step_in_ten_fails(place, host, log):
     good = {name for name, plan in enumerate(plans) if set(plan) == {"ok"}}
     assert 10 < len(good) < 35
     assert kept | failed.keys() == set(range(40))
-    if place == "worker":  # neighbours of those that hang or die fail too, and say so
+    if place == "worker":  # neighbours of those that hang or die fail too, and say so; a busy machine may be slow
         assert kept <= good
-        assert all("another environment in it" in failed[name] for name in good - kept)
+        assert all(re.search("another environment in it|took more than", failed[name]) for name in good - kept)
     else:
         assert kept == good
         assert not balance(log)
     here.close()
     assert not any(map(alive, processes(log)))
+
+
+def test_a_function_that_blocks_the_event_loop_is_found(host):
+    began, free = threading.Event(), threading.Event()
+
+    async def block() -> str:
+        """Blocks."""
+        began.set()
+        free.wait(30)
+        return "free"
+
+    here = host("", [block], call_timeout=1.0)
+    here.begin(0, prompt(), 0).result(0)
+    here.check()
+    blocked = here.answer(0, turn("", ToolCall("block")))
+    assert began.wait(30)
+    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 1 s"):
+        here.check()
+    free.set()
+    assert blocked.result(30).messages[0]["content"] == "free"
 
 
 def test_environments_by_name_and_tools_of_a_row(host):
@@ -451,7 +531,7 @@ def test_what_is_refused_before_the_run(host):
         host("", [next_one], tool_workers=1)
 
 
-def test_a_close_that_fails_is_reported(host):
+def test_a_close_that_fails_is_reported(host, caplog):
     class Stuck:
         def reset(self): ...
 
@@ -462,7 +542,24 @@ def test_a_close_that_fails_is_reported(host):
 
     here = host(Stuck)
     here.begin(0, prompt(), 0).result(0)
-    assert here.end(0).result(0).close_error.startswith("Stuck.close raised OSError: still in use")
+    assert here.end(0).result(0) == Ended()
+    assert "Stuck.close raised OSError: still in use" in caplog.text
+
+
+def test_closing_does_not_wait_for_what_hangs(host, log, monkeypatch):
+    monkeypatch.setattr("cohort.environments.host.CLOSE_SECONDS", 0.3)
+    here = host(functools.partial(World, log), tool_workers=1)
+    for attempt in range(2):  # and a closed host can be used again
+        here.begin(attempt, prompt(plan=["ok", "hang"]), 0).result(30)
+        hanging = here.answer(attempt, turn("x"))
+        wait_until_it_runs(here, attempt)
+        ended = here.end(attempt)
+        here.close()
+        for future in (hanging, ended):
+            assert isinstance(future.exception(10), EpisodeFailed)
+    assert len(processes(log)) == 2
+    assert not any(map(alive, processes(log)))
+    assert here._homes[0]._pool is None  # nothing was started for the calls that failed
 
 
 def test_workers_import_no_torch(host):

@@ -204,6 +204,9 @@ def test_first_observations():
     assert answer_of("text for the prompt", "reset", steps=False) == Answer(user("text for the prompt"))
     with pytest.raises(EpisodeFailed, match=re.escape("Env.reset returned ['image']: expected text for the prompt")):
         answer_of(["image"], "reset", steps=False)
+    assert answer_of(Step("hello", done=True), "reset") == Answer(user("hello"), done=True)
+    with pytest.raises(EpisodeFailed, match=r"observation Step\(.*: expected text or messages"):
+        answer_of(Step("hello", 1.0), "reset")  # a reward is for a turn
     with pytest.raises(EpisodeFailed, match="observation 3: expected text or messages"):
         answer_of(3, "reset")
 

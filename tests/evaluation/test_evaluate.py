@@ -40,9 +40,8 @@ def logs_answers(completion, answer, log_extra, log_metric):
 
 
 def test_the_metrics_are_those_of_the_completions(demo_tokenizer, tmp_path):
-    trainer = make_trainer(
-        demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:6], num_generations_eval=3, pass_threshold=0.1
-    )
+    settings = {"eval_rows": ROWS[:6], "num_generations_eval": 3, "pass_threshold": 0.1}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     before = parameters(trainer)
     found = trainer.evaluations()[""]
     assert found.table.equals(trainer.evaluations()[""].table)
@@ -68,11 +67,8 @@ def test_the_metrics_are_those_of_the_completions(demo_tokenizer, tmp_path):
 def test_the_batch_size_does_not_change_the_completions(demo_tokenizer, tmp_path, monkeypatch):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", eval_rows=ROWS, num_generations_eval=2)
     at_once = trainer.evaluations()[""]
-    calls = []
-    real = trainer.engine.generate
-    monkeypatch.setattr(
-        trainer.engine, "generate", lambda prompts, *a, **k: calls.append(len(prompts)) or real(prompts, *a, **k)
-    )
+    calls, real = [], trainer.engine.generate
+    monkeypatch.setattr(trainer.engine, "generate", lambda prompts, *a: calls.append(len(prompts)) or real(prompts, *a))
     trainer.evaluator = dataclasses.replace(trainer.evaluator, batch_size=3)
     parts = trainer.evaluations()[""]
     assert calls == [WINDOW * 3 // 2] * 3 + [2]
@@ -114,18 +110,15 @@ def test_several_sets_by_name(demo_tokenizer, tmp_path, capsys):
 
 
 def test_completions_are_stored_with_the_columns_of_rollouts(demo_tokenizer, tmp_path):
-    trainer = make_trainer(
-        demo_tokenizer, tmp_path / "run", rewards=logs_answers, eval_rows=ROWS[:4], max_steps=1, num_generations_eval=2
-    )
-    trainer.train()
+    settings = {"rewards": logs_answers, "eval_rows": ROWS[:4], "max_steps": 1}
+    make_trainer(demo_tokenizer, tmp_path / "run", num_generations_eval=2, **settings).train()
     kept = pyarrow.parquet.read_table(tmp_path / "run" / "evaluations" / "step-1.parquet")
     rollout = pyarrow.parquet.read_table(tmp_path / "run" / "rollouts" / "step-1.parquet")
     assert set(kept.column_names) == set(rollout.column_names) - {"advantage"}
     assert {"rewards/logs_answers", "extra/answer"} <= set(kept.column_names)
     assert all(kept.schema.field(name).type == rollout.schema.field(name).type for name in kept.column_names)
     assert kept.column("weights_version").to_pylist() == [1] * 8
-    silent = make_trainer(demo_tokenizer, tmp_path / "silent", eval_rows=ROWS[:4], max_steps=1, log_completions=False)
-    silent.train()
+    make_trainer(demo_tokenizer, tmp_path / "silent", log_completions=False, **settings).train()
     assert not (tmp_path / "silent" / "evaluations").exists()
 
 

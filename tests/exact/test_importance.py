@@ -36,17 +36,6 @@ def test_the_ratio_of_whole_sequences_is_unbiased(seed, baseline, anchor):
     assert_same(ascent, shrunk * true_gradient(logits, rewards))
 
 
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "sequence_product"])
-@pytest.mark.parametrize("anchor", ["old", "sampler"])
-def test_the_other_ratios_are_biased_for_sequences(seed, level, anchor):
-    logits, other = pair(seed)
-    rewards = TREE.rewards(seed)
-    chosen = objective(ratio_level=level, ratio_anchor=anchor)
-    assert_apart(
-        groups(3, 3, 2).expected_ascent(chosen, logits, rewards, **{anchor: other}), true_gradient(logits, rewards)
-    )
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_for_a_single_token_all_levels_are_one_and_unbiased(seed, level):
     small = tree(3, 1)
@@ -134,16 +123,6 @@ def test_ratio_and_mismatch_weight_multiply_to_the_whole_ratio(seed):
         assert_same(ascent, groups(3, 3, 2).expected_ascent(direct, logits, rewards, sampler=sampler))
         if level == "sequence":
             assert_same(ascent, true_gradient(logits, rewards))
-
-
-@pytest.mark.parametrize("level", ["token", "geometric"])
-def test_token_and_geometric_mismatch_weights_are_biased_for_sequences_only(seed, level):
-    for small, same in ((TREE, False), (tree(3, 1), True)):
-        logits, sampler = pair(seed, small)
-        rewards = small.rewards(seed)
-        chosen = objective(mismatch=(MismatchWeight(level=level, **UNTOUCHED),))
-        ascent = groups(3, small.longest, 2).expected_ascent(chosen, logits, rewards, sampler=sampler)
-        (assert_same if same else assert_apart)(ascent, true_gradient(logits, rewards, small))
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask", "reject"])

@@ -8,10 +8,10 @@ same value, but what a token does to the prefixes that follow is not counted.
 import pytest
 import torch
 
-from cohort.objective import PRESETS, Objective, importance_ratio, k1, k2, k3, kl_correction, kl_multiplier
+from cohort.objective import PRESETS, Objective, k1, k2, k3, kl_correction
 from cohort.presets.parts import KL
 
-from .tabular import assert_apart, assert_same, conditional_kls, cosine, gradient, groups, sequence_kl, tree
+from .tabular import assert_apart, assert_same, conditional_kls, gradient, groups, sequence_kl, tree
 
 TREE, ONE = tree(3, 3), groups(3, 3, 1)
 SEQUENCE_L = TREE.sequence_L
@@ -83,18 +83,6 @@ def test_off_policy_the_mean_needs_a_weight(seed, estimator):
 # The estimators as losses, by autograd ------------------------------------------------------------------------------
 
 
-def test_k2_and_the_ratio_times_k3_are_one_gradient_token_by_token(seed):
-    logits, _, ref = policies(seed)
-    logps, ref_logps = log_pair(logits, ref)
-    ratio = importance_ratio(logps, logps.detach())
-    # Every token's own derivative, not a mean: d/d logps of each term is k1 there.
-    by_k2 = torch.autograd.grad(k2(logps, ref_logps).sum(), logps, retain_graph=True)[0]
-    by_k3 = torch.autograd.grad((ratio * k3(logps, ref_logps)).sum(), logps)[0]
-    assert_same(by_k2, k1(logps, ref_logps).detach())
-    assert_same(by_k3, by_k2)
-    assert_same(by_k3, kl_multiplier(logps, ref_logps, direction="reverse").detach())
-
-
 def test_the_estimators_as_rewards(seed):
     # Detached and times the score: k1 gives the reverse KL, k3 the reverse less the forward, k2 neither.
     logits, _, ref = policies(seed)
@@ -126,26 +114,6 @@ def test_sequence_scope_is_the_full_gradient_on_policy(seed, direction, correcti
     logits, _, ref = policies(seed)
     exact = full(logits, ref, direction)
     assert_same(kl_descent(logits, ref, direction=direction, scope="sequence", correction=correction), exact)
-
-
-def test_full_and_partial_and_forward_are_different_gradients(seed):
-    logits, _, ref = policies(seed)
-    visits = TREE.visits(logits)
-    assert_apart(full(logits, ref), partial(visits, logits, ref))
-    assert_apart(full(logits, ref, "forward"), partial(visits, logits, ref, "forward"))
-    # The forward KL of whole sequences does chain, over the reference's prefixes.
-    assert_same(full(logits, ref, "forward"), partial(TREE.visits(ref), logits, ref, "forward"))
-
-
-def test_a_mean_over_tokens_weighs_short_sequences_more(seed):
-    # 1/|o| depends on the sample, so the prefixes' weights are no longer how often they are visited, but the mean of
-    # 1/|o| there; and at a prefix the sampled token is no longer weighted by its probability alone.
-    logits, _, ref = policies(seed)
-    exact = partial(TREE.visits(logits), logits, ref)
-    by_length = kl_descent(logits, ref, aggregation="seq_mean_token_mean")
-    per_token = (TREE.logps(logits).exp().detach() / TREE.lengths_Q)[SEQUENCE_L] * k1(*log_pair(logits, ref)).detach()
-    assert_same(by_length, gradient((per_token * TREE.token_logps(logits)).sum(), logits))
-    assert cosine(by_length, exact) < 0.999
 
 
 # Cohort's coefficients, off-policy ----------------------------------------------------------------------------------

@@ -192,11 +192,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base):
     assert resumed.last_metrics["kl/k3"] == whole.last_metrics["kl/k3"]
 
 
-def test_the_start_of_a_run_says_how_much_is_trained(tmp_path, base):
-    trainer = GRPOTrainer(args=settings(base, tmp_path / "r", {"rank": 2}), reward_funcs=reward, train_dataset=ROWS)
-    assert "parameters; prompts computed once" in trainer.describe()
-
-
 def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):
     with pytest.raises(ModelError, match=r"model\.lora does not fit LlamaForCausalLM.*no_such"):
         adapted(target_modules=["no_such"])

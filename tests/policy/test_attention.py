@@ -96,16 +96,6 @@ def test_outputs_and_gradients(layout, window):
     assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=window)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "window"),
-    [(1, 1, 6, None), (2, 1, 1, 5), (3, 1, 16, None), (4, 4, 3, 5), (6, 2, 24, None), (7, 1, 7, 5), (12, 2, 6, 1000)],
-)
-def test_shared_heads_and_widths(heads, kv_heads, width, window):
-    layout = LAYOUTS["several after each prefix"]
-    tensors = made(layout[0], layout[2], heads, kv_heads, width)
-    assert_same(tensors, layout, 1e-13, scaling=width**-0.5, window=window)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_explicit_formula(layout):
     """Without settings, and with a cap and a window, for which the fused kernels are not used."""
@@ -136,38 +126,6 @@ def test_scores_of_any_size(size, window):
     assert scores > 1000 or scores < 1e-10
     # A gap of 1e-16 of a score of 5000 is one of 5e-13 of its weight; q's gradient is a difference of such.
     assert_same(tensors, layout, 1e-11, scaling=1.0, window=window, least=1.0 if size > 1 else 0.0)
-
-
-def test_prefixes_may_be_of_a_wider_dtype():
-    """As leaves that gradients add up in: bfloat16 tokens after float32 prefixes."""
-    layout = LAYOUTS["several after each prefix"]
-    tensors = made(layout[0], layout[2], dtype=torch.bfloat16)
-    tensors[3:] = [tensor.detach().float().requires_grad_() for tensor in tensors[3:]]
-    out = packed(tensors, layout, 0.4)
-    grads = torch.autograd.grad(out.double().sum(), tensors)
-    assert out.dtype == torch.bfloat16
-    assert [grad.dtype for grad in grads] == [torch.bfloat16] * 3 + [torch.float32] * 2
-    torch.testing.assert_close(out.double(), naive([t.double() for t in tensors], layout, 0.4), rtol=0, atol=2**-7)
-
-
-def test_a_sequence_is_the_same_whatever_it_is_packed_with():
-    """Also in numbers that the others' could spoil: padding takes its values from some token."""
-    lengths, prefixes, prefix_lengths = LAYOUTS["several after each prefix"]
-    tensors = made(lengths, prefix_lengths)
-    whole = packed(tensors, (lengths, prefixes, prefix_lengths), 0.4)
-    start = 0
-    for s, length in enumerate(lengths):
-        spoiled = [tensor.detach().clone() for tensor in tensors]
-        others = torch.ones(sum(lengths), dtype=torch.bool)
-        others[start : start + length] = False
-        first = sum(prefix_lengths[: prefixes[s]])
-        prefix_others = torch.ones(sum(prefix_lengths), dtype=torch.bool)
-        prefix_others[first : first + prefix_lengths[prefixes[s]]] = False
-        for tensor, hidden in zip(spoiled, [others] * 3 + [prefix_others] * 2, strict=True):
-            tensor[hidden] = 50.0
-        got = packed(spoiled, (lengths, prefixes, prefix_lengths), 0.4)
-        torch.testing.assert_close(got[start : start + length], whole[start : start + length], rtol=0, atol=1e-14)
-        start += length
 
 
 def test_the_layout_by_hand():

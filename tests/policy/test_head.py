@@ -152,23 +152,6 @@ def test_the_size_of_chunks(monkeypatch):
     assert states_of(hidden, linear).chunk == 1
 
 
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_logits_may_be_given(monkeypatch, name):
-    monkeypatch.setattr(head, "CHUNK_TOKENS", 4)
-    settings = {k: v for k, v in SETTINGS[name].items() if k in ("temperature", "supports", "penalty")}
-    logits = torch.randn(N, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    before = logits.clone()
-    logits.requires_grad_()
-    got = CompletionStates(logits, Head(), distribution(**settings)).logps()
-    assert torch.equal(logits, before)  # nothing is written into them
-    expected = statistics(torch.log_softmax(plain_scores(logits, **settings), -1))
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    (one,) = torch.autograd.grad((got.logps_N * WEIGHTS).sum(), logits)
-    (other,) = torch.autograd.grad((expected[0] * WEIGHTS).sum(), logits)
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 def test_the_penalty_of_logits_that_are_zero_by_hand():
     """Seen: 0 (logit 0), 1 (logit -1) and 2 (logit 1). Zero counts as positive, as in sampling: its slope is 1 / 2."""
     logits = torch.tensor([[0.0, -1.0, 1.0, -0.0, 3.0]], dtype=torch.float64, requires_grad=True)
@@ -207,15 +190,6 @@ def test_bfloat16_products(name):
         assert (one - other).norm() < 0.05 * other.norm()  # probabilities off by a few percent of themselves
 
 
-def test_hidden_states_in_bfloat16_give_their_gradient_in_bfloat16():
-    hidden, linear = parts(dtype=torch.float32)
-    half = hidden.detach().bfloat16().requires_grad_()
-    got = states_of(half, linear, compute=torch.bfloat16).logps()
-    assert got.logps_N.dtype == torch.float32
-    grads = gradients(got.logps_N.sum(), half, linear)
-    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32]
-
-
 def test_frozen_parameters_get_no_gradient():
     hidden, linear = parts(bias=True)
     linear.requires_grad_(False)
@@ -247,14 +221,6 @@ def test_extreme_logits_are_finite(dtype):
         (grad,) = torch.autograd.grad(got.logps_N.sum(), logits)
         assert torch.isfinite(grad).all()
     assert (got.entropy_N > -1e-2).all()
-
-
-def test_log_probs_of_large_logits_are_as_exact_as_their_differences():
-    """The largest logit is subtracted first, so that a common shift costs no precision."""
-    logits = torch.tensor([[3000.0, 3001.5, 2999.25]])
-    got = CompletionStates(logits, Head(), distribution_of([(0,)], [(0,)], 1.0)).logps()
-    expected = torch.log_softmax(logits.double(), -1)[0]
-    assert got.logps_N.item() == pytest.approx(expected[0].item(), abs=1e-6)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -322,18 +288,6 @@ def test_the_largest_tensor_is_a_chunk_of_logits(monkeypatch, settings, term):
                 value = chunked_terms(lambda p, w: (w[:, None] * p.exp() * p).sum(), [states], [torch.ones(tokens)])
             value.backward()
         assert 64 * MANY <= largest.numel <= 64 * (MANY + 1), tokens
-
-
-def test_terms_keep_hidden_states_only():
-    kept = {}
-    for tokens in (400, 800):
-        states, ones = long_states(tokens), torch.ones(tokens)
-        kept[tokens], _ = kept_bytes(
-            lambda states=states, ones=ones: chunked_terms(
-                lambda p, w: (w[:, None] * p.exp() * p).sum(), [states], [ones]
-            )
-        )
-    assert kept[800] - kept[400] <= 400 * 4 * (4 + 1) + 1000  # hidden states, weights, and little per chunk
 
 
 def test_without_gradients_nothing_is_kept():

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.native import Unavailable
+from cohort.native import Unavailable, load
 from cohort.policy.attention import explicit_attention, packed_attention
-from cohort.policy.kernels import UpdateKernels
 from cohort.policy.layout import Layout
 from tests.policy.plain import threads
+from tests.policy.test_attention import LAYOUTS as PLAIN_LAYOUTS
 
 try:
-    KERNELS = UpdateKernels()
+    load()
 except Unavailable as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
 
@@ -23,20 +23,10 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 NAMES = ("out", "q", "k", "v", "prefix k", "prefix v")
 ROUNDING = {FLOAT: 2**-24, HALF: 2**-8}  # of a number, at most, beside itself
 SUMS = 2e-6  # of what float32 computes, beside the largest number of its kind: some ten roundings of 6e-8
-BOTH = pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "bfloat16"])
-LAYOUTS = {  # lengths, prefix of each, lengths of the prefixes
-    "one": ([7], None, ()),
-    "one token": ([1], None, ()),
+LAYOUTS = PLAIN_LAYOUTS | {
     "more than a block of keys": ([70], None, ()),
-    "unequal": ([9, 1, 3, 4, 2, 8, 20], None, ()),
     "one prefix": ([3, 9, 1, 5, 4, 2], [0] * 6, [6]),
-    "several after each prefix": ([3, 9, 1, 5, 4, 2], [0, 0, 1, 1, 1, 2], [6, 11, 1]),
     "long prefixes": ([3, 18, 5], [0, 0, 1], [40, 33]),
-    "single tokens after prefixes": ([1, 1, 1], [1, 1, 0], [9, 2]),
-    "some prefixes empty": ([3, 2, 6, 1], [0, 1, 1, 2], [0, 5, 0]),
-    "all prefixes empty": ([3, 2], [0, 1], [0, 0]),
-    "a prefix's sequences apart": ([2, 5, 3, 4, 1, 6], [1, 0, 1, 1, 0, 1], [4, 7]),
-    "a prefix that none continues": ([2, 5], [2, 0], [4, 3, 7]),
 }
 
 
@@ -74,7 +64,7 @@ def attended(tensors, layout, count=None, *, scaling=0.4, window=None, exact=Fal
             sums = log_sums(q, k, where, scaling, prefix[0] if prefix else None, window).T
         else:
             prefix = tuple(prefix) or None
-            out = packed_attention(q, k, v, where, scaling=scaling, prefix=prefix, window=window, kernels=KERNELS)
+            out = packed_attention(q, k, v, where, scaling=scaling, prefix=prefix, window=window, native=True)
             assert type(out.grad_fn).__name__ == "_NativeBackward"
             assert out.dtype == tensors[2].dtype
         out = out.transpose(0, 1)
@@ -130,26 +120,6 @@ def test_outputs_and_gradients(layout, window, dtype):
     assert_same(made(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout], window=window)
 
 
-@BOTH
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "width", "window"),
-    [(1, 1, 6, None), (3, 1, 64, 5), (2, 2, 1, 5), (1, 4, 80, None), (2, 7, 16, 5), (1, 11, 24, 1000)],
-)
-def test_shared_heads_and_widths(kv_heads, group, width, window, dtype):
-    layout = LAYOUTS["several after each prefix"]
-    assert_same(made(layout, kv_heads, group, width, dtype), layout, scaling=width**-0.5, window=window)
-
-
-def test_the_sequences_of_one_prefix_are_cut_into_items():
-    """Each has its own slot for the prefix's gradient."""
-    layout = Layout([3, 9, 1, 5, 4, 2], CPU, [0] * 6, [6])
-    with threads(4):
-        work = layout.work
-    assert work.items.tolist() == [[0, 1, 0], [1, 3, 1], [3, 4, 2], [4, 6, 3]]
-    assert (work.slots, work.tokens, work.longest) == (4, 24, 15)
-    assert work.sequences.tolist()[:2] == [[0, 3, 0, 6], [3, 9, 0, 6]]
-
-
 def test_the_sequences_of_several_prefixes_are_cut_into_items():
     """A prefix that comes again, and one that has too few sequences to be cut."""
     layout = Layout([1] * 6, CPU, [1, 1, 1, 0, 1, 1], [2, 3])
@@ -184,7 +154,7 @@ def test_work_that_was_shared_out_for_other_threads():
     outs = []
     for count in (4, 1, 3):
         with threads(count):
-            outs.append(packed_attention(q, k, v, where, scaling=0.4, prefix=tuple(prefix), kernels=KERNELS))
+            outs.append(packed_attention(q, k, v, where, scaling=0.4, prefix=tuple(prefix), native=True))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 
@@ -196,7 +166,7 @@ def test_fallbacks_to_torch(reason):
     cap = 2.0 if reason == "a cap" else None
     with threads(1 if cap else 2):
         given = Layout(layout[0], CPU)
-        out = packed_attention(q, k, v, given, scaling=0.4, cap=cap, kernels=KERNELS)
+        out = packed_attention(q, k, v, given, scaling=0.4, cap=cap, native=True)
     assert type(out.grad_fn).__name__ != "_NativeBackward"
     expected = explicit_attention(q.double(), k.double(), v.double(), None, None, given, 0.4, cap=cap)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)  # as above
@@ -208,19 +178,6 @@ def test_padding_is_not_read(layout, filler, dtype):
     for tensor in tensors[:3]:
         tensor[-filler:] = math.nan
     assert_same(tensors, LAYOUTS[layout])
-
-
-def test_frozen_tensors_get_no_gradient():
-    layout = LAYOUTS["several after each prefix"]
-    where, tensors = Layout(layout[0], CPU, *layout[1:]), made(layout)
-    expected = attended(tensors, layout)
-    for wanted in range(5):
-        leaves = [tensor.clone().requires_grad_(n == wanted) for n, tensor in enumerate(tensors)]
-        q, k, v, *prefix = (leaf.transpose(0, 1) for leaf in leaves)
-        out = packed_attention(q, k, v, where, scaling=0.4, prefix=tuple(prefix), kernels=KERNELS)
-        out.backward(torch.ones_like(out))
-        assert [leaf.grad is not None for leaf in leaves] == [n == wanted for n in range(5)]
-        assert leaves[wanted].grad.shape == expected[1 + wanted].shape
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -260,37 +217,6 @@ def test_nan_and_infinity_stay_in_their_sequence(layout, bad, dtype):
             others[span] = False
             for one, other in zip(found[:4], sound[:4], strict=True):
                 assert torch.equal(one[others], other[others])
-
-
-def test_a_nan_gradient_stays_in_its_sequence_and_its_prefix():
-    layout = LAYOUTS["several after each prefix"]
-    tensors, spans = made(layout), sequences_of(layout)
-    sound = attended(tensors, layout, 1)
-    found = attended(tensors, layout, 1, spoil=lambda weights: weights[spans[1]].fill_(math.nan))
-    others = torch.ones(sum(layout[0]), dtype=torch.bool)
-    others[spans[1]] = False
-    for one, other in zip(found[1:4], sound[1:4], strict=True):
-        assert one[spans[1]].isnan().all()
-        assert torch.equal(one[others], other[others])
-    for one, other in zip(found[4:], sound[4:], strict=True):
-        assert one[:6].isnan().all()
-        assert torch.equal(one[6:], other[6:])
-
-
-def test_nan_in_a_prefix_reaches_only_its_sequences():
-    layout = LAYOUTS["several after each prefix"]
-    tensors, spans = made(layout), sequences_of(layout)
-    sound = attended(tensors, layout, 1)
-    for part in (3, 4):
-        given = [tensor.clone() for tensor in tensors]
-        given[part][2] = math.nan
-        found = attended(given, layout, 1)
-        for prefix, span in zip(layout[1], spans, strict=True):
-            if prefix == 0:
-                assert found[0][span].isnan().all()
-            else:
-                for one, other in zip(found[:4], sound[:4], strict=True):
-                    assert torch.equal(one[span], other[span])
 
 
 def test_nan_beyond_a_window_is_not_seen():
@@ -349,4 +275,4 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
     else:
         q = q[:3]
     with pytest.raises(ValueError, match="."):
-        packed_attention(q, k, v, Layout(layout[0], CPU, *layout[1:]), scaling=0.4, prefix=prefix, kernels=KERNELS)
+        packed_attention(q, k, v, Layout(layout[0], CPU, *layout[1:]), scaling=0.4, prefix=prefix, native=True)

@@ -9,7 +9,7 @@ from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.passes import PlainPasses, SharedPasses
 from tests.conftest import tiny_llama
-from tests.policy.plain import DOUBLE, SINGLE, assert_near, gradients, plain_rows, support_of
+from tests.policy.plain import DOUBLE, assert_near, gradients, plain_rows, support_of
 
 PROMPTS = [(5, 9, 20), (5, 9, 20), (7,), (30, 31, 5, 33)]
 ROWS = [(4, 6, 11, 12, 8, 1), (8, 8, 7), (3, 9, 9, 3, 2), (1,)]
@@ -79,15 +79,6 @@ def test_no_logits_are_computed_for_given_tokens():
     assert states.hidden_NH.shape == (len(TARGETS), 24)
     assert states.distribution.targets_N.tolist() == TARGETS
     assert len(rows.ids_T) == 13  # the given tokens after a row's last drawn token are not even read
-
-
-@pytest.mark.parametrize("implementation", ["lean", "padded"])
-def test_rows_of_drawn_tokens_are_bit_equal_with_and_without_a_mask(implementation):
-    policy = Policy(tiny_llama(), SINGLE)
-    policy.__dict__["passes"] = IMPLEMENTATIONS[implementation](policy)
-    plain = policy.logps(PROMPTS, ROWS, 1.0)
-    masked = policy.logps(PROMPTS, ROWS, 1.0, drawn=[(1,) * len(row) for row in ROWS])
-    assert all(torch.equal(one, other) for one, other in zip(plain, masked, strict=True))
 
 
 def test_packing_by_hand():

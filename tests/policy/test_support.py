@@ -1,16 +1,13 @@
 """Log-probs over what each token was drawn from, against loops over the kept tokens of an unpadded forward."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from cohort.objective import entropy, vocabulary_kl
-from cohort.policy import Head, PackedRows, Policy, Precision, chunked_terms
+from cohort.objective import vocabulary_kl
+from cohort.policy import PackedRows, chunked_terms
 from cohort.types import Support
-from tests.conftest import tiny_llama
 from tests.policy.plain import assert_near, distribution_of, gradients, plain_rows, random_supports, support_of
 
 VOCABULARY = 37
@@ -35,25 +32,6 @@ def states_of(policy, temperature, supports):
     return policy.states(prefixes, PackedRows.of(range(4), COMPLETIONS, supports), temperature)
 
 
-def test_statistics_over_the_support_equal_loops(float64_policy):
-    temperature = 0.5
-    kept, supports = random_supports(COMPLETIONS)
-    with torch.no_grad():
-        got = float64_policy.logps(PROMPTS, COMPLETIONS, temperature, supports)
-        expected = []
-        for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
-            for logits, token, tokens in zip(
-                plain_rows(float64_policy, prompt, completion).tolist(), completion, rows, strict=True
-            ):
-                scaled = {v: logits[v] / temperature for v in tokens}
-                total = math.fsum(math.exp(value) for value in scaled.values())
-                probs = {v: math.exp(value) / total for v, value in scaled.items()}
-                h = -math.fsum(p * math.log(p) for p in probs.values())
-                expected.append((math.log(probs[token]), h, math.fsum(p * p for p in probs.values())))
-    for values, column in zip(got, zip(*expected, strict=True), strict=True):
-        torch.testing.assert_close(values, torch.tensor(column, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
 def subset_log_probs(policy, kept, temperature):
     """log softmax over the kept tokens alone, without -inf, and the index of the drawn token among them."""
     for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
@@ -65,17 +43,6 @@ def subset_log_probs(policy, kept, temperature):
 def assert_same_gradients(policy, value, expected):
     # Sums over tokens in another order.
     assert_near(gradients(policy, value), gradients(policy, expected), 1e-11)
-
-
-@pytest.mark.parametrize("weight", [0.3, 1e3])  # a weight above 1 must not turn 0 * -inf into a NaN
-def test_the_entropy_bonus_is_over_the_support(float64_policy, weight):
-    kept, supports = random_supports(COMPLETIONS)
-    states = states_of(float64_policy, 0.7, supports)
-    weights_N = weight * torch.linspace(-1, 2, 12, dtype=torch.float64)
-    value = chunked_terms(lambda p, w: (w * entropy(p)).sum(), [states], [weights_N])
-    alone = torch.stack([-(p.exp() * p).sum() for p, *_ in subset_log_probs(float64_policy, kept, 0.7)])
-    assert value.item() == pytest.approx((weights_N * alone).sum().item(), rel=1e-12)
-    assert_same_gradients(float64_policy, value, (alone * weights_N).sum())
 
 
 @pytest.mark.parametrize(
@@ -117,18 +84,6 @@ def test_a_whole_vocabulary_changes_no_bit(float32_policy):
             assert torch.equal(got, expected)
 
 
-def test_supports_of_another_dtype_of_the_model():
-    policy = Policy(tiny_llama(), Precision(torch.float32, torch.bfloat16))
-    kept, supports = random_supports(COMPLETIONS)
-    got = policy.logps(PROMPTS, COMPLETIONS, 1.0, supports)
-    got.logps_N.sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in policy.model.parameters())
-    single = [len(tokens) == 1 for rows in kept for tokens in rows]
-    assert any(single)
-    assert got.logps_N[torch.tensor(single)].tolist() == [0.0] * sum(single)
-    assert got.entropy_N[torch.tensor(single)].tolist() == [0.0] * sum(single)
-
-
 # Repetition penalty -------------------------------------------------------------------------------------------------
 
 
@@ -156,28 +111,6 @@ def test_the_penalty_by_hand():
     assert got.tolist() == [[1.0, -2.0, 4.0, -4.0], [1.0, -2.0, 4.0, -8.0], [1.0, -4.0, 4.0, -8.0]]
     # An id beyond the head's vocabulary, as of an image, has no logit to penalize.
     assert torch.equal(penalized(logits, [(0, 9)], [(3, 1, 3)], 2.0), got)
-
-
-def test_gradients_through_the_penalty_a_support_and_a_temperature(float64_policy):
-    """In the sampler's order: penalty, support, temperature."""
-    kept, supports = random_supports(COMPLETIONS)
-    value = float64_policy.logps(PROMPTS, COMPLETIONS, 0.6, supports, 1.4).logps_N
-    alone = []
-    for prompt, completion, rows in zip(PROMPTS, COMPLETIONS, kept, strict=True):
-        logits = theirs(plain_rows(float64_policy, prompt, completion), prompt, completion, 1.4, seen=set)
-        for row, token, tokens in zip(logits, completion, rows, strict=True):
-            alone.append(torch.log_softmax(row[tokens] / 0.6, -1)[tokens.index(token)])
-    alone = torch.stack(alone)
-    torch.testing.assert_close(value, alone, rtol=0, atol=1e-12)
-    weights = torch.linspace(-1, 2, 12, dtype=torch.float64)
-    assert_same_gradients(float64_policy, (value * weights).sum(), (alone * weights).sum())
-
-
-def test_the_penalty_of_bfloat16_logits_is_in_float32(float32_policy):
-    half = torch.tensor([[3.0, -1.0]], dtype=torch.bfloat16)
-    got = penalized(Head().logits(half), [(0,)], [(1,)], 1.1)
-    assert got.dtype == torch.float32
-    assert got[0, 0].item() == torch.tensor(3.0).div(1.1).item()
 
 
 # What a truncated draw is worth ---------------------------------------------------------------------------------------

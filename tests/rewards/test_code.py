@@ -10,7 +10,7 @@ import pytest
 from cohort.errors import DataError, RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
-from cohort.types import Completion, FinishReason, Group, Prompt
+from tests.rewards.conftest import rollout
 from tests.sandbox.needs import needs_bwrap
 
 
@@ -34,15 +34,11 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
         ("n > 1", "n % 2 == 1"),
         ["assert is_prime(2)", "assert [n for n in range(12) if is_prime(n)] == [2, 3, 5, 7, 11]"],
     ),
-    "nested arguments that are changed": (
-        "def rotate(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]",
-        ("m[:] =", "return"),
-        ["m = [[1, 2], [3, 4]]\nrotate(m)\nassert m == [[3, 1], [4, 2]]"],
-    ),
     "arguments that are changed": (
-        "def f(m): m.reverse()",
+        "def f(m): m.reverse()\ndef rotate(m):\n    m[:] = [list(row) for row in zip(*m[::-1])]",
         ("m.reverse()", "pass"),
         [
+            "m = [[1, 2], [3, 4]]\nrotate(m)\nassert m == [[3, 1], [4, 2]]",
             "l = [1, 2]\nf(m=l)\nassert l == [2, 1]",
             "from collections import deque\nd = deque([1, 2])\nf(d)\nassert d == deque([2, 1])",
         ],
@@ -150,12 +146,8 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
         [
             "def check(total):\n    assert total([1]) == 1\ncheck(total)",
             "def test_a():\n    assert total([1, 2]) == 3\ndef other():\n    total = 3\n    return total",
+            "total = total([1])\nassert total == 1",
         ],
-    ),
-    "a name that is assigned": (
-        "def total(a): return sum(a)",
-        ("sum(a)", "0"),
-        ["total = total([1])\nassert total == 1"],
     ),
 }
 
@@ -185,6 +177,8 @@ def test_programs():
     for program, given, expected in PROGRAMS:
         assert score(program, [{"input": given, "output": expected}])[0] == 1.0, program
     assert score(PROGRAMS[0][0], [{"input": "1 2", "output": "3\nmore"}])[0] == 0.0
+    pairs = [("", "\n\n"), ("a\r\nb", "a\nb "), ("a\n\nb", "a\nb"), ("A", "a")]
+    assert [same_output(*pair) for pair in pairs] == [True, True, False, False]
 
 
 @needs_bwrap
@@ -213,6 +207,8 @@ def test_humaneval_rows():
     assert score(whole, row["tests"], entry_point="incr_list")[:2] == (1.0, "1/1")
     assert score(whole.replace("+", "-"), row["tests"], entry_point="incr_list")[:2] == (0.0, "0/1")
     assert asyncio.run(code("    return [x + 1 for x in l]\n", continues=True, **row)) == 1.0
+    with pytest.raises(RewardError, match="prompts that are strings, got list"):
+        asyncio.run(code("x", ["assert True"], prompt=[], continues=True))
     check = "def check(candidate):\n    assert candidate(x=4) == 8"
     assert score("def sum(x): return 8", check, entry_point="sum")[0] == 1.0
     assert score("class Solution:\n    def f(self, x): return 2 * x", check, entry_point="Solution().f")[0] == 1.0
@@ -322,7 +318,8 @@ HACKS = {
     "exits when called": "import os\ndef f(x):\n    os._exit(0)",
     "raises SystemExit when called": "def f(x):\n    raise SystemExit(0)",
     "exits at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "an object that equals everything": f"{ANY}\ndef f(x):\n    return Any()",
+    "an object that equals everything": f"class Equal:\n    {YES}\ndef f(x):\n    return Equal()",
+    "an object that equals everything and claims to be a number": f"{ANY}\ndef f(x):\n    return Any()",
     "a number that equals everything": f"class N(int):\n    {YES}\ndef f(x):\n    return N(0)",
     "a string that equals everything": f"class N(str):\n    {YES}\ndef f(x):\n    return N('')",
     "a list of such objects": f"{ANY}\ndef f(x):\n    return [Any()]",
@@ -368,7 +365,8 @@ ASSERTS = [
 @needs_bwrap
 @pytest.mark.parametrize("name", HACKS)
 def test_hacks(name):
-    value, _, why = score(HACKS[name], ASSERTS, partial=True, test_timeout=0.3, timeout=5.0)
+    limits = {"test_timeout": 2.0, "timeout": 10.0} if name in ("answers slowly", "patches the wire") else {}
+    value, _, why = score(HACKS[name], ASSERTS, partial=True, **limits)
     assert (value, bool(why)) == (0.0, True), why
 
 
@@ -412,19 +410,12 @@ UNSCORED = [
 
 
 @needs_bwrap
-@pytest.mark.parametrize(("program", "tests"), UNSCORED)
-def test_a_program_cannot_make_itself_unscored(program, tests):
-    assert score(program, tests)[0] == 0.0
-
-
-@needs_bwrap
-def test_a_program_cannot_end_loops_of_the_tests():
-    tests = [
-        "assert all(map(lambda i: next(f(i)) == 2, range(3)))",
-        "assert list(filter(lambda i: next(f(i)), [1])) == []",
-    ]
-    assert score("def f(x): return iter([])", tests, partial=True)[0] == 0.0
-    assert score("def f(x): return iter([2 * (x < 3)])", [tests[0]])[0] == 1.0
+def test_a_program_cannot_make_itself_unscored_or_end_loops_of_the_tests():
+    assert [score(program, tests)[0] for program, tests in UNSCORED] == [0.0] * len(UNSCORED)
+    loops = ["all(map(lambda i: next(f(i)) == 2, range(3)))", "list(filter(lambda i: next(f(i)), [1])) == []"]
+    asserts = [f"assert {loop}" for loop in loops]
+    assert score("def f(x): return iter([])", asserts, partial=True)[0] == 0.0
+    assert score("def f(x): return iter([2 * (x < 3)])", asserts[:1])[0] == 1.0
 
 
 @needs_bwrap
@@ -432,17 +423,15 @@ def test_a_stuck_test_and_the_next_one():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
     _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert (passed, why) == ("2/3", "test 2: TimeoutError: the test's time is over")
+    assert score(program, ["assert f(2) == 2"], timeout=1.0)[2] == "test 1: timeout"  # of all tests
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
     _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
     assert passed == "1/3"
     slow = "import time\nif input() == 'a': time.sleep(60)"
-    pairs = [{"input": "a", "output": ""}, {"input": "b", "output": ""}]
-    assert score(slow, pairs, test_timeout=1.0, timeout=20.0, partial=True)[1:] == ("1/2", "test 1: timeout")
-    slow = "import time\ntime.sleep(60)"
-    assert score(slow, [{"input": "", "output": ""}] * 20, timeout=0.7, test_timeout=0.3, partial=True)[1:] == (
-        "0/20",
-        "test 1: timeout",
-    )
+    for inputs, limit, passed in (("ab", 20.0, "1/2"), ("a" * 20, 0.7, "0/20")):
+        pairs = [{"input": given, "output": ""} for given in inputs]
+        limits = {"timeout": limit, "test_timeout": min(1.0, limit / 2)}
+        assert score(slow, pairs, partial=True, **limits)[1:] == (passed, "test 1: timeout")
 
 
 @needs_bwrap
@@ -491,19 +480,18 @@ def test_invalid_tests(tests, message):
 
 @needs_bwrap
 def test_tests_that_cannot_be_run_give_no_score():
-    with pytest.raises(DataError, match="pass a function to the program"):
-        score("def f(g):\n    return g(1)", ["assert f(lambda x: x) == 1"])
     in_a_case = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(f(len), 1)"
-    with pytest.raises(DataError, match="pass a builtin_function_or_method"):
-        score("def f(g):\n    return g(1)", in_a_case)
-    with pytest.raises(DataError, match="No module named 'pytest'"):
-        score("def f(x): return x", "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1")
-    with pytest.raises(DataError, match="the definition of test_a did not run"):
-        score("def f(x): return x", "if False:\n    def test_a():\n        assert f(1) == 1")
-    with pytest.raises(DataError, match="an empty program passes them"):
-        score("def f(x): return x", "def run():\n    if f(1) != 2: raise Exception('no')")
-    with pytest.raises(DataError, match="an empty program passes them"):
-        score("def f(x): return x", ["assert True"], partial=True)
+    for tests, message in {
+        "assert f(lambda x: x) == 1": "pass a function to the program",
+        in_a_case: "pass a builtin_function_or_method",
+        "import pytest\nfrom solution import f\ndef test_a():\n    assert f(1) == 1": "No module named 'pytest'",
+        "if False:\n    def test_a():\n        assert f(1) == 1": "the definition of test_a did not run",
+        "def run():\n    if f(1) != 2: raise Exception('no')": "an empty program passes them",
+        "assert True": "an empty program passes them",
+        "S().push(len)\nassert f(1) == 1": "pass a builtin_function_or_method",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            score("def f(x): return x\nclass S:\n    def push(self, x): pass", tests, partial=True)
 
 
 def test_without_a_sandbox_the_reward_refuses(monkeypatch, tmp_path):
@@ -542,27 +530,10 @@ def test_a_prefilled_fence_and_no_fence():
     assert asyncio.run(code("def f(x):\n    return x", ["assert f(1) == 1"], unfenced=False)) == 0.0
 
 
-def test_same_output():
-    assert same_output("", "\n\n")
-    assert same_output("a\r\nb", "a\nb ")
-    assert not same_output("a\n\nb", "a\nb")
-    assert not same_output("A", "a")
-
-
-@needs_bwrap
-def test_continues_needs_a_string_prompt():
-    with pytest.raises(RewardError, match="prompts that are strings, got list"):
-        asyncio.run(code("x", ["assert True"], prompt=[], continues=True))
-
-
 @needs_bwrap
 def test_the_runner_leaves_a_row_without_tests_unscored():
-    prompts = [Prompt(n, n, (1,), "", "", {"tests": tests}) for n, tests in enumerate([["assert f(1) == 1"], None])]
     texts = ["```python\ndef f(x): return 1\n```", "```python\ndef f(x): return 2\n```", "no program\n```\n1/0\n```"]
-    groups = [
-        Group(prompt, tuple(Completion.of_tokens((3,), (0.0,), FinishReason.EOS, text, 0) for text in texts))
-        for prompt in prompts
-    ]
+    groups = [rollout(texts, tests=tests)[0] for tests in (["assert f(1) == 1"], None)]
     scores = RewardRunner([resolve_reward("cohort.rewards.code:code")]).score(groups)
     assert scores.rewards_S[:3].tolist() == [1.0, 0.0, 0.0]
     assert scores.rewards_S[3:].isnan().all()

@@ -28,7 +28,7 @@ def groups():
     return [text, Group(prompt(1, CHAT, prefill="<think>", n=2), (cut, completion("w", ids=(3, 1))))]
 
 
-def test_arguments_per_batch_have_one_entry_per_completion_in_group_order():
+def test_the_arguments_of_a_call():
     assert call_arguments("batch", groups(), STATE) == {
         "prompts": ["0?", "0?", CHAT, CHAT],
         "completions": ["x", "y", [{"role": "assistant", "content": "z"}], [{"role": "assistant", "content": "w"}]],
@@ -40,9 +40,7 @@ def test_arguments_per_batch_have_one_entry_per_completion_in_group_order():
         "trainer_state": STATE,
     }
 
-
-def test_arguments_per_group_and_per_sample_are_the_values_of_the_row():
-    _, second = groups()
+    _, second = groups()  # per group and per sample: the values of the row
     shared = {"prompt": CHAT, "prefill": "<think>", "n": 2, "trainer_state": STATE}
     first = Group(second.prompt, second.completions[:1])
     assert call_arguments("sample", [first], STATE) == shared | {
@@ -188,6 +186,11 @@ def test_objects_partials_and_async_functions():
     scores = RewardRunner(functions).score(rollout(["a", "bb"]))
     assert scores.by_function_SK.tolist() == [[1, 6, 1, 1], [2, 7, 2, 2]]
     assert scores.names == ("Judge", "Judge_2", "batch", "<lambda>")
+
+    async def notebook():  # has an event loop of its own, which is not used
+        return RewardRunner(functions).score(rollout(["a", "bb"]))
+
+    assert asyncio.run(notebook()).by_function_SK.tolist() == scores.by_function_SK.tolist()
     assert unique_names([max, Judge(), max, partial(max, 1), min]) == ["max", "Judge", "max_2", "max_3", "min"]
 
 
@@ -229,11 +232,9 @@ def test_impossible_options_are_refused():
             attempt()
 
 
-@pytest.mark.parametrize(
-    "results", [(1.0, 2, 3, 4), np.array([1, 2, 3, 4]), torch.tensor([1.0, 2, 3, 4]), [True, 2, np.float32(3), 4]]
-)
-def test_any_sequence_of_numbers_is_accepted(results):
-    assert RewardRunner([lambda **_: results]).score(groups()).rewards_S.tolist() == [1, 2, 3, 4]
+def test_any_sequence_of_numbers_is_accepted():
+    for results in ((1.0, 2, 3, 4), np.arange(1, 5), torch.tensor([1.0, 2, 3, 4]), [True, 2, np.float32(3), 4]):
+        assert RewardRunner([lambda results=results, **_: results]).score(groups()).rewards_S.tolist() == [1, 2, 3, 4]
 
 
 def needs_more(completions, ground_truth): ...
@@ -263,6 +264,7 @@ def broken(**_):
         (lambda **_: [0, 1, 2, 10**400], "must return numbers or None; result 3"),
         (lambda **_: [0, 1, [2], 3], "returned a list as result 2: expected a number; rewards per token need"),
         (lambda **_: [math.nan] * 4, "returned nan: expected a finite number, or None"),
+        (lambda **_: [-math.inf] * 4, "returned -inf: expected a finite number"),
     ],
 )
 def test_broken_functions_are_named(function, message):
@@ -292,7 +294,10 @@ def test_the_dry_run_finds_broken_functions():
     RewardRunner([strip]).dry_run(rows)  # per sample, a completion is text in conversations too
 
 
-def test_invalid_runners_are_refused():
+def test_invalid_runners_and_negative_rewards_are_refused():
+    runner = RewardRunner([lambda completion: None if completion == "a" else -1.0], not_negative="scale 'x'")
+    with pytest.raises(RewardError, match=r"negative reward, which does not go with objective\.scale 'x'"):
+        runner.score(rollout(["a", "b"]))
     for functions, weights, message in (
         ([], None, "no reward function"),
         ([3], None, "must be callable"),
@@ -316,12 +321,8 @@ def test_none_leaves_a_function_out_of_the_weighted_sum():
     assert scores.rewards_S.isnan().tolist() == [False, True, False, True]  # weight 0: not the 0 of 20 x 0
     assert scores.by_function_SK[:2, 1].tolist() == [10, 20]
     assert RewardRunner([second], [0]).score(groups()).rewards_S.tolist()[:2] == [0, 0]
-
-
-def test_rewards_have_double_precision():
-    scores = RewardRunner([lambda completion: 0.1, lambda completion: 1e-12], [0.3, 1]).score(rollout(["a", "b"]))
-    assert scores.by_function_SK.tolist() == [[0.1, 1e-12]] * 2
-    assert scores.rewards_S.tolist() == [0.3 * 0.1 + 1e-12] * 2
+    scores = RewardRunner([lambda completion: 0.1, lambda completion: 1e-12], [0.3, 1]).score(groups())
+    assert scores.rewards_S.tolist() == [0.3 * 0.1 + 1e-12] * 4  # in double precision
 
 
 def test_rewards_per_token():
@@ -341,12 +342,6 @@ def test_rewards_per_token():
     for result, got in ((1.0, "1.0"), ([1.0], "1 values")):
         with pytest.raises(RewardError, match=rf"a list of 3 numbers or None as result 0 .*, got {got}"):
             RewardRunner([lambda completion, result=result: result], per_token=True).score(rollout(["aaa"]))
-
-
-def test_negative_rewards_are_refused_where_the_objective_does_not_accept_them():
-    runner = RewardRunner([lambda completion: None if completion == "a" else -1.0], not_negative="scale 'x'")
-    with pytest.raises(RewardError, match=r"negative reward, which does not go with objective\.scale 'x'"):
-        runner.score(rollout(["a", "b"]))
 
 
 def test_unusable_completions_are_passed_to_no_function():
@@ -383,39 +378,22 @@ def test_trainer_state_and_logs():
     assert scores.logged == {"letters": [1, 2]}
 
 
-def test_the_name_of_a_logged_column_does_not_depend_on_which_functions_log():
+def test_the_name_and_length_of_a_logged_column():
     def first(completion, log_extra):
         if completion == "a":
             log_extra("answer", 1)
         return 0
 
-    def second(completion, log_extra):
-        log_extra("answer", 2)
-        return 0
+    def second(completions, log_extra):
+        log_extra("answer", [2] * len(completions[0]))
+        return [0] * len(completions)
 
     def neither(completion, **_):
         return 0
 
-    runner = RewardRunner([first, second, neither])
+    runner = RewardRunner([first, second, neither])  # names do not depend on which functions have logged something
     assert runner.score(rollout(["b"])).extras == {"answer/second": [2]}
     assert runner.score(rollout(["a"])).extras == {"answer/first": [1], "answer/second": [2]}
     assert RewardRunner([first, neither]).score(rollout(["a"])).extras == {"answer": [1]}
-
-
-def test_a_logged_column_of_another_length_is_refused():
-    def batch(completions, log_extra):
-        log_extra("answer", [1])
-        return [0] * len(completions)
-
-    with pytest.raises(RewardError, match=r"batch must log one value per completion as 'answer': 2, got \[1\]"):
-        RewardRunner([batch]).score(rollout(["a", "bb"]))
-
-
-def test_the_event_loop_of_a_notebook_is_not_used():
-    async def length(completion):
-        return len(completion)
-
-    async def notebook():
-        return RewardRunner([length, lambda completion: length(completion)]).score(rollout(["a", "bb"]))
-
-    assert asyncio.run(notebook()).rewards_S.tolist() == [2, 4]
+    with pytest.raises(RewardError, match=r"second must log one value per completion as 'answer': 2, got \[2\]"):
+        runner.score(rollout(["a", "bb"]))

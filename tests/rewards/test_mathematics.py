@@ -2,7 +2,7 @@
 
 import json
 import math as maths
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 
@@ -145,14 +145,10 @@ UNEQUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("topic", EQUAL)
-def test_equal_answers(topic):
-    assert [pair for pair in EQUAL[topic] if math(rf"so \boxed{{{pair[1]}}}", pair[0]) != 1.0] == []
-
-
-@pytest.mark.parametrize("topic", UNEQUAL)
-def test_unequal_answers(topic):
-    assert [pair for pair in UNEQUAL[topic] if math(rf"so \boxed{{{pair[1]}}}", pair[0]) != 0.0] == []
+@pytest.mark.parametrize(("topic", "expected"), [(topic, 1.0) for topic in EQUAL] + [(topic, 0.0) for topic in UNEQUAL])
+def test_equal_and_unequal_answers(topic, expected):
+    pairs = (EQUAL if expected else UNEQUAL)[topic]
+    assert [(gold, text) for gold, text in pairs if math(rf"so \boxed{{{text}}}", gold) != expected] == []
 
 
 def test_answers_in_sentences():
@@ -223,14 +219,6 @@ def test_reasoning_must_have_ended():
     assert reasoning_answer("x</think>so 7", 7, marked=True) == 0.0
 
 
-def test_math_runs_in_any_thread():  # math-verify's own alarm would not
-    results = []
-    thread = threading.Thread(target=lambda: results.append(math(r"\boxed{2\sqrt{2}}", r"\sqrt{8}")))
-    thread.start()
-    thread.join()
-    assert results == [1.0]
-
-
 numbers = st.fractions(min_value=-(10**12), max_value=10**12, max_denominator=10**6)
 
 
@@ -263,16 +251,13 @@ def test_a_decimal_equals_itself_however_it_is_written(value):
     assert math(f"So {value:,}.", str(value)) == 1.0
 
 
-def test_the_final_number_of_a_text():
+def test_the_final_number_of_a_text_is_compared_by_value_and_logged():
     numbers = {
         "#### 72": "72", "a\n####72": "72", "#### 1,234": "1234", "#### $1,234.50": "1234.50", "#### $ 5": "5", "#### -3": "-3",
         "#### -$3": "-3", "#### 5.": "5", "#### .5": ".5", "#### 5 apples": "5", "#### 1\n#### 2": "2",
     }  # fmt: skip
     assert {text: final_number(text) for text in numbers} == {text: Decimal(n) for text, n in numbers.items()}
     assert [final_number(text) for text in ("", "72", "####", "#### x 5", "### 5")] == [None] * 5
-
-
-def test_gsm8k_compares_values_and_logs_them():
     logged = []
     texts = ["#### 1,200.0", "#### 1200", "#### -0.50", "none", [{"role": "assistant", "content": "#### 1200"}]]
     found = [gsm8k(text, "#### 1200", log_extra=lambda _, value: logged.append(value)) for text in texts]
@@ -307,6 +292,8 @@ def test_in_a_worker_process_as_in_a_run(runner_of):
     assert scores.by_function_SK[:, :2].tolist() == [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
     assert scores.by_function_SK[0, 2] == pytest.approx(0.75, abs=1e-12)  # half way between 1 and 0.5
     assert scores.extras["answer/math"] == ["2*sqrt(2)", "3", None, "2*sqrt(2)"]
+    with ThreadPoolExecutor() as threads:  # math-verify's own alarm would need the main thread
+        assert threads.submit(math, texts[0], r"\sqrt{8}").result() == 1.0
 
 
 def test_a_comparison_that_does_not_end_is_killed_and_unscored(runner_of):

@@ -26,11 +26,12 @@ REQUIRED = {
 def test_functions_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine_reward.py").write_text("import helper_mod\ndef f(completions, **_):\n    return helper_mod.x\n")
     (tmp_path / "helper_mod.py").write_text("x = [1]\n")
-    (tmp_path / "mine_module.py").write_text("def g(**_): return [2]\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine_module.py").write_text("def g(**_): return [2]\n")
     assert resolve_reward("gsm8k") is gsm8k
     assert resolve_reward("cohort.rewards.mathematics:gsm8k") is gsm8k
     assert resolve_reward(f"{tmp_path}/mine_reward.py:f")(completions=[]) == [1]
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path / "sub")
     assert resolve_reward("mine_module:g")() == [2]
     (tmp_path / "bad_reward.py").write_text("1/0\n")
     with pytest.raises(RewardError, match="failed to load: ZeroDivisionError"):
@@ -139,7 +140,9 @@ def test_every_built_in_reward_is_per_sample_and_explained(name, capsys):
         assert f"{setting}:" in printed or f"{setting}," in printed or f", {setting}" in printed
     for column in columns_of(function):
         assert f"the column {column}" in printed
-    assert (f"{row.package}: pip install 'cohort-rl[rewards]'" in printed) is (row.package is not None)
+    assert (f"{row.package}: pip install 'cohort-rl[{row.extra}]'" in " ".join(printed.split())) is (
+        row.package is not None
+    )
     assert "``" not in printed
 
 

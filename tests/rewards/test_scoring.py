@@ -36,11 +36,13 @@ def picky():
             case "slow":
                 time.sleep(60)
             case "die":
-                import os
-
-                os._exit(3)
+                os._exit(4)
+            case "exit":
+                sys.exit(3)
             case "exception":
                 return ValueError("no tests")
+            case "mute":
+                raise type("MuteError", (Exception,), {"__str__": lambda error: 1 / 0})
         return float(len(completion))
 
     return picky
@@ -112,7 +114,6 @@ def test_async_calls_run_together_up_to_the_limit(runner_of, limit):
 
 def test_scoring_begins_when_a_completion_ends(runner_of):
     begun = {name: threading.Event() for name in ("sample", "group")}
-
     scored, called = [], []
 
     async def sample(completion, **_):
@@ -184,30 +185,32 @@ def test_unfinished_calls_are_cancelled_when_something_else_fails(runner_of, tmp
 # What fails.
 
 
-@pytest.mark.parametrize("where", ["here", "worker", "async"])
+@pytest.mark.parametrize("where", ["here", "worker", "async", "awaitable"])
 def test_a_completion_that_a_function_fails_on_is_unscored(runner_of, caplog, picky, where):
     reasons = {
         "raise": r'raise KeyError\("gold"\)',
         "nan": "returned nan: expected a finite number",
         "exception": "returned ValueError: no tests",
+        "mute": "MuteError",
+        "exit": r"died \(exit code 3\)" if where == "worker" else "SystemExit: 3",
     }
-    if where != "here":
+    if where in ("worker", "async"):
         reasons["slow"] = "took more than 1 s"
     if where == "worker":
-        reasons["die"] = r"its worker process died \(exit code 3\)"
+        reasons["die"] = r"its worker process died \(exit code 4\)"
 
     async def picky_async(completion, **_):
         if completion == "slow":
             await asyncio.sleep(60)
         return picky(completion)
 
-    function = picky_async if where == "async" else picky
-    settings = {} if where == "here" else {"timeout": 1.0, "workers": 1}
+    async_functions = {"async": picky_async, "awaitable": lambda completion: picky_async(completion)}
+    function = async_functions.get(where, picky)
+    settings = {"timeout": 1.0, "workers": 1} if where in ("worker", "async") else {}
     groups = rollout(["a", *reasons], ["bb", "c"])
+    other = reward(isolated=False)(lambda completion: float(len(completion)))
     with caplog.at_level(logging.WARNING, "cohort.rewards"):
-        scores = runner_of(
-            function, reward(isolated=False)(lambda completion: float(len(completion))), **settings
-        ).score(groups)
+        scores = runner_of(function, other, **settings).score(groups)
     failed = range(1, 1 + len(reasons))
     assert [s for s, unscored in enumerate(scores.rewards_S.isnan()) if unscored] == list(failed)
     assert scores.by_function_SK[failed].isnan().all()  # the other function's too: a sum needs all of its terms
@@ -215,7 +218,7 @@ def test_a_completion_that_a_function_fails_on_is_unscored(runner_of, caplog, pi
     assert list(scores.errors) == list(failed)
     for reason, error in zip(reasons.values(), scores.errors.values(), strict=True):
         assert re.search(reason, error)
-    name = function.__name__
+    name = scores.names[0]
     assert scores.counts[f"rewards/{name}/failed"] == len(reasons)
     assert scores.counts[f"rewards/{name}/timeouts"] == ("slow" in reasons)
     assert f"{name} failed on {len(reasons)} of {3 + len(reasons)} completions" in caplog.text
@@ -228,10 +231,7 @@ def test_failures_that_stop_the_run(runner_of, picky):
         runner_of(picky, length).score(rollout(["raise"], ["raise"]))
     with pytest.raises(RewardError, match="must return numbers or None; result 0 is {}"):  # never only a failure
         runner_of(lambda completion: {}, workers=1).score(rollout(["a", "bb"]))
-
-
-def test_a_function_that_fails_on_a_single_prompt_stops_the_run_the_third_time(runner_of, picky):
-    runner = runner_of(picky)
+    runner = runner_of(picky)  # a single prompt that fails stops the run the third time in a row
     for texts in (["raise"], ["raise"], ["a", "raise"], ["raise"], ["raise"]):
         assert runner.score(rollout(texts)).rewards_S[-1].isnan()
     with pytest.raises(RewardError, match="failed on 1 of 1"):
@@ -258,25 +258,15 @@ def test_failed_calls_are_made_again(runner_of):
             assert tries == {"a": 1, "bb": retries + 1}
 
 
-def test_an_async_function_that_blocks_the_event_loop_is_reported(runner_of):
+def test_async_functions_that_block_the_loop_or_ignore_their_cancellation(runner_of):
     release = threading.Event()
 
     async def blocking(completion, **_):
         release.wait(30)
         return 1.0
 
-    try:
-        with pytest.raises(RewardError, match=r"\(blocking\) did nothing for 0.3 s: one of them blocks"):
-            runner_of(blocking, timeout=0.3).score(rollout(["a", "bb"]))
-    finally:
-        release.set()
-
-
-def test_an_async_function_that_ignores_its_cancellation_is_not_awaited(runner_of):
-    released = threading.Event()
-
     async def stubborn(completion, **_):
-        while completion == "bb" and not released.is_set():
+        while completion == "bb" and not release.is_set():
             try:
                 await asyncio.sleep(0.05)
             except BaseException:
@@ -287,36 +277,10 @@ def test_an_async_function_that_ignores_its_cancellation_is_not_awaited(runner_o
         scores = runner_of(stubborn, timeout=0.3).score(rollout(["a", "bb"]))
         assert scores.rewards_S.isnan().tolist() == [False, True]
         assert scores.counts["rewards/stubborn/timeouts"] == 1
+        with pytest.raises(RewardError, match=r"\(blocking\) did nothing for 0.3 s: one of them blocks"):
+            runner_of(blocking, timeout=0.3).score(rollout(["a", "bb"]))
     finally:
-        released.set()
-
-
-@pytest.mark.parametrize("settings", [{}, {"workers": 1}])
-def test_a_function_that_exits_the_interpreter_fails(runner_of, settings):
-    def leaves(completion, **_):
-        return sys.exit(3) if completion == "bb" else 1.0
-
-    async def leaves_async(completion, **_):
-        return leaves(completion)
-
-    functions = [leaves] if settings else [leaves, leaves_async, lambda completion: leaves_async(completion)]
-    for function in [*functions, *functions]:  # the event loop survives
-        scores = runner_of(function, **settings).score(rollout(["a", "bb"]))
-        assert scores.rewards_S.isnan().tolist() == [False, True]
-        assert "SystemExit" in scores.errors[1] or "exit code 3" in scores.errors[1]
-
-
-def test_an_exception_without_a_message_is_named(runner_of):
-    class MuteError(Exception):
-        def __str__(self):
-            raise RuntimeError
-
-    def mute(completion):
-        if completion == "bb":
-            raise MuteError
-        return 1.0
-
-    assert "MuteError" in runner_of(mute).score(rollout(["a", "bb"])).errors[1]
+        release.set()
 
 
 # The cache.

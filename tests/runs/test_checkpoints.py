@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, Precision
 from cohort.runs import check_saved, save_model
+from cohort.train import loop
 from tests.conftest import tiny_llama
+from tests.rollout.test_families import ATTENTION
 from tests.train.harness import ROWS, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
@@ -40,15 +43,11 @@ def test_a_saved_model_is_the_trained_one(demo_tokenizer, tmp_path, tied, dtype)
         check_saved(policy, tmp_path)
 
 
-def test_a_missing_tensor(demo_tokenizer, tmp_path):
+def test_a_missing_tensor_and_another_precision(demo_tokenizer, tmp_path):
     policy = saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
     spoil(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(RunFolderError, match="lacks model.norm.weight, which the trained model has: 1 in all"):
         check_saved(policy, tmp_path)
-
-
-def test_another_precision_differs(demo_tokenizer, tmp_path):
-    policy = saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
     spoil(tmp_path, lambda tensors: tensors.update({name: value.bfloat16() for name, value in tensors.items()}))
     with pytest.raises(RunFolderError, match="differs"):
         check_saved(policy, tmp_path)
@@ -62,10 +61,6 @@ def test_nan_weights_are_saved_unchanged(demo_tokenizer, tmp_path):
 
 
 def test_weights_with_other_names_in_files(demo_tokenizer, tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tests.rollout.test_families import ATTENTION
-
     shape = ATTENTION | {"vocab_size": len(demo_tokenizer), "num_local_experts": 4}
     policy = saved(AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)), demo_tokenizer, tmp_path)
     check_saved(policy, tmp_path)
@@ -91,15 +86,11 @@ def test_adapters(demo_tokenizer, tmp_path):
 
 
 def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp_path, monkeypatch):
-    import cohort.train.loop as loop_module
-
     checked = []
-    monkeypatch.setattr(loop_module, "check_saved", lambda policy, folder: checked.append(folder.name))
+    monkeypatch.setattr(loop, "check_saved", lambda policy, folder: checked.append(folder.name))
     settings = {"max_steps": 2, "save_steps": 1, "eval_rows": ROWS[:3], "metric_for_best_model": "eval/reward/mean"}
     make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
-    assert checked[0] == "best"
-    assert checked[-1] == "step-2"
-    assert "step-1" not in checked
+    assert (checked[0], checked[-1], "step-1" in checked) == ("best", "step-2", False)
     checked.clear()
     make_trainer(demo_tokenizer, tmp_path / "off", check_saved=False, **settings).train()
     assert checked == []

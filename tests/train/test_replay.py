@@ -10,9 +10,10 @@ import torch
 from cohort.errors import NonFiniteError, PolicyMismatchError
 from cohort.objective import PRESETS
 from cohort.rewards import RewardRunner
+from cohort.rewards.scores import Scores
 from cohort.rollout import RNGKey, Sampling
 from cohort.train import Rollout, assign_advantages, lay_out
-from cohort.types import Completion, FinishReason, Group, Prompt, Scores, Support
+from cohort.types import Completion, FinishReason, Group, Prompt, Support
 from tests.policy.plain import plain_rows
 from tests.policy.test_support import theirs
 from tests.train.harness import ROWS, digits_reward, make_trainer, parameters, rows_of

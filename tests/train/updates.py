@@ -7,6 +7,7 @@ import torch
 
 from cohort.config import OptimConfig
 from cohort.policy import Policy, Precision
+from cohort.rewards.scores import Scores
 from cohort.rollout import Sampling
 from cohort.train import (
     Optimizer,
@@ -18,7 +19,7 @@ from cohort.train import (
     policy_logps,
     update,
 )
-from cohort.types import Completion, FinishReason, Group, Prompt, Scores
+from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import tiny_llama
 
 CPU = torch.device("cpu")

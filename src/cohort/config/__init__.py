@@ -9,7 +9,6 @@ from cohort.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
-    ReportConfig,
     RewardConfig,
     RolloutConfig,
 )

@@ -12,18 +12,9 @@ from typing import Any
 
 from pydantic import model_validator
 
+from cohort.config import schema
 from cohort.config.data import DataConfig
 from cohort.config.objective import ObjectiveConfig
-from cohort.config.schema import (
-    EnvironmentConfig,
-    EvalConfig,
-    ModelConfig,
-    OptimConfig,
-    ReportConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-)
 from cohort.config.section import Section, explain_errors, setting_paths, suggestion
 from cohort.errors import ConfigError, DataError
 from cohort.presets import Objective, optional_parts
@@ -40,16 +31,16 @@ class GRPOConfig(Section):
         ConfigError: a setting is unknown (the error names the nearest one), of the wrong type, or out of range.
     """
 
-    model: ModelConfig = ModelConfig()
+    model: schema.ModelConfig = schema.ModelConfig()
     data: DataConfig = DataConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
-    reward: RewardConfig = RewardConfig()
+    rollout: schema.RolloutConfig = schema.RolloutConfig()
+    environment: schema.EnvironmentConfig = schema.EnvironmentConfig()
+    reward: schema.RewardConfig = schema.RewardConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    optim: OptimConfig = OptimConfig()
-    eval: EvalConfig = EvalConfig()
-    run: RunConfig = RunConfig()
-    report: ReportConfig = ReportConfig()
+    optim: schema.OptimConfig = schema.OptimConfig()
+    eval: schema.EvalConfig = schema.EvalConfig()
+    run: schema.RunConfig = schema.RunConfig()
+    report: schema.ReportConfig = schema.ReportConfig()
 
     def __init__(self, **settings: Any) -> None:
         with explain_errors(type(self)):
@@ -118,11 +109,6 @@ class GRPOConfig(Section):
         part = "scale 'group_mean'" if isinstance(scale, GroupMean) else "unlikeliness"
         if (isinstance(scale, GroupMean) or objective.unlikeliness) and min(self.reward.weights or (0,)) < 0:
             raise ValueError(f"objective.{part} needs rewards that are not negative: reward.weights has a negative one")
-        if objective.credit == "process" and self.environment.factory:
-            raise ValueError(
-                "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
-                "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
-            )
         of_rollout = objective.baseline == "batch_mean" or isinstance(scale, BatchStd)
         if of_rollout and size * self.rollout.prompts_per_step == 1:
             raise ValueError(

@@ -126,11 +126,6 @@ class RolloutConfig(Section):
     """Maximum number of tokens in the key-value cache, including prompts; completions that do not fit wait. Affects
     memory only, as above. Unset: as many as fit half of the free memory."""
 
-    @property
-    def replayed_penalty(self) -> float:
-        """The repetition penalty of the update's log-probs."""
-        return self.repetition_penalty if self.replay_sampling else 1.0
-
     @field_validator("json_schema")
     @classmethod
     def _read_schema(cls, value: str | None) -> str | None:
@@ -175,9 +170,11 @@ class EnvironmentConfig(Section):
     """How often a tool call is repeated when its worker dies or it exceeds `call_timeout`. Environments are not
     repeated."""
     tool_workers: Count = 0
-    """Worker processes for plain tools and environments. 0: they run in this process, unless `call_timeout` is set."""
+    """Worker processes for plain tools, and as many for plain environments, each of which lives in one of them. 0: they
+    run in this process, unless `call_timeout` is set: then one for two cores."""
     max_environments: PositiveInt = 256
-    """Maximum number of environments that exist, and of async calls, at the same time; episodes beyond wait."""
+    """Maximum number of environments of a factory that exist, and of async calls, at the same time; episodes beyond
+    wait."""
     history: str = "append"
     """What the policy reads after a turn. "append": all tokens so far, then the answer. "template": the conversation as
     the chat template renders it, which may leave out earlier thoughts. "module:function" or "file.py:function": the

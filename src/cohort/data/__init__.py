@@ -1,6 +1,7 @@
 """Data sets, rendered prompts, and their order."""
 
 from cohort.config import DataConfig
+from cohort.data.held_out import check_held_out
 from cohort.data.load import Data, load_data, load_sets
 from cohort.data.loader import DataCursor, PromptLoader
 from cohort.data.order import InMemoryLoader

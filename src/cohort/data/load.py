@@ -14,17 +14,7 @@ import numpy as np
 from cohort.config import DataConfig, Source
 from cohort.config.data import check_set_name, parse_slice
 from cohort.data.render import Renderer, check_columns
-from cohort.data.rows import (
-    BATCH,
-    Row,
-    RowTable,
-    as_number,
-    check_column,
-    check_renames,
-    explain_none_left,
-    make_filter,
-    rename,
-)
+from cohort.data.rows import BATCH, Row, RowTable, as_number, check_column, check_renames, counted, make_filter, rename
 from cohort.data.source import is_stream, open_source, read_source, select_split
 from cohort.errors import DataError
 
@@ -42,24 +32,11 @@ class LoadedSource:
     """How rows become prompts: the settings of ``[data]``, overridden by those of the source."""
     name: str
     """Empty if the data has a single source."""
-    where: str
-    """What errors call the source."""
     weight: Fraction | None
     description: str
     """The number of rows, and how many each setting left."""
     stream: RowStream | None = None
     """Set if the rows are read during the run."""
-
-    def batches(self) -> Iterator[tuple[list[Row], list[str]]]:
-        """The rows in lists, and what errors call each row."""
-        for start, rows in self.rows.batches():
-            numbers = self.rows.numbers[start : start + len(rows)]
-            yield rows, [f"{self.where}, row {number}" for number in numbers]
-
-    def named_rows(self) -> Iterator[tuple[Row, str]]:
-        """Each row, and what errors call it."""
-        for rows, row_names in self.batches():
-            yield from zip(rows, row_names, strict=True)
 
 
 class Turns:
@@ -149,8 +126,8 @@ class Data:
         column, sign = curriculum.removeprefix("-"), -1.0 if curriculum.startswith("-") else 1.0
         values: list[float] = []
         for source in self.sources:
-            check_column(column, source.rows.columns, f"{source.where}: data.curriculum")
-            for row, where in source.named_rows():
+            check_column(column, source.rows.columns, f"{source.rows.where}: data.curriculum")
+            for row, where in source.rows.named():
                 if (value := as_number(row.get(column))) is None:
                     wanted = f"needs a number in column {column!r}"
                     raise DataError(f"{where}: data.curriculum {wanted}, got {row.get(column)!r:.60}")
@@ -207,7 +184,7 @@ def load_data(
             table, words, stream = *_read(path, settings, where, split), None
         weight = None if source.weight is None else Fraction(str(source.weight))
         words = f"{path}: {words}" if isinstance(path, str) else words
-        loaded.append(LoadedSource(table, settings, source_name, where, weight, words, stream))
+        loaded.append(LoadedSource(table, settings, source_name, weight, words, stream))
     data = Data(tuple(loaded), name)
     _check_rows(data, mixed)
     if not evaluation and config.curriculum not in (None, "measured"):
@@ -286,9 +263,9 @@ def _source_settings(source: Source, config: DataConfig) -> DataConfig:
 def _check_rows(data: Data, mixed: bool) -> None:
     first: dict[bool, str] = {}
     for source in data.sources:
-        check_columns(source.rows.columns, source.where)
+        check_columns(source.rows.columns, source.rows.where)
         renderer = Renderer(source.config)
-        for row, where in source.named_rows():
+        for row, where in source.rows.named():
             first.setdefault(isinstance(renderer.make(row, where), str), where)
         if len(first) > 1 and not mixed:
             raise DataError(
@@ -300,13 +277,9 @@ def _check_rows(data: Data, mixed: bool) -> None:
 def _read(path: Any, settings: DataConfig, where: str, split: str) -> tuple[RowTable, str]:
     """The rows that the settings leave of a source, and their description."""
     rows = RowTable.of(read_source(path, where, split), settings.columns, where)
-    counts = [_count(len(rows))]
+    counts = [counted(rows)]
     if settings.filter is not None:
-        kept = rows.filter(make_filter(settings.filter, rows.columns, where), where)
-        if not len(kept):
-            why = explain_none_left(rows, settings.filter)
-            raise DataError(f"{where}: data.filter leaves none of {_count(len(rows))}{why}")
-        rows = kept
+        rows = rows.filter(settings.filter)
         counts.append(f"data.filter leaves {len(rows):,}")
     if settings.select is not None:
         chosen = range(len(rows))[parse_slice(settings.select)]
@@ -354,12 +327,8 @@ def _open(
     if not used:
         raise DataError(f"{where}: no row is left by data.filter and data.select")
     numbers, rows = map(list, zip(*used, strict=True))
-    table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {})
+    table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {}, where)
     if evaluation:
-        return table, f"the first {_count(len(rows))} of a stream", None
+        return table, f"the first {counted(rows)} of a stream", None
     words = [f"data.{setting}" for setting in ("filter", "select") if getattr(settings, setting) is not None]
     return table, ", ".join(["streamed", *words]), stream
-
-
-def _count(number: int) -> str:
-    return f"{number:,} row{'' if number == 1 else 's'}"

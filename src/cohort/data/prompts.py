@@ -12,7 +12,7 @@ import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
-from cohort.data.render import Renderer
+from cohort.data.render import Renderer, ToolsOf
 from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
@@ -30,19 +30,15 @@ class LengthLimit:
 
     @classmethod
     def of(
-        cls,
-        config: DataConfig,
-        context: int | None,
-        max_completion_length: int,
-        setting: str = "rollout.max_completion_length",
+        cls, config: DataConfig, context: int | None, completion: int, setting: str = "rollout.max_completion_length"
     ) -> LengthLimit | None:
         """The smaller of ``data.max_prompt_length`` and the context length less a completion; None if neither is known.
 
         Args:
             config: the settings.
             context: context length of the model in tokens, if known.
-            max_completion_length: maximum length of a completion in tokens.
-            setting: the setting that ``max_completion_length`` comes from.
+            completion: maximum length of a completion in tokens.
+            setting: the setting that ``completion`` comes from.
 
         Raises:
             DataError: a completion alone fills the context.
@@ -51,13 +47,13 @@ class LengthLimit:
         if config.max_prompt_length is not None:
             limits.append((config.max_prompt_length, "data.max_prompt_length"))
         if context is not None:
-            if context <= max_completion_length:
+            if context <= completion:
                 raise DataError(
-                    f"{setting} ({max_completion_length:,}) leaves no room for a prompt in the model's context of "
+                    f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of "
                     f"{context:,} tokens: lower it"
                 )
-            why = f"the model's context of {context:,} less {setting}, {max_completion_length:,}"
-            limits.append((context - max_completion_length, why))
+            why = f"the model's context of {context:,} less {setting}, {completion:,}"
+            limits.append((context - completion, why))
         return cls(*min(limits), config.overlong_prompts) if limits else None
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
@@ -92,6 +88,8 @@ class PromptSet:
         name: what errors call the data.
         limit: maximum length of a prompt.
         mixed: allow text next to conversations.
+        tools: with tools or an environment, the JSON schemas that a row's conversation is rendered with. None: the run
+            has neither, and the column ``tools`` may hold schemas.
 
     Raises:
         DataError: a row cannot be a prompt, or prompts are too long; the error names the row.
@@ -106,16 +104,17 @@ class PromptSet:
         name: str = "the training data",
         limit: LengthLimit | None = None,
         mixed: bool = False,
+        tools: ToolsOf | None = None,
     ) -> None:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None
         self.data, self.name, self.limit = data, data.name, limit
         self.columns = tuple(dict.fromkeys(column for source in data.sources for column in source.rows.columns))
-        self.renderers = [Renderer(source.config, tokenizer) for source in data.sources]
+        self.renderers = [Renderer(source.config, tokenizer, tools) for source in data.sources]
         batches: list[np.ndarray] = []
         lengths: list[int] = []
         for source, renderer in zip(data.sources, self.renderers, strict=True):
-            for batch in source.batches():
+            for batch in source.rows.batches():
                 token_ids = renderer.token_ids(*batch)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
@@ -170,9 +169,10 @@ class PromptSet:
     def render(self, number: int, row: Row, row_number: int, token_ids: Sequence[int], uid: int) -> Prompt:
         """The prompt of a row of source ``number``, with these token ids."""
         source = self.data.sources[number]
-        text, content, prefill = self.renderers[number].decode(row, f"{source.where}, row {row_number}", token_ids)
+        where = f"{source.rows.where}, row {row_number}"
+        text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
-        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name)
+        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
 
     @property
     def fingerprint(self) -> str:
@@ -213,7 +213,7 @@ class PromptSet:
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)
         source = self.data.sources[number]
-        return f"{source.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
+        return f"{source.rows.where}, row {source.rows.numbers[row_index]}".removeprefix(f"{self.name}, ")
 
     def _apply(self, limit: LengthLimit) -> None:
         limit.check(self.lengths, self.name, self._row_name)
@@ -233,10 +233,8 @@ class PromptSet:
             )
         for source, prompts in zip(self.data.sources, self.ranges(), strict=True):
             if self.data.weights and not prompts:
-                raise DataError(
-                    f"{source.where}: data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}, "
-                    "and the source has a weight"
-                )
+                dropped = f"data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}"
+                raise DataError(f"{source.rows.where}: {dropped}, and the source has a weight")
 
 
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:

@@ -7,6 +7,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -40,19 +41,24 @@ def check_columns(columns: Sequence[str], where: str) -> None:
             )
 
 
+ToolsOf = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
+"""The JSON schemas of the tools that the policy can call in the episode of a row."""
+
+
 class Renderer:
     """Makes, renders and tokenizes the prompts of one source.
 
     Args:
         config: the settings of the source.
         tokenizer: the tokenizer of the policy. None: prompts can be made, but not rendered.
+        tools: see ``PromptSet``.
 
     Raises:
         DataError: ``data.prompt_template`` is not valid.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any = None) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(self, config: DataConfig, tokenizer: Any = None, tools: ToolsOf | None = None) -> None:
+        self._config, self._tokenizer, self._tools_of = config, tokenizer, tools
         try:
             parsed = list(string.Formatter().parse(config.prompt_template or ""))
         except ValueError as error:
@@ -87,7 +93,7 @@ class Renderer:
             if messages[0]["role"] == "system":
                 raise DataError(f"{where}: has a system message of its own; unset data.system_prompt")
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        tools = _json_column(row, "tools", where, "a list of JSON schemas of functions", _is_tools)
+        tools = _json_column(row, "tools", where, "a list of JSON schemas of functions, or of names", _is_tools)
         variables = _json_column(row, "chat_template_kwargs", where, "a table", lambda value: isinstance(value, dict))
         return Conversation(messages, tools, {**config.chat_template_kwargs, **(variables or {})})
 
@@ -142,7 +148,7 @@ class Renderer:
         Raises:
             DataError: a row cannot be a prompt, or the tokenizer refuses it.
         """
-        made = [(self.make(row, where), where) for row, where in zip(rows, row_names, strict=True)]
+        made = [(self._make_with_tools(row, where), where) for row, where in zip(rows, row_names, strict=True)]
         texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in made]
         kinds = {isinstance(content, str) for content, _ in made}
         if len(kinds) > 1:
@@ -160,13 +166,38 @@ class Renderer:
     def _one_by_one(self, rows: Sequence[Row], row_names: Sequence[str]) -> list[list[int]]:
         return [self.token_ids([row], [where])[0] for row, where in zip(rows, row_names, strict=True)]
 
-    def decode(self, row: Row, where: str, token_ids: Sequence[int]) -> tuple[str, str | list[Message], str]:
-        """The text of the token ids, the prompt of the row as reward functions receive it, and the prefill."""
-        content = self.make(row, where)
+    def decode(
+        self, row: Row, where: str, token_ids: Sequence[int]
+    ) -> tuple[str, str | list[Message], str, Mapping[str, Any]]:
+        """The text of the token ids, the prompt of the row as reward functions receive it, the prefill, and the
+        arguments of the chat template.
+        """
+        content = self._make_with_tools(row, where)
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         if isinstance(content, str):
-            return text, content, ""
-        return text, list(content.messages), self.chat.prefill(content, self.chat.render(content, where))
+            return text, content, "", {}
+        prefill = self.chat.prefill(content, self.chat.render(content, where))
+        tools = {"tools": content.tools} if content.tools else {}
+        return text, list(content.messages), prefill, {**content.variables, **tools}
+
+    def _make_with_tools(self, row: Row, where: str) -> str | Conversation:
+        """The prompt of a row, with the JSON schemas of its tools."""
+        content = self.make(row, where)
+        if self._tools_of is None:
+            if isinstance(content, Conversation) and content.tools and isinstance(content.tools[0], str):
+                raise DataError(
+                    f"{where}: column 'tools' names {content.tools[0]!r}, and the run has no tools: set "
+                    "environment.tools, or rename the column with data.columns if it is something else"
+                )
+            return content
+        if not isinstance(content, Conversation):
+            raise DataError(
+                f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
+            )
+        try:
+            return replace(content, tools=self._tools_of({**row, "tools": content.tools}) or None)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
 
 
 def _checked_messages(messages: list[Any], where: str) -> list[Message]:
@@ -207,7 +238,7 @@ def without_null_keys(value: Any) -> Any:
 
 
 def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
-    """A column that holds a value or the JSON text of one; None if it is missing or empty."""
+    """A column that holds a value or the JSON text of one; None if it is missing."""
     value = row.get(column)
     if isinstance(value, str):
         with suppress(ValueError):  # the check below refuses the text
@@ -219,8 +250,9 @@ def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Cal
             f"{where}: column {column!r} must be {expected}, or JSON text of one, got {value!r:.80}; if it holds "
             "something else, rename it with data.columns"
         )
-    return without_null_keys(value) or None
+    return without_null_keys(value)
 
 
 def _is_tools(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(tool, dict) and tool for tool in value)
+    kinds = {type(tool) if tool else None for tool in value} if isinstance(value, list) else {None}
+    return kinds in (set(), {dict}, {str})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,8 @@ class RowTable(Sequence[Row]):
     """The number of each row in its source."""
     new_names: Mapping[str, str]
     """{old: new}."""
+    where: str
+    """What errors call the source."""
 
     @classmethod
     def of(cls, stored: Any, renames: Mapping[str, str], where: str) -> RowTable:
@@ -58,7 +60,8 @@ class RowTable(Sequence[Row]):
         else:
             columns = list(stored.column_names)
         new_names = check_renames(renames, columns, where)
-        return cls(stored, tuple(new_names.get(name, name) for name in columns), range(len(stored)), new_names)
+        columns = [new_names.get(name, name) for name in columns]
+        return cls(stored, tuple(columns), range(len(stored)), new_names, where)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -71,13 +74,18 @@ class RowTable(Sequence[Row]):
         return self[index : index + 1][0]
 
     def __iter__(self) -> Iterator[Row]:
-        for _, rows in self.batches():
-            yield from rows
+        return (row for row, _ in self.named())
 
-    def batches(self) -> Iterator[tuple[int, list[Row]]]:
-        """All rows in lists, each with the index of its first row."""
+    def named(self) -> Iterator[tuple[Row, str]]:
+        """Each row, and what errors call it."""
+        for batch in self.batches():
+            yield from zip(*batch, strict=True)
+
+    def batches(self) -> Iterator[tuple[list[Row], list[str]]]:
+        """The rows in lists, and what errors call each row."""
         for start in range(0, len(self), BATCH):
-            yield start, self[start : start + BATCH]
+            numbers = self.numbers[start : start + BATCH]
+            yield self[start : start + BATCH], [f"{self.where}, row {number}" for number in numbers]
 
     def select(self, indices: Sequence[int] | np.ndarray) -> RowTable:
         """The rows at ascending indices."""
@@ -91,10 +99,17 @@ class RowTable(Sequence[Row]):
             stored = self.stored.select(indices)
         return replace(self, stored=stored, numbers=np.asarray(self.numbers)[indices])
 
-    def filter(self, keep: Keep, where: str) -> RowTable:
-        """The rows that ``keep`` accepts."""
-        kept = [keep(row, f"{where}, row {number}") for row, number in zip(self, self.numbers, strict=True)]
-        return self.select(np.flatnonzero(kept))
+    def filter(self, spec: str | Mapping[str, Any]) -> RowTable:
+        """The rows that ``data.filter`` accepts.
+
+        Raises:
+            DataError: there are none, or as ``make_filter``.
+        """
+        keep = make_filter(spec, self.columns, self.where)
+        kept = np.flatnonzero([keep(row, where) for row, where in self.named()])
+        if not len(kept):
+            raise DataError(f"{self.where}: data.filter leaves none of {counted(self)}{_values(self, spec)}")
+        return self.select(kept)
 
 
 def _fetch(stored: Any, start: int, stop: int) -> list[Row]:
@@ -158,7 +173,7 @@ def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: st
     return lambda row, where: all(_meets(row.get(column), wanted, column, where) for column, wanted in spec.items())
 
 
-def explain_none_left(rows: RowTable, spec: str | Mapping[str, Any]) -> str:
+def _values(rows: RowTable, spec: str | Mapping[str, Any]) -> str:
     """The values of the columns of a filter that leaves no row."""
     if isinstance(spec, str):
         return ""
@@ -215,3 +230,8 @@ def _meets(value: Any, wanted: Any, column: str, where: str) -> bool:
     if (number := as_number(value)) is None:
         raise DataError(f"{where}: data.filter asks for a number in column {column!r}, got {value!r:.60}")
     return bool(wanted.get("min", -np.inf) <= number <= wanted.get("max", np.inf))
+
+
+def counted(rows: Sized) -> str:
+    """The number of rows in words."""
+    return f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"

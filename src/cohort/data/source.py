@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from cohort.data.procedural import PREFIX, procedural_rows
 from cohort.data.rows import Row, RowTable, plain
 from cohort.errors import DataError
 
@@ -48,7 +49,7 @@ def read_source(source: Any, where: str, split: str) -> Any:
 
     Args:
         source: a data file, a folder of data files or one that ``datasets`` wrote, a name for ``datasets.load_dataset``
-            ("name" or "name:configuration"), or an object that holds rows (see ``_from_memory``).
+            ("name" or "name:configuration"), "reasoning_gym:NAME", or an object that holds rows (see ``_from_memory``).
         where: what errors call the data.
         split: the split of a folder, a name or a ``datasets.DatasetDict``.
 
@@ -57,6 +58,8 @@ def read_source(source: Any, where: str, split: str) -> Any:
     """
     if not isinstance(source, str):
         return _from_memory(source, where, split)
+    if source.startswith(PREFIX):
+        return list(procedural_rows(source)())
     files = _data_files(source, split)
     if files is None:
         return _from_memory(*_load_dataset(source, split, streaming=False), split)
@@ -75,6 +78,8 @@ def open_source(source: Any, where: str, split: str) -> Opener:
     Raises:
         DataError: as ``read_source``, or the source is a .json file. The content of a row is checked when it is read.
     """
+    if isinstance(source, str) and source.startswith(PREFIX):
+        return procedural_rows(source)
     if isinstance(source, str):
         files = _data_files(source, split)
         for file in files or []:
@@ -187,16 +192,15 @@ def _load_dataset(source: str, split: str, *, streaming: bool) -> tuple[Any, str
 
 def _errors_named(rows: Iterator[Any], where: str) -> Iterator[Any]:
     """The rows; an exception of the user's own code becomes an error that names the row."""
-    for number in itertools.count():
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except DataError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise DataError(f"{where}, row {number}: reading it raised {type(error).__name__}: {error}") from error
-        yield row
+    number = 0
+    try:
+        for row in rows:
+            yield row
+            number += 1
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{where}, row {number}: reading it raised {type(error).__name__}: {error}") from error
 
 
 def file_format(path: Path) -> str | None:
@@ -302,11 +306,15 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
     for number, line in read_lines(path):
         if line.isspace():
             continue
-        try:
-            row = json.loads(line.rstrip("\r\n"))  # the end of the line could move the position that an error names
-        except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
-            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        yield _checked_row(row, f"{path}, line {number}")
+        where = f"{path}, line {number}"
+        yield _checked_row(_parse_json(line.rstrip("\r\n"), where), where)  # the end could move an error's position
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
+        raise DataError(f"{where}: not valid JSON: {error}") from None
 
 
 def _checked_row(row: Any, where: str) -> Row:
@@ -317,11 +325,7 @@ def _checked_row(row: Any, where: str) -> Row:
 
 def _iterate_json(path: Path) -> Iterator[Row]:
     """A list of objects, an object of columns, or either under the single key "data"."""
-    text = "".join(line for _, line in read_lines(path))
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
+    value = _parse_json("".join(line for _, line in read_lines(path)), str(path))
     if isinstance(value, dict) and value.keys() == {"data"}:
         inner = value["data"]  # a list of anything but objects is a column named "data"
         if isinstance(inner, dict) or (isinstance(inner, list) and (not inner or isinstance(inner[0], dict))):

@@ -57,9 +57,8 @@ class StreamingLoader(PromptLoader):
         """Open the sources at a cursor, without rendering or tokenizing the rows before it."""
         self._position = cursor.position
         self._read = copy.deepcopy(cursor.read) or ReadPosition([0] * len(self._sources_of_lanes))
-        self._lanes = [
-            itertools.islice(self._rows_of_lane(lane), count, None) for lane, count in enumerate(self._read.rows)
-        ]
+        read = enumerate(self._read.rows)
+        self._lanes = [itertools.islice(self._rows_of_lane(lane), count, None) for lane, count in read]
 
     def _seek(self, cursor: DataCursor, position: int) -> None:
         """Move to a position, from the present one if possible, otherwise from the cursor. The sources stay open
@@ -86,16 +85,16 @@ class StreamingLoader(PromptLoader):
                 return prompt
             self._read.dropped += 1
         data = self.prompts.data
-        where = data.sources[lane].where if data.weights else data.name
+        where = data.sources[lane].rows.where if data.weights else data.name
         raise DataError(f"{where}: data.overlong_prompts drops every prompt of an epoch")
 
     def _prompt(self, number: int, row_number: int, row: Row, uid: int) -> Prompt | None:
         """The prompt of a row; None if it is dropped."""
         prompts, source, limit = self.prompts, self.prompts.data.sources[number], self.prompts.limit
-        where = f"{source.where}, row {row_number}"
+        where = f"{source.rows.where}, row {row_number}"
         (ids,) = prompts.renderers[number].token_ids([row], [where])
         if limit is not None and len(ids) > limit.tokens:
-            limit.check(np.array([len(ids)]), source.where, lambda _: f"row {row_number}")
+            limit.check(np.array([len(ids)]), source.rows.where, lambda _: f"row {row_number}")
             if limit.rule == "drop":
                 return None
             ids = ids[-limit.tokens :]
@@ -104,7 +103,7 @@ class StreamingLoader(PromptLoader):
         if prompt.is_conversation is not self._is_conversation:
             first = prompts.data.sources[0]
             raise DataError(
-                f"text and conversations are mixed: the prompts of {where} and of {first.where}, row "
+                f"text and conversations are mixed: the prompts of {where} and of {first.rows.where}, row "
                 f"{first.rows.numbers[0]}, are of two kinds. Set data.format to 'chat'"
             )
         return prompt

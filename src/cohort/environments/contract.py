@@ -12,12 +12,14 @@ schema, which the chat template shows to the policy, is made from type hints and
 
 - Public methods are tools. ``reset(**row)`` begins the episode, with the columns of the data's row; it may return text,
   which is appended to the prompt's last message. ``get_reward()``, if there is one, returns a number at the end.
-- ``reset(**row)`` returns the first observation, and ``step(text)`` answers the policy's text: with a ``Step``, a tuple
-  ``(observation, reward, terminated, truncated, info)`` as in Gymnasium, ``(observation, reward, done, info)``, or a
-  dict with the keys ``observations`` (messages), ``reward`` and ``done``. The observation is the user's next message.
+- ``reset(**row)`` returns the first observation, also as ``(observation, info)`` or a ``Step`` without a reward, and
+  ``step(text)`` answers the policy's text: with a ``Step``, a tuple ``(observation, reward, terminated, truncated,
+  info)`` as in Gymnasium, ``(observation, reward, done, info)``, or a dict with the keys ``observations`` (messages),
+  ``reward`` and ``done``. The observation is the user's next message.
 
 ``reset`` gets a ``seed`` if it has a parameter of that name: the same for all completions of a group. ``close()`` is
-called at the end of every episode if there is such a method.
+called at the end of every episode if there is such a method. An environment with an ``async`` method lives on the event
+loop: its plain methods run there too, so they must not block.
 """
 
 from __future__ import annotations
@@ -71,8 +73,10 @@ class Ended:
     """What ``get_reward`` returned; None if there is no such method."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Copies of its public attributes, without those that cannot be pickled."""
-    close_error: str = ""
-    """Why ``close`` failed."""
+
+
+class ToolError(Exception):
+    """An error that a tool raises for the policy to read: the message, without the name of this class."""
 
 
 class EpisodeFailed(Exception):  # noqa: N818 - an episode failed, which is not an error of the room

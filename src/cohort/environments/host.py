@@ -5,30 +5,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
+import logging
 import threading
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cohort.calls import Calls, is_async
+from cohort.calls import Calls, as_failure, check_loop, is_async
 from cohort.config import EnvironmentConfig
 from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, ToolCall
 from cohort.environments.shapes import Shape, call_tool, choose, error_text, perform, run_plain
 from cohort.environments.tools import Tool, Toolbox
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, EpisodeError
 from cohort.types import Prompt
 from cohort.workers import CallFailed, Workers
 
+log = logging.getLogger("cohort.environments")
 CLOSE_SECONDS = 10.0
 """Time for the environments that are open at the end of a run to close."""
-
-Place = Calls | Workers | None
-"""Where something runs. ``Calls``: on the event loop, or in any of several worker processes. ``Workers``: in one worker
-process, because an environment cannot move. None: in this thread."""
 
 _numbers = itertools.count()
 
@@ -40,7 +40,8 @@ class _Live:
     tools: Toolbox
     shape: Shape | None
     number: int
-    place: Place = None
+    home: Workers | None = None
+    """The one worker process in which the environment lives. None: it lives on the event loop or in this thread."""
     last: Future[Any] = field(default_factory=lambda: _done(None))
     """The last operation on the environment. The next one begins when it has ended."""
     running: set[Future[Any]] = field(default_factory=set)
@@ -79,12 +80,11 @@ class Host:
             self._performers[shape] = _runner(shape.is_async, perform, shape.factory, shape.steps)
             self._slots[shape] = _Slots(settings.max_environments)
             self._boxes[shape] = Toolbox([*toolbox.values(), *shape.tools.values()])
-        self._check_that_workers_take(
-            self._callers | {shape.name: self._performers[shape] for shape in shapes.values()}
-        )
+        self._check_that_workers_take(self._callers.items())
+        self._check_that_workers_take((shape.name, function) for shape, function in self._performers.items())
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
-        atexit.register(self.close)
+        self._open = False
 
     def tools(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that the policy can call in an episode of a row: those of the settings that the row allows, and the
@@ -96,7 +96,7 @@ class Host:
         shape, names = choose(self._shapes, row), row.get("tools")
         if names is None:
             return self._boxes[shape]
-        allowed = self._toolbox.subset(names, "a row")
+        allowed = self._toolbox.subset(json.loads(names) if isinstance(names, str) else names)
         return Toolbox([*allowed.values(), *shape.tools.values()]) if shape else allowed
 
     def begin(self, episode: Hashable, prompt: Prompt, seed: int) -> Future[Answer]:
@@ -114,6 +114,12 @@ class Host:
             DataError: the row names a tool or an environment that does not exist, or lacks a column.
         """
         assert episode not in self._live, f"episode {episode} has begun already"
+        if not self._open:
+            self._open = True
+            # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
+            # registered with the first: now at the latest, so that environments are closed before it runs.
+            weakref.finalize(self, bool)
+            atexit.register(self.close)
         row, shape = prompt.columns, choose(self._shapes, prompt.columns)
         live = _Live(self.tools(row), shape, next(_numbers))
         if shape is None:
@@ -122,7 +128,7 @@ class Host:
         if "" not in self._shapes:
             row = {name: value for name, value in row.items() if name != "environment"}
         arguments = shape.arguments(row, seed)
-        live.place, live.last = self._place(shape), self._slots[shape].acquire()
+        live.home, live.last = self._home(shape), self._slots[shape].acquire()
         self._live[episode] = live
         return self._ask(live, "reset", arguments)
 
@@ -153,13 +159,14 @@ class Host:
         closed = self._ask(live, "close")
         slots = self._slots[live.shape]
         closed.add_done_callback(lambda _: slots.release())
-        ended = _gather([finished, closed], lambda done: replace(done[0], close_error=done[1]))
+        ended = _gather([finished, closed], lambda done: done[0])
         self._closing.add(ended)
         ended.add_done_callback(self._closing.discard)
         return ended
 
     def close(self) -> None:
-        """End all episodes, and stop the worker processes. Environments have ``CLOSE_SECONDS`` to close."""
+        """End all episodes, and stop the worker processes, which the next episode starts again. Environments have
+        ``CLOSE_SECONDS`` to close."""
         try:
             for live in self._live.values():
                 live.abandoned = True
@@ -167,10 +174,25 @@ class Host:
                 self.end(episode)
             wait(list(self._closing), CLOSE_SECONDS)
         finally:
+            self._open = False  # before what fails now is repeated
             self._calls.close()
             for home in self._homes:
                 home.close()
             atexit.unregister(self.close)
+
+    def check(self) -> None:
+        """Check that the event loop reacts within ``call_timeout``; for when nothing has been answered for that long.
+
+        Raises:
+            EpisodeError: it does not, because an async tool or a method of an async environment blocks it.
+        """
+        everything: list[Shape | Tool] = [*self._toolbox.values(), *self._shapes.values()]
+        names = [one.name for one in everything if one.is_async]
+        if names and self._settings.call_timeout:
+            try:
+                check_loop(self._settings.call_timeout)
+            except CallFailed as failure:
+                raise EpisodeError(f"the async tools and environments ({', '.join(names)}) {failure}") from None
 
     def describe(self) -> str:
         """Where tools and environments run, and their time limits: one line for each."""
@@ -182,8 +204,8 @@ class Host:
             [*environments, *(f"tool {tool.name}: {self._where(tool)}" for tool in self._toolbox.values())]
         )
 
-    def _check_that_workers_take(self, functions: Mapping[str, Callable[..., Any]]) -> None:
-        for name, function in functions.items():
+    def _check_that_workers_take(self, functions: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+        for name, function in functions:
             if self._isolated and not is_async(function):
                 try:
                     self._calls.workers.prepare(function)
@@ -193,15 +215,11 @@ class Host:
                         "environment.tool_workers to 0 and leave environment.call_timeout unset"
                     ) from error
 
-    def _place(self, one: Shape | Tool) -> Place:
-        """Where an environment or a tool is to run; of several homes, the one with the fewest environments."""
-        if one.is_async:
-            return self._calls
-        if not self._isolated:
+    def _home(self, shape: Shape) -> Workers | None:
+        """Where a new environment is to live: of several workers, in the one with the fewest."""
+        if shape.is_async or not self._isolated:
             return None
-        if not isinstance(one, Shape):
-            return self._calls
-        inhabited = Counter(id(live.place) for live in self._live.values())
+        inhabited = Counter(id(live.home) for live in self._live.values())
         return min(self._homes, key=lambda home: inhabited[id(home)])
 
     def _where(self, one: Shape | Tool) -> str:
@@ -218,16 +236,18 @@ class Host:
         if live.shape and call.name in live.shape.tools:
             return self._ask(live, call.name, call.arguments)
         outcome: Future[tuple[str, bool]] = _promise()
-        place, function = self._place(self._toolbox[call.name]), self._callers[call.name]
         left = iter(range(self._settings.call_retries))
 
         def attempt() -> None:
             with _errors_to(outcome):
-                self._run(live, place, function, arguments=call.arguments).add_done_callback(finish)
+                self._run(live, None, self._callers[call.name], {"arguments": call.arguments}).add_done_callback(finish)
 
-        def finish(done: Future[tuple[str, bool]]) -> None:
+        def finish(done: Future[Any]) -> None:
             failure = _failure(done)
-            if failure is None:
+            if failure is None and isinstance(done.result(), EpisodeFailed):
+                live.failed = True
+                outcome.set_exception(done.result())
+            elif failure is None:
                 outcome.set_result(done.result())
             elif live.abandoned or next(left, None) is None:
                 outcome.set_result((error_text(str(failure)), True))
@@ -248,17 +268,19 @@ class Host:
                 if live.abandoned and method != "close":
                     raise EpisodeFailed("the episode was given up")
                 arguments = {"number": live.number, "method": method, "given": given or {}}
-                self._run(live, live.place, self._performers[shape], **arguments).add_done_callback(finish)
+                self._run(live, live.home, self._performers[shape], arguments).add_done_callback(finish)
 
         def finish(done: Future[Any]) -> None:
             failure = _failure(done)
             value = done.result() if failure is None else EpisodeFailed(f"{shape.name}.{method} {failure}")
-            if not isinstance(value, EpisodeFailed):
+            if method == "close":
+                if value:  # never a reason to lose an episode
+                    log.warning("%s", value)
+                outcome.set_result(None)
+            elif not isinstance(value, EpisodeFailed):
                 outcome.set_result(value)
-            elif method == "close":
-                outcome.set_result(str(value))
-            elif method in shape.tools and live.place is self._calls:  # it was cancelled, and the environment lives on
-                outcome.set_result((error_text(str(failure)), True))
+            elif failure and method in shape.tools and live.home is None:  # cancelled; the environment lives on
+                outcome.set_result((error_text(str(value)), True))
             else:
                 live.failed = True
                 outcome.set_exception(value)
@@ -266,10 +288,16 @@ class Host:
         previous.add_done_callback(start)
         return outcome
 
-    def _run(self, live: _Live, place: Place, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
-        if place is None:
-            return _done(function(**arguments))
-        call = place.submit(function, arguments, self._settings.call_timeout)
+    def _run(
+        self, live: _Live, home: Workers | None, function: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Future[Any]:
+        if not self._open:
+            raise EpisodeFailed("the workers were stopped")
+        limit = self._settings.call_timeout
+        if home is None:
+            call = self._calls.submit(function, arguments, limit, here=not self._isolated)
+        else:
+            call = home.submit(function, arguments, limit)
         live.running.add(call)
         call.add_done_callback(live.running.discard)
         return call
@@ -331,9 +359,12 @@ def _errors_to(outcome: Future[Any]) -> Iterator[None]:
             raise
 
 
-def _failure(done: Future[Any]) -> BaseException | None:
-    """Why a call gave no result."""
-    return CancelledError("was cancelled") if done.cancelled() else done.exception()
+def _failure(done: Future[Any]) -> CallFailed | None:
+    """Why a call gave no result. None: it gave one."""
+    if done.cancelled():
+        return CallFailed("was cancelled")
+    error = done.exception()
+    return None if error is None else as_failure(error)
 
 
 def _gather(futures: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step
+from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step, ToolError
 from cohort.environments.tools import Toolbox, text_of
 from cohort.errors import ConfigError, DataError
 from cohort.plugins import load_function
@@ -53,6 +53,8 @@ class Shape:
     """The columns that ``reset`` needs."""
     seeded: bool
     """Whether ``reset`` has a parameter ``seed``."""
+    gives_rewards: bool
+    """Whether it may give rewards: it has ``step`` or ``get_reward``."""
 
     def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """The arguments of ``reset``. A column ``seed`` takes precedence over the given seed.
@@ -188,6 +190,7 @@ def _shape_of_class(found: type, factory: Factory) -> Shape:
         columns=None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named),
         required=frozenset(p.name for p in named if p.default is p.empty) - {"seed"},
         seeded=any(p.name == "seed" for p in named),
+        gives_rewards=steps or "get_reward" in functions,
     )
 
 
@@ -239,14 +242,18 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
         return EpisodeFailed(f"{what} {describe_error(error)}", "".join(traceback.format_exception(error)).rstrip())
 
 
-async def call_tool(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, bool]:
+async def call_tool(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, bool] | EpisodeFailed:
     """Call a tool, plain or ``async``.
 
     Returns:
-        What the policy reads, and whether it is an error.
+        What the policy reads, and whether it is an error. ``EpisodeFailed``, as a value, if the tool raised it.
     """
     try:
         return text_of(await _value(function(**arguments))), False
+    except EpisodeFailed as failure:
+        return failure
+    except ToolError as error:
+        return error_text(str(error)), True
     except (Exception, SystemExit) as error:
         return error_text(traceback.format_exception_only(error)[-1]), True
 
@@ -308,6 +315,8 @@ def _first(returned: Any, what: str, steps: bool) -> Answer:
     """What ``reset`` returned; Gymnasium's has an ``info`` as well."""
     if steps and isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]
+    if steps and isinstance(returned, Step) and returned.reward is None:
+        return _answer(returned, what)
     if not steps and not isinstance(returned, str | None):
         raise EpisodeFailed(f"{what} returned {reprlib.repr(returned)}: expected text for the prompt, or None")
     return Answer(_messages(returned, what))

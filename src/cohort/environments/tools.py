@@ -25,7 +25,8 @@ BUILTIN_TOOLS: Mapping[str, Callable[[], Callable[..., Any]]] = {
 }
 """Makers of the functions behind built-in names."""
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
-_SURROGATES = re.compile("[\ud800-\udfff]")
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which JSON can spell and tokenizers refuse."""
 _EXAMPLE = """
 
     def add(a: int, b: int) -> int:
@@ -100,21 +101,19 @@ class Toolbox(Mapping[str, Tool]):
         """The JSON schemas, for ``apply_chat_template(tools=...)``."""
         return [tool.schema for tool in self.values()]
 
-    def subset(self, names: Collection[str], where: str) -> Toolbox:
+    def subset(self, names: Collection[str]) -> Toolbox:
         """The tools that a row may use, in this order.
 
         Args:
             names: the names in the row.
-            where: what errors call the row.
 
         Raises:
             DataError: there is no tool of such a name.
         """
-        if isinstance(names, str) or (unknown := [name for name in names if name not in self]):
-            got = repr(names) if isinstance(names, str) else repr(unknown[0])
+        if unknown := [name for name in names if not isinstance(name, str) or name not in self]:
             raise DataError(
-                f"{where}: column 'tools' must list names of environment.tools, which are {', '.join(self) or 'none'}; "
-                f"got {got}"
+                f"column 'tools' must list names of environment.tools, which are {', '.join(self) or 'none'}; got "
+                f"{unknown[0]!r:.80}"
             )
         return Toolbox(self[name] for name in dict.fromkeys(names))
 
@@ -260,7 +259,7 @@ def text_of(result: Any) -> str:
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", "replace")
     text = result if isinstance(result, str) else _as_json(result)
-    return _SURROGATES.sub("\ufffd", text)
+    return SURROGATES.sub("\ufffd", text)
 
 
 def _as_json(value: Any) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config
 from cohort.data import Data, load_sets
+from cohort.environments import Acting
 from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.show import compared, show, write_rows, write_summary
 from cohort.flags import EvalFlags
-from cohort.policy import context_length, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
-from cohort.rollout import local_engine
+from cohort.rollout import LocalEngine, Sampler, local_engine
 from cohort.runs import RunFolder
 
 SETTINGS = {
@@ -183,8 +185,10 @@ def evaluate(request: Request) -> int:
     """
     settings = request.settings()
     request.check_files(settings)
+    acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
+    functions = settings.reward.functions or (["environment_reward"] if acting and acting.gives_rewards else [])
     rewards = RewardRunner(
-        [as_reward_function(name) for name in settings.reward.functions],
+        [as_reward_function(name) for name in functions],
         settings.reward.weights,
         settings.reward,
         per_token=settings.resolved_objective.credit in ("process", "given"),
@@ -194,12 +198,14 @@ def evaluate(request: Request) -> int:
     check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
     resolve_device(settings.model.device)
     names = [request.model] if request.against is None else [request.model, request.against]
-    subjects = [_subject(name, settings, rewards, data) for name in names]
+    subjects = [_subject(name, settings, rewards, data, acting) for name in names]
     _check_same_prompts(subjects)
     try:
         found = _evaluations(request, settings, subjects)
     finally:
         rewards.close()
+        if acting:
+            acting.close()
     comparisons = compared(found[0], found[1], settings) if len(found) > 1 else {}
     if request.json:
         write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)
@@ -220,16 +226,24 @@ class Subject:
     config: Any
     """Configuration of the model."""
     evaluator: Evaluator
+    sampler: Callable[[LocalEngine], Sampler] | None
+    """What samples episodes with an engine. None: the engine samples."""
 
 
-def _subject(name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data]) -> Subject:
+def _subject(
+    name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data], acting: Acting | None
+) -> Subject:
     path, note = model_of(name)
     tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
     if settings.data.chat_template is not None:
         tokenizer.chat_template = settings.data.chat_template
     config = read_config(path, trust_remote_code=settings.model.trust_remote_code)
-    evaluator = Evaluator.of(settings, data, rewards, tokenizer, context_length(config))
-    return Subject(name, path, note, tokenizer, config, evaluator)
+    sampler = None
+    if acting:
+        ends, variables = end_token_ids(path, tokenizer), settings.data.chat_template_kwargs
+        sampler = partial(acting.sampler, turn_format=acting.turn_format(tokenizer, ends, variables))
+    evaluator = Evaluator.of(settings, data, rewards, tokenizer, context_length(config), acting)
+    return Subject(name, path, note, tokenizer, config, evaluator, sampler)
 
 
 def _check_same_prompts(subjects: Sequence[Subject]) -> None:
@@ -283,7 +297,8 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=prompts * count)
-        found = subject.evaluator.evaluate(engine, on_completion=lambda: bar.advance(task))
+        sampler = subject.sampler(engine) if subject.sampler else engine
+        found = subject.evaluator.evaluate(sampler, on_completion=lambda: bar.advance(task))
     if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
         raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
     return found

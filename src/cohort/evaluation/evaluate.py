@@ -14,12 +14,14 @@ import pyarrow
 
 from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet
+from cohort.environments import Acting
 from cohort.errors import ConfigError
 from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.rewards import RewardRunner, TrainerState
-from cohort.rollout import Engine, Purpose, RNGKey, Sampling, Watch
+from cohort.rewards.scores import Scores
+from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
-from cohort.types import FinishReason, Scores
+from cohort.types import FinishReason
 
 log = logging.getLogger("cohort.train")
 WINDOW = 4
@@ -89,7 +91,13 @@ class Evaluator:
 
     @classmethod
     def of(
-        cls, config: GRPOConfig, sets: Mapping[str, Data], rewards: RewardRunner, tokenizer: Any, context: int | None
+        cls,
+        config: GRPOConfig,
+        sets: Mapping[str, Data],
+        rewards: RewardRunner,
+        tokenizer: Any,
+        context: int | None,
+        acting: Acting | None = None,
     ) -> Evaluator:
         """The evaluator of the settings. Tries the reward functions on two rows of each set.
 
@@ -99,6 +107,7 @@ class Evaluator:
             rewards: the reward functions.
             tokenizer: the model's tokenizer.
             context: context length of the model in tokens; None: unknown.
+            acting: the tools and environments.
 
         Raises:
             ConfigError: majority votes are requested, but the judging function cannot log answers.
@@ -107,23 +116,24 @@ class Evaluator:
         """
         check_votes(config.eval, rewards)
         sampling = eval_sampling(config)
-        separate = config.eval.max_completion_length_eval is not None
-        setting = "eval.max_completion_length_eval" if separate else "rollout.max_completion_length"
+        own = config.eval.max_completion_length_eval is not None
+        setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
         limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
-        made = {name: PromptSet(data, tokenizer, config.data, limit=limit) for name, data in sets.items()}
+        tools = acting.schemas_of if acting else None
+        made = {name: PromptSet(data, tokenizer, config.data, limit=limit, tools=tools) for name, data in sets.items()}
         for prompts in made.values():
             with seeded(config.run.seed):
                 state = TrainerState(evaluating=True)
-                rewards.dry_run(prompts[:2], state=state, episodes=config.environment.wanted)
+                rewards.dry_run(prompts[:2], state=state, episodes=acting is not None)
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     def evaluate(
-        self, engine: Engine, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
+        self, sampler: Sampler, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
     ) -> dict[str, Evaluation]:
         """Sample and score every prompt of every set. Unscored completions are left out of a prompt's numbers.
 
         Args:
-            engine: the engine that samples.
+            sampler: samples the completions.
             state: progress of the run, for reward functions.
             on_completion: called when a completion has ended.
 
@@ -134,7 +144,7 @@ class Evaluator:
         found = {}
         for name, prompts in self.sets.items():
             with seeded(self.seed):  # per set, so that a set does not depend on those before it
-                found[name] = self._evaluate(engine, prompts, state, on_completion)
+                found[name] = self._evaluate(sampler, prompts, state, on_completion)
         return found
 
     def fingerprint(self, metric: str) -> str:
@@ -151,10 +161,10 @@ class Evaluator:
         return "\n".join(lines)
 
     def _evaluate(
-        self, engine: Engine, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
+        self, sampler: Sampler, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
     ) -> Evaluation:
-        count, key = self.settings.num_generations_eval, RNGKey(self.seed, 0, Purpose.EVAL)
-        size = max(1, WINDOW * self.batch_size // count)
+        settings, count = self.settings, self.settings.num_generations_eval
+        key, size = RNGKey(self.seed, 0, Purpose.EVAL), max(1, WINDOW * self.batch_size // count)
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
             some = prompts[first : first + size]
@@ -165,7 +175,8 @@ class Evaluator:
                     if on_completion:
                         on_completion()
 
-                groups = engine.generate(some, count, self.sampling, key, Watch(on_completion=ended))
+                watch = Watch(on_completion=ended, on_prompt=scoring.on_prompt)
+                groups = sampler.generate(some, count, self.sampling, key, watch)
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))
@@ -173,11 +184,9 @@ class Evaluator:
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))
-        values = per_prompt(scores, completions, self.settings, self.seed, self._answers(scores))
-        confidence, resamples = self.settings.confidence, self.settings.bootstrap_samples
-        found = estimates(
-            values, confidence=confidence, resamples=resamples, seed=self.seed, not_proportions=NOT_PROPORTIONS
-        )
+        values = per_prompt(scores, completions, settings, self.seed, self._answers(scores))
+        confidence, resamples = settings.confidence, settings.bootstrap_samples
+        found = estimates(values, confidence, resamples, self.seed, NOT_PROPORTIONS)
         counts = {
             "unscored": int(scores.rewards_S.isnan().sum()),
             "errors": sum(reason is FinishReason.ERROR for _, reason in completions),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +27,10 @@ OUTPUT_COLUMNS = ("set", "samples", "pass_rate")
 
 def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> Comparisons:
     """Compare two models prompt by prompt, metric by metric."""
-    confidence, resamples = settings.eval.confidence, settings.eval.bootstrap_samples
-    compare_P = partial(compare, confidence=confidence, resamples=resamples, seed=settings.run.seed)
+    numbers = (settings.eval.confidence, settings.eval.bootstrap_samples, settings.run.seed)
     return {
         name: {
-            metric: compare_P(values_P, second[name].values[metric], proportion=metric not in NOT_PROPORTIONS)
+            metric: compare(values_P, second[name].values[metric], *numbers, proportion=metric not in NOT_PROPORTIONS)
             for metric, values_P in evaluation.values.items()
         }
         for name, evaluation in first.items()

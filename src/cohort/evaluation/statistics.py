@@ -122,16 +122,12 @@ def majority_at_k(correct_PG: Floats, answers_PG: Sequence[Sequence[Any]], k: in
 
 
 def _majority(correct_N: Floats, answers_N: Sequence[str | None], subsets_IK: NDArray[np.int64]) -> float:
-    voted = dict.fromkeys(answer for answer in answers_N if answer is not None)
+    voted = list(dict.fromkeys(answer for answer in answers_N if answer is not None))
     if not voted:
         return 0.0
-    names = {answer: number for number, answer in enumerate(voted)}
-    nobody = len(names)  # the column of completions that do not vote
-    votes_N = np.array([nobody if answer is None else names[answer] for answer in answers_N])
-    correct_A = np.array([correct_N[votes_N == answer].mean() for answer in range(len(names))])
-    cells_IK = np.arange(len(subsets_IK))[:, None] * (nobody + 1) + votes_N[subsets_IK]
-    counts_IA = np.bincount(cells_IK.ravel(), minlength=len(subsets_IK) * (nobody + 1)).reshape(-1, nobody + 1)
-    counts_IA = counts_IA[:, :nobody]
+    votes_NA = np.array([[answer == one for one in voted] for answer in answers_N])
+    correct_A = correct_N @ votes_NA / votes_NA.sum(axis=0)
+    counts_IA = votes_NA[subsets_IK].sum(axis=1)
     top_I1 = counts_IA.max(axis=1, keepdims=True)
     first_IA = (counts_IA == top_I1) & (top_I1 > 0)
     shares_I = (first_IA @ correct_A) / np.maximum(first_IA.sum(axis=1), 1)
@@ -149,7 +145,6 @@ def _subsets(n: int, k: int, seed: int) -> NDArray[np.int64]:
 
 def estimates(
     values: Mapping[str, Floats],
-    *,
     confidence: float = 0.95,
     resamples: int = 2_000,
     seed: int = 0,
@@ -274,10 +269,10 @@ def paired_shares(gained: int, lost: int, count: int, confidence: float = 0.95) 
 def compare(
     first_P: Floats,
     second_P: Floats,
-    *,
     confidence: float = 0.95,
     resamples: int = 2_000,
     seed: int = 0,
+    *,
     proportion: bool = True,
 ) -> Comparison:
     """Compare two models' values prompt by prompt, so that the variation between prompts cancels.
@@ -307,13 +302,8 @@ def compare(
     elif not _all_equal(differences_P):
         low, high = bootstrap_bounds(differences_P[:, None], confidence, resamples, seed)[:, 0].tolist()
     mean = float(differences_P.mean()) if len(differences_P) else math.nan
-    return Comparison(
-        Estimate(mean, low, high),
-        wins=wins,
-        ties=int((differences_P == 0).sum()),
-        losses=losses,
-        p_value=sign_flip_p(differences_P, resamples=resamples, seed=seed),
-    )
+    p_value = sign_flip_p(differences_P, resamples=resamples, seed=seed)
+    return Comparison(Estimate(mean, low, high), wins, int((differences_P == 0).sum()), losses, p_value)
 
 
 def sign_flip_p(differences_P: Floats, *, resamples: int = 2_000, seed: int = 0) -> float:

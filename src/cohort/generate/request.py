@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cohort.config import DataConfig, RolloutConfig
+from cohort.config import DataConfig, EnvironmentConfig, RolloutConfig
 from cohort.config.section import explain_errors
 from cohort.data import PromptSet, Row, file_format, load_rows, read_lines
+from cohort.environments import Acting
 from cohort.errors import CohortError, ConfigError, DataError
 from cohort.flags import GenerateFlags
 from cohort.policy import context_length, end_token_ids
@@ -34,6 +35,9 @@ FLAGS = {
     "model.path": "MODEL",
     "model.device": "--device",
     "data.system_prompt": "--system",
+    "environment.factory": "--environment",
+    "environment.tools": "--tools",
+    "environment.max_turns": "--max-turns",
 }
 """The flags for settings that errors of other rooms name."""
 
@@ -93,6 +97,20 @@ class Request(GenerateFlags):
         if self.prompts is not None and path.resolve() == Path(self.prompts).expanduser().resolve():
             raise ConfigError(f"--output {path} is the file of prompts: give another one")
         self.check_output("--output", path)
+
+    def acting(self) -> Acting | None:
+        """The tools and the environment; None if none are given.
+
+        Raises:
+            ConfigError: one cannot be used.
+        """
+        if (self.tools or self.environment) and self.prefix:
+            raise ConfigError("--prefix is for completions of one turn: leave out --tools and --environment")
+        with explain_errors(EnvironmentConfig):
+            settings = EnvironmentConfig(tools=tuple(self.tools), factory=self.environment or "")
+        if self.max_turns is not None:
+            settings = settings.model_copy(update={"max_turns": self.max_turns})
+        return Acting.of(settings, group_size=self.count)
 
     def sampling(self) -> Sampling:
         """The sampling settings without the prefix, which needs a tokenizer.
@@ -190,8 +208,8 @@ def _free_name(column: str, row: Row) -> str:
     return name
 
 
-def render(request: Request, rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:
-    """The rows as prompts; the uid of each is its position.
+def render(request: Request, rows: Sequence[Row], tokenizer: Any, acting: Acting | None = None) -> list[Prompt]:
+    """The rows as prompts; the uid of each is its position. Prompts show the tools, if there are any.
 
     Raises:
         DataError: a prompt is empty, or neither text nor a list of messages, or has a system message beside
@@ -207,11 +225,15 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any) -> list[Prompt
                 f"{request.origin}, row {index}: the prompt is a list of messages, and the model's tokenizer has no "
                 "chat template: give strings, or a model that has one"
             )
-    as_chat = request.chat or request.system is not None
+    as_chat = request.chat or request.system is not None or acting is not None
     if as_chat and not has_template:
-        raise ConfigError("--chat and --system need a tokenizer with a chat template, and the model's has none")
+        raise ConfigError(
+            "--chat, --system, --tools and --environment need a chat template, and the model's tokenizer has none"
+        )
     config = DataConfig(format="chat" if as_chat else "auto", system_prompt=request.system)
-    return PromptSet([{"prompt": row["prompt"]} for row in rows], tokenizer, config, name=request.origin, mixed=True)[:]
+    tools = acting.schemas_of if acting else None
+    columns = rows if acting else [{"prompt": row["prompt"]} for row in rows]  # an environment's reset gets them
+    return PromptSet(columns, tokenizer, config, name=request.origin, mixed=True, tools=tools)[:]
 
 
 def with_prefix(request: Request, sampling: Sampling, tokenizer: Any, config: Any) -> Sampling:

@@ -8,21 +8,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cohort.config import ModelConfig, RolloutConfig
-from cohort.data import Row
+from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
-from cohort.generate.show import InOrder, Meter, TextStream, headline, record, write_stdout
-from cohort.policy import load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, TokenEvent, Watch, local_engine
+from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
+from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
 from cohort.runs import as_json
-from cohort.types import Completion, FinishReason, Group, Prompt
+from cohort.types import Completion, FinishReason, Group
 
 BATCHES_PER_CALL = 4
 """Full batches per call of the engine. A call begins with the longest prompts, so output in order may wait until its
@@ -41,39 +40,33 @@ def generate(request: Request) -> int:
         BrokenPipeError: standard output was closed.
     """
     with flags_in_errors():
-        return Job.prepare(request).run()
+        return Job(request).run()
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A checked request."""
+    """A checked request: everything but the model's weights is checked, the cheapest first.
 
-    request: Request
-    tokenizer: Any
-    config: Any
-    """The model's config."""
-    rows: Sequence[Row]
-    prompts: Sequence[Prompt]
-    samplings: Sequence[Sampling]
-    """One per prompt."""
+    Raises:
+        CohortError: an argument is wrong.
+    """
 
-    @classmethod
-    def prepare(cls, request: Request) -> Job:
-        """Check everything except the model's weights, the cheapest first.
-
-        Raises:
-            CohortError: an argument is wrong.
-        """
+    def __init__(self, request: Request) -> None:
+        self.request = request
         request.check()
         sampling = request.sampling()
-        rows = read_rows(request)
+        self.acting = request.acting()
+        self.rows = read_rows(request)
         resolve_device(request.device or "auto")
         _check_folder(request.model)
-        tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-        prompts = render(request, rows, tokenizer)
-        config = read_config(request.model, trust_remote_code=request.trust_remote_code)
-        sampling = with_prefix(request, sampling, tokenizer, config)
-        return cls(request, tokenizer, config, rows, prompts, within_context(request, prompts, sampling, config))
+        self.tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+        self.turn_format: TurnFormat | None = None
+        if self.acting:
+            ends = end_token_ids(request.model, self.tokenizer)
+            self.turn_format = self.acting.turn_format(self.tokenizer, ends)
+        self.prompts = render(request, self.rows, self.tokenizer, self.acting)
+        self.config = read_config(request.model, trust_remote_code=request.trust_remote_code)
+        sampling = with_prefix(request, sampling, self.tokenizer, self.config)
+        self.samplings = within_context(request, self.prompts, sampling, self.config)
 
     @property
     def total(self) -> int:
@@ -83,7 +76,7 @@ class Job:
     @property
     def streams(self) -> bool:
         """Whether the text is printed token by token: a single completion that is not written to a file."""
-        return self.request.output is None and self.total == 1
+        return self.request.output is None and self.total == 1 and self.acting is None
 
     def run(self) -> int:
         """Load the model, sample and show; return the exit code.
@@ -104,6 +97,8 @@ class Job:
                 self._sample(engine, results, meter, interrupted)
             finally:
                 results.flush()
+                if self.acting:
+                    self.acting.close()
             seconds = time.monotonic() - started
         self._log(results.summary(seconds))
         if results.reasons[FinishReason.CANCELLED]:
@@ -139,9 +134,12 @@ class Job:
         def on_completion(first: int, index: int, sample: int, completion: Completion) -> None:
             if stream:
                 write_stdout(stream.remainder(completion.text) + "\n")
-            meter.advance()
+            meter.count()
             results.add(first + index, sample, completion)
 
+        sampler: Sampler = engine
+        if self.acting and self.turn_format:
+            sampler = self.acting.sampler(engine, self.turn_format)
         size = max(1, BATCHES_PER_CALL * self.request.batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
@@ -149,9 +147,9 @@ class Job:
                 unstarted = Completion.of_tokens((), (), FinishReason.CANCELLED, "", 0)
                 groups = [Group(prompt, (unstarted,) * count) for prompt in prompts]
             else:
-                each_token = on_token if stream or meter.live else None
+                each_token = on_token if stream or meter.shown else None
                 watch = Watch(each_token, partial(on_completion, first), cancelled=interrupted)
-                groups = engine.generate(prompts, count, samplings, key, watch)
+                groups = sampler.generate(prompts, count, samplings, key, watch)
             for index, group in enumerate(groups, first):
                 for sample, completion in enumerate(group.completions):
                     results.add(index, sample, completion)  # includes those that were never started
@@ -164,7 +162,7 @@ class Job:
             if file is None:
                 prompt = self.prompts[index] if len(self.prompts) > 1 else None
                 head = headline(prompt, sample if self.request.count > 1 else None, completion)
-                write_stdout(f"{head}\n{completion.text}\n\n")
+                write_stdout(f"{head}\n{transcript(completion)}\n\n")
             else:
                 line = record(self.rows[index], index, sample, completion)
                 file.write(as_json(line, ensure_ascii=False, default=str))

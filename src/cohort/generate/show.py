@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import IO, Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,7 @@ class InOrder:
         )
 
 
-class Meter:
+class Meter(Progress):
     """A progress bar on standard error.
 
     Shown only if standard error is a terminal and standard output is not a pipe: the program at the pipe's other end
@@ -129,8 +130,8 @@ class Meter:
     """
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        self.tokens = 0
-        self._bar = Progress(
+        self.tokens, self._started = 0, time.monotonic()
+        super().__init__(
             TextColumn("completion"),
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
@@ -141,12 +142,12 @@ class Meter:
             redirect_stdout=False,  # standard output may be a file
             disable=not shown or not sys.stderr.isatty() or _is_pipe(sys.stdout),
         )
-        self._task = self._bar.add_task("", total=total, meter=self)
+        self._task = self.add_task("", total=total, meter=self)
 
     @property
-    def live(self) -> bool:
+    def shown(self) -> bool:
         """Whether the bar is shown and counts every token."""
-        return not self._bar.disable
+        return not self.disable
 
     @property
     def speed(self) -> str:
@@ -154,27 +155,19 @@ class Meter:
         seconds = time.monotonic() - self._started
         return f"{self.tokens:,} tokens, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
-    def __enter__(self) -> Self:
-        self._started = time.monotonic()
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
+    def count(self) -> None:
         """Count a completion."""
-        self._bar.advance(self._task)
+        self.advance(self._task)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Hide the bar while something is printed to the same terminal."""
-        if not self.live or not sys.stdout.isatty():
+        if not self.shown or not sys.stdout.isatty():
             yield
             return
-        self._bar.stop()
+        self.stop()
         yield
-        self._bar.start()
+        self.start()
 
 
 def _is_pipe(file: IO[str]) -> bool:
@@ -186,24 +179,41 @@ def _is_pipe(file: IO[str]) -> bool:
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
     """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
-    (segment,), full_logps = completion.segments, completion.full_logps
+    full_logps, episode = completion.full_logps, completion.episode
+    token_ids = [token for segment in completion.segments for token in segment.token_ids.tolist()]
     return {
         "prompt": row["prompt"],
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": segment.token_ids.tolist(),
-        "logps": _by_token(completion.sampler_logps, segment),
-        **({} if full_logps is None else {"full_logps": _by_token(full_logps, segment)}),
+        "token_ids": token_ids,
+        "logps": _by_token(completion.sampler_logps, completion.segments),
+        **({} if full_logps is None else {"full_logps": _by_token(full_logps, completion.segments)}),
+        **({} if episode is None else {"messages": episode.messages, "environment_reward": episode.reward}),
         "finish_reason": str(completion.finish_reason),
         **{column: value for column, value in row.items() if column != "prompt"},
     }
 
 
-def _by_token(logps_N: NDArray[np.float64], segment: Segment) -> list[float | None]:
-    """One entry per token of the segment; null for tokens of the prefix, which were not drawn."""
-    logps: list[float | None] = logps_N.tolist()
-    return [None] * (len(segment.token_ids) - len(logps)) + logps
+def _by_token(logps_N: NDArray[np.float64], segments: Sequence[Segment]) -> list[float | None]:
+    """One entry per token of the segments; null for tokens that were not drawn: of a prefix, or of answers."""
+    drawn = iter(logps_N.tolist())
+    flags = [[True] * len(s.token_ids) if s.drawn is None else s.drawn.tolist() for s in segments]
+    return [next(drawn) if flag else None for one in flags for flag in one]
+
+
+def transcript(completion: Completion) -> str:
+    """The text of a completion; of an episode, its messages."""
+    if completion.episode is None:
+        return completion.text
+    lines = []
+    for message in completion.episode.messages:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        speaker = " ".join(filter(None, [str(message["role"]), message.get("name")]))
+        lines.append(f"{speaker}: {' '.join(filter(None, [str(message.get('content') or ''), *calls]))}")
+    if completion.episode.error:
+        lines.append(f"failed: {completion.episode.error}")
+    return "\n".join(lines)
 
 
 def headline(prompt: Prompt | None, sample: int | None, completion: Completion) -> str:

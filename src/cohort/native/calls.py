@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 from ctypes import c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cohort.native.build import load
+from cohort.native.build import SOURCE, load
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Floating-point dtypes that the kernels read and write."""
@@ -16,28 +19,52 @@ NUMBERS_OF_ONE_THREAD = 1 << 15
 """Up to this many numbers, one thread is faster than several."""
 
 
-class Kernel:
-    """A function of the library that takes one structure: pointers, then integers, then floats.
+@functools.cache
+def source() -> str:
+    """All C sources, without comments."""
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCE.parent.glob("*.c")))
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
 
-    Args:
-        name: of the function, without ``cohort_``.
-        pointers, integers, floats: names of the structure's fields, separated by spaces.
+
+@functools.cache
+def structure(name: str) -> type[ctypes.Structure]:
+    """A structure with the fields of a ``typedef struct`` of the C sources."""
+    (body,) = re.findall(rf"typedef struct {{([^}}]*)}} {name};", source())
+    fields: list[tuple[str, Any]] = []
+    for kind, names in re.findall(r"(?:const )?(void|float|int64_t|int32_t) ([^;]+);", body):
+        number = c_float if kind == "float" else c_int64
+        fields += [(field.strip("* \n"), c_void_p if "*" in field else number) for field in names.split(",")]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+@functools.cache
+def _kernel(name: str) -> tuple[type[ctypes.Structure], Any]:
+    """The structure that ``cohort_NAME`` takes, and the function."""
+    function = getattr(load(), f"cohort_{name}")
+    function.restype = None
+    (argument,) = re.findall(rf"void cohort_{name}\((\w+) ", source())
+    return structure(argument), function
+
+
+def call(name: str, **values: Tensor | float | None) -> None:
+    """Call the function ``cohort_NAME``, which takes one structure. Fields that are not given are NULL or 0.
+
+    ``half`` and ``..._half`` are filled in: whether the first tensor given, or the first whose name begins so, is in
+    bfloat16. ``threads`` are those for the first tensor, unless given.
 
     Raises:
         Unavailable: the library cannot be built or loaded.
     """
-
-    def __init__(self, name: str, pointers: str, integers: str, floats: str = "") -> None:
-        kinds = ((pointers, c_void_p), (integers, c_int64), (floats, c_float))
-        fields = [(field, kind) for names, kind in kinds for field in names.split()]
-        self._structure = type(name, (ctypes.Structure,), {"_fields_": fields})
-        self._function = getattr(load(), f"cohort_{name}")
-        self._function.restype = None
-
-    def __call__(self, **values: Tensor | float | None) -> None:
-        """Call the function. Fields that are not given are NULL or 0."""
-        plain = {name: data_pointer(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        self._function(ctypes.byref(self._structure(**plain)))
+    kind, function = _kernel(name)
+    tensors = {field: value for field, value in values.items() if isinstance(value, Tensor)}
+    given = {**values, **{field: data_pointer(value) for field, value in tensors.items()}}
+    given.setdefault("threads", threads_for(next(iter(tensors.values())).numel()))
+    for field, *_ in kind._fields_:
+        if field.endswith("half"):
+            start = field.removesuffix("half").rstrip("_")
+            dtype = next((tensor.dtype for other, tensor in tensors.items() if other.startswith(start)), None)
+            given[field] = dtype == torch.bfloat16
+    function(ctypes.byref(kind(**given)))
 
 
 def data_pointer(values: Tensor) -> int:
@@ -47,14 +74,10 @@ def data_pointer(values: Tensor) -> int:
     return values.data_ptr()
 
 
-def is_half(values: Tensor | None) -> bool:
-    """Whether a kernel reads or writes bfloat16 here."""
-    return values is not None and values.dtype == torch.bfloat16
-
-
-def fields(names: str, kind: type = c_int64) -> list[tuple[str, type]]:
-    """Fields of a structure, of one kind."""
-    return [(name, kind) for name in names.split()]
+def require(holds: bool, what: str) -> None:
+    """Check shapes and dtypes: with others, C would read or write out of bounds."""
+    if not holds:
+        raise ValueError(what)
 
 
 def threads_for(numbers: int) -> int:

@@ -2,7 +2,6 @@
 
 from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, load_adapter_weights, merged
 from cohort.policy.compute import disable_dropout, enable_checkpointing
-from cohort.policy.distribution import Distribution, penalized_where
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms
 from cohort.policy.load import (
     Precision,
@@ -16,7 +15,6 @@ from cohort.policy.load import (
     without_progress_bars,
 )
 from cohort.policy.passes import Prefixes
-from cohort.policy.policy import Policy
+from cohort.policy.policy import Policy, load_policy
 from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
-from cohort.policy.rows import PackedRows
-from cohort.policy.setup import load_policy
+from cohort.policy.rows import Distribution, PackedRows, penalized_where

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.policy.kernels import Attention, UpdateKernels
-from cohort.policy.layout import NEVER, Continuation, Layout
+from cohort.native import call, load, require
+from cohort.policy.layout import NEVER, Continuation, Layout, Work
 
 
 def packed_attention(
@@ -39,7 +40,7 @@ def packed_attention(
     prefix: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     cap: float | None = None,
-    kernels: UpdateKernels | None = None,
+    native: bool = False,
 ) -> Tensor:
     """Attention as the module describes it. Differentiable in all tensors, the prefixes included.
 
@@ -51,7 +52,7 @@ def packed_attention(
         prefix: keys and values of the prefixes, ``[A, X, D]`` each, end to end.
         window: a token sees this many tokens, itself included. None: all tokens.
         cap: scores become ``cap * tanh(scores / cap)``. None: no cap.
-        kernels: native kernels for a CPU. None: torch's kernels.
+        native: whether to use the native kernel, which knows no cap, where each thread has an item of work.
 
     Returns:
         ``[A, T, D]``, in the dtype of ``v_ATD``.
@@ -59,10 +60,9 @@ def packed_attention(
     if window is not None and window >= layout.longest:
         window = None
     prefix_k, prefix_v = prefix or (None, None)
-    if kernels is not None and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
-        attention = Attention(layout.work, scaling, window)
-        native: Tensor = _Native.apply(attention, kernels, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
-        return native
+    if native and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
+        whole: Tensor = _Native.apply(layout.work, scaling, window, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+        return whole
     padding = q_ATD.shape[1] - layout.tokens
     q, k, v = (part[:, : layout.tokens] if padding else part for part in (q_ATD, k_ATD, v_ATD))
     fused = q.device.type == "cpu" or (window is None and v.dtype in {torch.bfloat16, torch.float16})
@@ -90,24 +90,63 @@ class _Native(torch.autograd.Function):
     """``packed_attention`` by the native kernel, whose tensors are ``[T, A, D]``."""
 
     @staticmethod
-    def forward(ctx: Any, attention: Attention, kernels: UpdateKernels, *given: Tensor | None) -> Tensor:
-        ctx.dtypes = [part.dtype for part in given if part is not None]
-        q, k, v = _by_token(*given[:3])
-        prefix_k, prefix_v = _by_token(*given[3:])
-        out, lse = kernels.attend(attention, (q, k, v, prefix_k, prefix_v))
-        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, out, lse)
-        ctx.rest = attention, kernels
+    def forward(ctx: Any, work: Work, scaling: float, window: int | None, *given: Tensor | None) -> Tensor:
+        ctx.dtypes, ctx.rest = [part.dtype for part in given if part is not None], (work, scaling, window)
+        tensors = *_by_token(*given[:3]), *_by_token(*given[3:])
+        out, lse = (
+            _zeros_after(tensors[0], work.tokens),
+            tensors[0].new_empty(tensors[0].shape[:2], dtype=torch.float32),
+        )
+        _attend_natively(ctx.rest, tensors, out=out, lse=lse)
+        ctx.save_for_backward(*tensors, out, lse)
         return out.transpose(0, 1).to(ctx.dtypes[2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        attention, kernels = ctx.rest
+        work, *_ = ctx.rest
         (grad,) = _by_token(grad.to(out.dtype))
-        grads = kernels.attend_grad(attention, tensors, out, lse, grad)
-        found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return None, None, *found, *([None] * (5 - len(found)))
+        grads = [_zeros_after(part, work.tokens) for part in tensors[:3]]
+        if tensors[3] is not None:
+            grads += [out.new_zeros(work.slots, *tensors[3].shape, dtype=torch.float32) for _ in range(2)]
+        names = ("grad_q", "grad_k", "grad_v", "grad_prefix_k", "grad_prefix_v")
+        named = dict(zip(names, grads, strict=False))
+        _attend_natively(ctx.rest, tensors, out=out, lse=lse, grad_out=grad, **named)
+        summed = [*grads[:3], *(part[0] if len(part) == 1 else part.sum(0) for part in grads[3:])]
+        found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(summed, ctx.dtypes, strict=True)]
+        return None, None, None, *found, *([None] * (5 - len(found)))
+
+
+def _zeros_after(like: Tensor, count: int) -> Tensor:
+    """An uninitialised tensor with zeros from index ``count`` on."""
+    made = torch.empty_like(like)
+    made[count:] = 0
+    return made
+
+
+def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence[Any], **others: Tensor) -> None:
+    """The kernel of attention.c, forward, or backward if there is a ``grad_out``; see ``_Native.forward``."""
+    (work, scaling, window), (q, k, v, prefix_k, prefix_v) = settings, tensors
+    (tokens, heads, width), kv_heads, threads = q.shape, k.shape[1], torch.get_num_threads()
+    require(q.dtype == k.dtype == v.dtype == others["out"].dtype, "queries, keys and values of one dtype")
+    require(k.shape == v.shape == (tokens, kv_heads, width), "keys and values of one width and number of tokens")
+    require(heads % kv_heads == 0 and tokens >= work.tokens, "the heads and tokens of the layout")
+    prefix = [part for part in (prefix_k, prefix_v) if part is not None]
+    require(bool(prefix) or not work.prefix_tokens, "the keys and values of the prefixes")
+    shape = (work.prefix_tokens, kv_heads, width)
+    require(all(part.shape == shape and part.dtype == prefix[0].dtype for part in prefix), "prefixes alike")
+    library = load()
+    library.cohort_attention_scratch.argtypes, library.cohort_attention_scratch.restype = [c_int64] * 3, c_int64
+    padded = -(-width // library.cohort_lanes()) * library.cohort_lanes()
+    size = library.cohort_attention_scratch(work.longest, padded, "grad_out" in others)
+    call(
+        "packed_attention", q=q, k=k, v=v, prefix_k=prefix_k, prefix_v=prefix_v, sequences=work.sequences,
+        items=work.items, scratch=q.new_empty(threads, size, dtype=torch.float32), item_count=len(work.items),
+        kv_heads=kv_heads, group=heads // kv_heads, width=width, padded=padded, longest=work.longest,
+        prefix_tokens=len(prefix[0]) if prefix else 0, window=window or 0, scratch_size=size, threads=threads,
+        scaling=scaling, **others,
+    )  # fmt: skip
 
 
 def _by_token(*parts: Any) -> Sequence[Any]:

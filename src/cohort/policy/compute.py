@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cohort.native import DTYPES, Unavailable, load
 from cohort.policy.adapters import TRAINED, has_adapters
 from cohort.policy.load import Precision
 
@@ -56,6 +57,21 @@ class ComputeModel:
     def vocab_size(self) -> int:
         """V, the number of logits."""
         return int(self.model.get_output_embeddings().weight.shape[0])
+
+    def why_no_kernels(self) -> str:
+        """Why passes and sampling cannot use native kernels. Empty: they can."""
+        compute, master = self.precision.compute, self.precision.master
+        if not self.native_kernels:
+            return "switched off"
+        if self.device.type != "cpu":
+            return f"the device is {self.device.type}"
+        if master != torch.float32 or compute not in DTYPES:
+            return f"the precision is {self.precision}"
+        try:
+            load()
+        except Unavailable as reason:
+            return str(reason)
+        return ""
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:

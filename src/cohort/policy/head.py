@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cohort.native import call
 from cohort.policy.anatomy import soft_cap
-from cohort.policy.distribution import Distribution
-from cohort.policy.kernels import UpdateKernels
+from cohort.policy.rows import Distribution
 
 CHUNK_TOKENS = 512
 """Maximum number of tokens of a chunk."""
@@ -65,8 +65,8 @@ class Head:
     multiplier: float = 1.0
     cap: float | None = None
     """Logits become ``cap * tanh(logits / cap)``. None: no cap."""
-    kernels: UpdateKernels | None = None
-    """Native kernels that compute log-probs, if they are available."""
+    native: bool = False
+    """Whether native kernels compute log-probs."""
 
     def cast_weight(self) -> Tensor | None:
         """The weight in the compute dtype."""
@@ -122,15 +122,16 @@ class CompletionStates:
         return (slice(start, start + size) for start in range(0, len(self.hidden_NH), size))
 
     @property
-    def kernels(self) -> UpdateKernels | None:
-        """The native kernels, if they compute log-probs of these logits. They know no cap, penalty or support."""
+    def native(self) -> bool:
+        """Whether native kernels compute log-probs of these logits. They know no cap, penalty or support."""
         plain = self.head.linear is not None and self.head.cap is None and self.distribution.is_plain
-        return self.head.kernels if plain else None
+        return self.head.native and plain
 
-    @property
-    def factor(self) -> float:
-        """What the kernels multiply logits by."""
-        return self.head.multiplier / self.distribution.temperature
+    def call_native(self, logits_CV: Tensor, span: slice, **others: Tensor) -> None:
+        """The kernel of update.c on a chunk's logits: statistics, or with ``grads`` their gradient in their place."""
+        rows, vocabulary = logits_CV.shape
+        factor, targets_C = self.head.multiplier / self.distribution.temperature, self.distribution.targets_N[span]
+        call("head", logits=logits_CV, targets=targets_C, rows=rows, vocabulary=vocabulary, factor=factor, **others)
 
     def logps(self) -> TokenLogps:
         """Log-probs of the tokens, differentiable, with entropies and collision probabilities."""
@@ -186,10 +187,10 @@ class _DrawnLogps(torch.autograd.Function):
                 raise IndexError(f"completions hold ids from {lowest} to {highest}, of a head of {len(weight_VH):,}")
         weight = states.head.cast_weight()  # once for all chunks
         for span in states.chunks:
-            if states.kernels is not None and weight is not None:
-                targets_C = targets_N[span]
-                logits_CV = states.head.product(hidden_NH[span], weight)[: len(targets_C)]
-                states.kernels.head_statistics(logits_CV, targets_C, states.factor, found[:, span])
+            if states.native and weight is not None:
+                logits_CV = states.head.product(hidden_NH[span], weight)[: len(targets_N[span])]
+                names = ("logps", "entropies", "collisions", "tops", "sums")
+                states.call_native(logits_CV, span, **dict(zip(names, found[:, span], strict=True)))
             else:
                 found[:3, span] = _statistics(hidden_NH[span], weight, states, span)
         ctx.tops_sums_2N = found[3:]
@@ -259,10 +260,10 @@ def _gradient(
 ) -> Tensor:
     """The gradient of a chunk's ``Head.product``, padding included, or of its logits."""
     head, targets_C = states.head, states.distribution.targets_N[span]
-    if states.kernels is not None and weight_VH is not None:
+    if states.native and weight_VH is not None:
         grad_CV = head.product(hidden_CH, weight_VH)
         count, (tops_C, sums_C) = len(hidden_CH), tops_sums_2C
-        states.kernels.head_gradient(grad_CV[:count], targets_C, states.factor, tops_C, sums_C, grad_C)
+        states.call_native(grad_CV[:count], span, tops=tops_C, sums=sums_C, grads=grad_C)
         grad_CV[count:] = 0
         return grad_CV
     logits_CV = head.logits(hidden_CH, weight_VH)

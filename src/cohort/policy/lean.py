@@ -1,9 +1,13 @@
 """The layers of a Llama-like model, run for the trainer: its own modules for the matrix products, fused operations
 between them. It runs the models that ``Anatomy`` can read and computes what transformers' modules compute.
+
+On a CPU the fused operations are the kernels of update.c, which read the numbers once and keep only what their backward
+passes need. Elsewhere, and in float64, torch's own operations compute the same.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cohort.native import call, require, threads_for
 from cohort.policy.anatomy import Anatomy, Norm
 from cohort.policy.compute import ComputeModel
-from cohort.policy.fused import Fused
 from cohort.policy.head import gradient_of, takes_in_place
-from cohort.policy.kernels import kernels_for
 from cohort.policy.passes import Hidden, PackedPass
 
 
@@ -34,7 +37,7 @@ class LeanLayers:
         self.model = model
         self.anatomy = Anatomy.of(model.model)
         wide = torch.promote_types(model.precision.master, torch.float32)
-        self.fused = Fused(kernels_for(model)[0], wide, model.precision.compute)
+        self.fused = Fused(not model.why_no_kernels(), wide, model.precision.compute)
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
@@ -125,3 +128,148 @@ class _Lookup(torch.autograd.Function):
 
 def _is_checkpointed(module: Any) -> bool:
     return bool(module.training and getattr(module, "gradient_checkpointing", False))
+
+
+# Between the matrix products ------------------------------------------------------------------------------------------
+
+
+class Fused:
+    """What a layer computes between its matrix products, each as one differentiable operation.
+
+    Args:
+        native: whether the native kernels compute them; otherwise torch does.
+        wide: dtype of the residual stream and of sums: float32 or float64.
+        narrow: dtype of the factors of matrix products.
+    """
+
+    def __init__(self, native: bool, wide: torch.dtype, narrow: torch.dtype) -> None:
+        self.native, self.wide, self.narrow = native, wide, narrow
+
+    def norm(self, x: Tensor, factor: Tensor, eps: float, *, wide: bool = False) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * factor``, over the last axis.
+
+        Args:
+            x: in either dtype.
+            factor: one number per entry of the last axis, in the wide dtype.
+            eps: added to the mean.
+            wide: return the wide dtype, for a result that is added to the residual stream.
+        """
+        dtype = self.wide if wide else self.narrow
+        if not self.native:
+            return functional.rms_norm(x.to(self.wide), x.shape[-1:], factor, eps).to(dtype)
+        out: Tensor = _AddNorm.apply(x, None, factor, eps, dtype)  # type: ignore[no-untyped-call]
+        return out
+
+    def add_norm(self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The residual stream with an update added, and its norm in the narrow dtype."""
+        if update is None or not self.native:
+            x = x if update is None else x + update
+            return x, self.norm(x, factor, eps)
+        pair: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, factor, eps, self.narrow)  # type: ignore[no-untyped-call]
+        return pair
+
+    def rotate(self, x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """Rotary embedding in the narrow dtype: ``[x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]`` with the halves x1
+        and x2 of a head."""
+        if self.native:
+            out: Tensor = _Rotate.apply(x_TAD, cos_TD, sin_TD, self.narrow)  # type: ignore[no-untyped-call]
+            return out
+        x = x_TAD.to(self.wide)
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        return (x * cos_TD[:, None] + turned * sin_TD[:, None]).to(self.narrow)
+
+    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype."""
+        gate, up = gate.to(self.narrow), up.to(self.narrow)  # adapters may return a wider dtype
+        if self.native:
+            out: Tensor = _Gate.apply(gate, up, gelu)  # type: ignore[no-untyped-call]
+            return out
+        activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
+        return activation(gate) * up
+
+
+class _AddNorm(torch.autograd.Function):
+    """The sum of x and an update, and its norm; without an update the norm alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x, factor, update = x.contiguous(), factor.contiguous(), None if update is None else update.contiguous()
+        require(factor.dtype == torch.float32 and factor.shape == x.shape[-1:], "a factor for each number of a row")
+        require(update is None or (x.dtype == torch.float32 and update.shape == x.shape), "sums are float32")
+        total = None if update is None else torch.empty_like(x)
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        scale, out = x.new_empty(rows, dtype=torch.float32), torch.empty_like(x, dtype=dtype)
+        call(
+            "norm", x=x, update=update, factor=factor, sum=total, scale=scale, out=out, rows=rows, width=width, eps=eps
+        )
+        ctx.save_for_backward(x if total is None else total, scale, factor)
+        ctx.update_dtype = None if update is None else update.dtype
+        ctx.set_materialize_grads(False)
+        return out if total is None else (total, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, scale, factor = ctx.saved_tensors
+        dtype = ctx.update_dtype
+        grad_sum, grad = (None, *grads)[-2:]
+        if grad is None:  # only the stream was used
+            return grad_sum, None if grad_sum is None else grad_sum.to(dtype), None, None, None
+        grad_sum = None if grad_sum is None else grad_sum.contiguous()
+        width, threads = x.shape[-1], threads_for(x.numel())
+        require(grad_sum is None or grad_sum.dtype == torch.float32, "sums are float32")
+        grad_x = torch.empty_like(x)
+        grad_update = torch.empty_like(x, dtype=dtype) if dtype == torch.bfloat16 else None
+        grad_factor = x.new_zeros(threads, width, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        call(
+            "norm_grad", x=x, grad_out=grad.contiguous(), factor=factor, scale=scale, grad_sum=grad_sum, grad_x=grad_x,
+            grad_update=grad_update, grad_factor=grad_factor, rows=x.numel() // width, width=width, threads=threads,
+        )  # fmt: skip
+        grad_update = grad_x if dtype == torch.float32 else grad_update
+        return grad_x, grad_update, None if grad_factor is None else grad_factor.sum(0), None, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(cos_TD.contiguous(), sin_TD.contiguous())
+        ctx.dtype = x_TAD.dtype
+        return _rotated(x_TAD, cos_TD, sin_TD, dtype, transposed=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TAD: Tensor) -> tuple[Tensor | None, ...]:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _rotated(grad_TAD, cos_TD, sin_TD, ctx.dtype, transposed=True), None, None, None
+
+
+def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    (rows, heads, width), x_TAD = x_TAD.shape, x_TAD.contiguous()
+    require(cos_TD.dtype == sin_TD.dtype == torch.float32, "angles are float32")
+    require(cos_TD.shape == sin_TD.shape == (rows, width), "an angle for each number of a head")
+    out, sizes = torch.empty_like(x_TAD, dtype=dtype), {"rows": rows, "heads": heads, "width": width}
+    call("rotate", x=x_TAD, cos=cos_TD.contiguous(), sin=sin_TD.contiguous(), out=out, transposed=transposed, **sizes)
+    return out
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        require(gate.dtype == up.dtype and gate.shape == up.shape, "gate and up of one shape and dtype")
+        ctx.save_for_backward(gate, up)
+        ctx.gelu, out = gelu, torch.empty_like(gate)
+        call("gate", gate=gate, up=up, out=out, count=gate.numel(), gelu=gelu)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gate, up), grad = ctx.saved_tensors, grad.contiguous()
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        given = {"gate": gate, "up": up, "grad_out": grad, "grad_gate": grads[0], "grad_up": grads[1]}
+        call("gate", count=gate.numel(), gelu=ctx.gelu, **given)
+        return *grads, None

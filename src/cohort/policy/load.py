@@ -197,12 +197,30 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end a completion: those of the generation config, the model config and the tokenizer."""
+    """All tokens that end a completion: those of the generation config, the model config and the tokenizer.
+
+    Args:
+        model: a loaded model, or a folder or hub id, whose configs are read.
+        tokenizer: its tokenizer.
+    """
     found: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+    for holder in (*(_configs(model) if isinstance(model, str) else _configs_of(model)), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
     return tuple(sorted(found))
+
+
+def _configs_of(model: Any) -> tuple[Any, Any]:
+    return getattr(model, "generation_config", None), getattr(model, "config", None)
+
+
+def _configs(name: str) -> tuple[Any, Any]:
+    from transformers import GenerationConfig
+
+    path = _base_of(_check_folder(name))
+    with contextlib.suppress(OSError):  # a model need not have one
+        return GenerationConfig.from_pretrained(path), read_config(name)
+    return None, read_config(name)
 
 
 def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from cohort.policy.attention import packed_attention
 from cohort.policy.compute import ComputeModel
 from cohort.policy.head import Head, in_like_shapes
-from cohort.policy.kernels import UpdateKernels, kernels_for
 from cohort.policy.layout import Layout
 from cohort.policy.rows import PackedRows
 
@@ -127,10 +126,11 @@ class SharedPasses:
         self.model = model
         self.head = head
         self.body = body
-        self.kernels, reason = kernels_for(model)
+        reason = model.why_no_kernels()
+        self.native = not reason
         self.description = "prompts computed once per group, completions packed"
         if model.device.type == "cpu":
-            self.description += ", native kernels" if self.kernels else f", no native kernels: {reason}"
+            self.description += ", native kernels" if self.native else f", no native kernels: {reason}"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """See ``Passes``."""
@@ -138,7 +138,7 @@ class SharedPasses:
         ids = [torch.as_tensor(prompt[:-1]) for prompt in prompt_ids if len(prompt) > 1]
         if ids:
             layout = Layout(list(map(len, ids)), self.model.device)
-            self._run(torch.cat(ids), PackedPass(layout, self.kernels, read=keys_values))
+            self._run(torch.cat(ids), PackedPass(layout, self.native, read=keys_values))
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
@@ -147,7 +147,7 @@ class SharedPasses:
         layout = Layout(
             rows.lengths_B.tolist(), self.model.device, rows.prompt_B.tolist(), [len(prompt) - 1 for prompt in prompts]
         )
-        packed = PackedPass(layout, self.kernels, prefixes=prefixes.keys_values)
+        packed = PackedPass(layout, self.native, prefixes=prefixes.keys_values)
         found = self._run(rows.inputs_T(prompts), packed)
         return found.select(slice(layout.tokens) if rows.drawn_N is None else rows.drawn_N)
 
@@ -161,7 +161,7 @@ class PackedPass:
 
     Args:
         layout: which token belongs to which row and prompt.
-        kernels: native kernels, if they are available.
+        native: whether to use native kernels.
         read: receives the keys and values of each layer, if this pass reads prompts.
         prefixes: keys and values that the rows attend to besides their own.
     """
@@ -169,12 +169,12 @@ class PackedPass:
     def __init__(
         self,
         layout: Layout,
-        kernels: UpdateKernels | None,
+        native: bool,
         read: KeysValues | None = None,
         prefixes: KeysValues | None = None,
     ) -> None:
         self.layout = layout
-        self._kernels = kernels
+        self._native = native
         self._read = read
         self._prefixes = prefixes or {}
 
@@ -196,7 +196,7 @@ class PackedPass:
         self.record(layer, k, v)
         prefix = self._prefixes.get(layer)
         return packed_attention(
-            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, kernels=self._kernels
+            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=self._native
         )
 
 

@@ -9,20 +9,24 @@ from typing import Any
 
 import torch
 
+from cohort.config import ModelConfig
+from cohort.errors import ModelError
 from cohort.policy.adapters import (
     REFERENCE,
     TRAINED,
+    add_adapters,
     add_reference_adapter,
     has_adapters,
     is_untouched,
     keep_in_compute_dtype,
 )
 from cohort.policy.choose import choose_passes
-from cohort.policy.compute import ComputeModel
-from cohort.policy.distribution import Distribution
+from cohort.policy.compute import ComputeModel, enable_checkpointing
 from cohort.policy.head import CompletionStates, TokenLogps
+from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes
-from cohort.policy.rows import PackedRows
+from cohort.policy.router import experts_per_token
+from cohort.policy.rows import Distribution, PackedRows
 from cohort.types import Support
 
 
@@ -120,3 +124,33 @@ class Policy(ComputeModel):
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version
+
+
+def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
+    """Load the policy from a folder, a hub id or a loaded model, with the precision and options of the settings."""
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
+    if isinstance(model, str):
+        model = load_model(
+            model,
+            precision,
+            device,
+            trust_remote_code=config.trust_remote_code,
+            quantization=config.quantization,
+        )
+    elif not getattr(model, "is_quantized", False):
+        model.to(device=device, dtype=precision.master)
+    if config.lora.wanted:
+        model = add_adapters(model, config.lora, precision, seed=seed)
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    policy = Policy(model, precision, dropout=config.dropout)
+    policy.native_kernels = config.native_kernels
+    if config.router_aux_loss_coef:
+        experts_per_token(model_config)
+        policy.router_aux_loss_coef = config.router_aux_loss_coef
+        if not policy.passes.shared:
+            raise ModelError(
+                f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
+            )
+    return policy

@@ -34,16 +34,6 @@ _JUDGE_OUTPUT = 1 << 26
 """Limit of the judge's output in bytes: a line per test."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of a program's tests."""
-
-    passed: int
-    """Number of tests passed. Tests that did not run are not passed."""
-    failure: str = ""
-    """The message of the first test that failed."""
-
-
 @reward(per="sample", timeout=3600.0)  # includes the time in the queue for a processor; the timeouts below do not
 async def code(
     completion: Any,
@@ -97,14 +87,17 @@ async def code(
         raise RewardError(f"code(continues=True) needs prompts that are strings, got {type(prompt).__name__}")
     task = parse_tests(tests, entry_point)
     program = extract_program(prefill + completion_text(completion), unfenced=unfenced)
-    verdict = Verdict(0, "no program in the completion")
+    errors: list[str | None] = []
+    failure = "no program in the completion"
     if program is not None:
         program = prompt + program if continues else program
-        verdict = await judge(sandbox, program, task, limits, test_timeout=test_timeout, stop_early=not partial)
+        errors = await judge(sandbox, program, task, limits, test_timeout=test_timeout, stop_early=not partial)
+        failure = next((f"test {number}: {error}" for number, error in enumerate(errors, 1) if error is not None), "")
+    passed = errors.count(None)
     if log_extra is not None:
-        log_extra("passed", f"{verdict.passed}/{task.count}")
-        log_extra("failure", verdict.failure)
-    return verdict.passed / task.count if partial else float(verdict.passed == task.count)
+        log_extra("passed", f"{passed}/{task.count}")
+        log_extra("failure", failure)
+    return passed / task.count if partial else float(passed == task.count)
 
 
 def extract_program(text: str, *, unfenced: bool = True) -> str | None:
@@ -212,7 +205,7 @@ def same_output(output: str, expected: str) -> bool:
     return first == second
 
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
+# -- running tests -----------------------------------------------------------------------------------------------------
 
 _empty_passes: dict[bytes, bool] = {}
 """Whether an empty program passes all tests of a row, by hash of the tests."""
@@ -220,7 +213,7 @@ _empty_passes: dict[bytes, bool] = {}
 
 async def judge(
     executor: Executor, program: str, task: Task, limits: Limits, *, test_timeout: float, stop_early: bool
-) -> Verdict:
+) -> list[str | None]:
     """Run the tests of a program.
 
     Args:
@@ -231,26 +224,24 @@ async def judge(
         test_timeout: seconds per test.
         stop_early: stop after the first test that fails.
 
+    Returns:
+        The error of each test that ran; None: it passed.
+
     Raises:
         DataError, SandboxError: see ``code``.
     """
     if task.python is None:
-        return _verdict(await _run_pairs(executor, program, task, limits, test_timeout, stop_early))
+        return await _run_pairs(executor, program, task, limits, test_timeout, stop_early)
     tests = {**task.python, "seconds": test_timeout}
-    verdict = _verdict(await _run_tests(executor, program, {**tests, "stop": stop_early}, limits))
-    if verdict.passed == task.count:
+    errors = await _run_tests(executor, program, {**tests, "stop": stop_early}, limits)
+    all_passed = [None] * task.count
+    if errors == all_passed:
         row = hashlib.sha256(json.dumps(tests).encode()).digest()
         if row not in _empty_passes:
-            errors = await _run_tests(executor, "", {**tests, "stop": True}, limits)
-            _empty_passes[row] = errors == [None] * task.count
+            _empty_passes[row] = await _run_tests(executor, "", {**tests, "stop": True}, limits) == all_passed
         if _empty_passes[row]:
             raise DataError("the row's tests test nothing: an empty program passes them")
-    return verdict
-
-
-def _verdict(errors: list[str | None]) -> Verdict:
-    failures = (f"test {number}: {error}" for number, error in enumerate(errors, 1) if error is not None)
-    return Verdict(errors.count(None), next(failures, ""))
+    return errors
 
 
 async def _run_pairs(

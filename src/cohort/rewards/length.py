@@ -56,11 +56,6 @@ def _judge(spec: str) -> Function:
     return function
 
 
-def _checked(spec: str) -> str:
-    _judge(spec)
-    return spec
-
-
 @reward(per="sample", isolated=True, timeout=20.0)
 def cosine_length(
     completion: Any,
@@ -72,7 +67,7 @@ def cosine_length(
     r0w: float = -1.0,
     rLw: float = -0.5,
     exceeded: float = -1.0,
-    correct: Annotated[str, AfterValidator(_checked)] = "math",
+    correct: Annotated[str, AfterValidator(lambda spec: _judge(spec) and spec)] = "math",
     **columns: Any,
 ) -> float | None:
     """A reward for correct and a penalty for wrong completions, both shrinking with length along a cosine.

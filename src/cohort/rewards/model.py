@@ -31,13 +31,19 @@ class RewardModel:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, batch_tokens: int = 8192, device: str = "auto") -> None:
+        from cohort.policy import load_tokenizer
+
         if batch_tokens < 1:
             raise RewardError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.batch_tokens = batch_tokens
         name = str(model) if isinstance(model, str | Path) else str(getattr(model.config, "_name_or_path", ""))
         name = str(Path(name).expanduser()) if name.startswith("~") else name
         self.__name__ = Path(name).name or type(model).__name__
-        self.tokenizer = _tokenizer(name) if tokenizer is None else tokenizer
+        if tokenizer is None and not name:
+            raise RewardError(
+                "a reward model created in memory has no saved tokenizer: pass RewardModel(model, tokenizer)"
+            )
+        self.tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
         self.model = _load(name, device) if isinstance(model, str | Path) else model
         if (labels := getattr(self.model.config, "num_labels", None)) != 1:
             raise RewardError(f"reward model {self.__name__}: expected one label, its config has {labels}")
@@ -123,11 +129,3 @@ def _load(name: str, device: str) -> Any:
             "reward model when its classification head is trained"
         )
     return model.to(resolve_device(device))
-
-
-def _tokenizer(name: str) -> Any:
-    from cohort.policy import load_tokenizer
-
-    if not name:
-        raise RewardError("a reward model created in memory has no saved tokenizer: pass RewardModel(model, tokenizer)")
-    return load_tokenizer(name)

@@ -38,14 +38,15 @@ class BuiltinReward:
     module: str
     """Module within ``cohort.rewards`` that holds the function of the same name."""
     package: str | None = None
-    """Required package of the extra ``rewards``."""
+    """Required package."""
+    extra: str = "rewards"
+    """The extra that has the package."""
     program: str | None = None
     """Required program. The function checks for it."""
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Any:
         """Import the function."""
-        function: Callable[..., Any] = getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
-        return function
+        return getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
 
 
 BUILTIN_REWARDS: dict[str, BuiltinReward] = {
@@ -65,6 +66,7 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
         BuiltinReward("repetition_penalty", "text"),
         BuiltinReward("language", "text", "py3langid"),
         BuiltinReward("environment_reward", "environment"),
+        BuiltinReward("reasoning_gym", "procedural", "reasoning_gym", extra="reasoning-gym"),
     )
 }
 """Name to row."""
@@ -91,8 +93,8 @@ def columns_of(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in required if p.name not in RESERVED_COLUMNS]
 
 
-def import_extra(package: str, name: str) -> Any:
-    """Import a package of the extra ``rewards`` for the reward ``name``.
+def import_extra(package: str, name: str, extra: str = "rewards") -> Any:
+    """Import a package of an extra for the reward ``name``.
 
     Raises:
         RewardError: the package is not installed.
@@ -100,11 +102,11 @@ def import_extra(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise _not_installed(package, name) from None
+        raise _not_installed(package, name, extra) from None
 
 
-def _not_installed(package: str, name: str) -> RewardError:
-    return RewardError(f"the reward {name} needs {package}, which is not installed: pip install 'cohort-rl[rewards]'")
+def _not_installed(package: str, name: str, extra: str) -> RewardError:
+    return RewardError(f"the reward {name} needs {package}, which is not installed: pip install 'cohort-rl[{extra}]'")
 
 
 # -- specs -------------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def resolve_reward(spec: str) -> RewardFunction:
 def _builtin(name: str, values: Mapping[str, Any]) -> RewardFunction:
     row = BUILTIN_REWARDS[name]
     if row.package is not None and importlib.util.find_spec(row.package) is None:
-        raise _not_installed(row.package, name)
+        raise _not_installed(row.package, name, row.extra)
     function = row.load()
     settings = settings_of(function)
     _check_names(name, values, settings)
@@ -283,7 +285,7 @@ def _described(name: str) -> tuple[list[str], str, str]:
     function = row.load()
     settings = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in settings_of(function).values()]
     needs = [f"the column {column}" for column in columns_of(function)]
-    needs += [f"{row.package}: pip install 'cohort-rl[rewards]'"] if row.package else []
+    needs += [f"{row.package}: pip install 'cohort-rl[{row.extra}]'"] if row.package else []
     needs += [f"the program {row.program}"] if row.program else []
     text = re.sub(r"``(.+?)``", r"\1", inspect.getdoc(function) or "", flags=re.DOTALL)
     return _wrapped(f"{name}({', '.join(settings)})", "", " " * (len(name) + 1)), "; ".join(needs), text

@@ -17,8 +17,8 @@ from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, unique_names
-from cohort.rewards.scores import Position, Task, combine, extra_column
-from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Scores, Turn
+from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from cohort.workers import CallFailed
 
 log = logging.getLogger("cohort.rewards")
@@ -172,10 +172,14 @@ class Scoring:
     def __init__(
         self, runner: RewardRunner, prompts: Sequence[Prompt], num_generations: int, state: TrainerState, on_error: str
     ) -> None:
-        self._runner, self._prompts = runner, prompts
+        self._runner, self._prompts = runner, list(prompts)
         self._num_generations, self._state, self._on_error = num_generations, state, on_error
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
+
+    def on_prompt(self, prompt_index: int, prompt: Prompt) -> None:
+        """Replace a prompt, to which an environment has added something. For ``rollout.Watch.on_prompt``."""
+        self._prompts[prompt_index] = prompt
 
     def on_completion(self, prompt_index: int, sample: int, completion: Completion) -> None:
         """Start the background calls that a completion makes possible. For ``rollout.Watch.on_completion``."""
@@ -197,6 +201,7 @@ class Scoring:
             RewardError: a function broke its contract; all calls of a function failed; or one failed and the settings
                 stop on errors.
         """
+        self._prompts = [group.prompt for group in groups]
         self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
         for function in self._runner.functions:
             for positions in _split(function.per, list(self._completions)):
@@ -220,7 +225,7 @@ class Scoring:
             self._runner.close()
 
     def _begin(self, function: Function, positions: Sequence[Position]) -> None:
-        """Add the task of one call if it is new, and start it if it runs in the background or is cached."""
+        """Add the task of one call if it is new, and start it if it runs in the background and is not cached."""
         usable = tuple(position for position in positions if self._completions[position].finish_reason.usable)
         if not usable or (function.name, usable) in self._tasks:
             return
@@ -235,48 +240,40 @@ class Scoring:
         elif function.in_background:
             self._submit(task)
 
-    def _arguments(self, task: Task) -> dict[str, Any]:
-        return task.function.accepted(call_arguments(task.function.per, task.groups, self._state))
-
     def _submit(self, task: Task) -> None:
+        function = task.function
+        arguments = function.accepted(call_arguments(function.per, task.groups, self._state))
         try:
             task.future = self._runner.calls.submit(
-                task.function.recorded, self._arguments(task), task.function.timeout
+                function.recorded, arguments, function.timeout, here=not function.in_background
             )
         except CallFailed as error:
             raise RewardError(
-                f"{task.function} cannot run in a worker process: {error}. Define it in a module, or set "
-                "reward.workers to 0 and leave reward.timeout unset"
+                f"{function} cannot run in a worker process: {error}. Define it in a module, or set reward.workers to "
+                "0 and leave reward.timeout unset"
             ) from error
 
     def _make_calls(self, tasks: Sequence[Task], *, again: bool) -> None:
-        """Make the calls that run in this thread, and wait for the others.
+        """Make the calls of tasks, and wait for all of them.
 
         Args:
             tasks: without a result, or with a failed one.
             again: whether this is a retry, so that background calls are submitted again.
         """
-        background = [task for task in tasks if task.function.in_background]
-        for task in background if again else ():
-            self._submit(task)
+        for task in sorted(tasks, key=lambda task: not task.function.in_background):  # those in this thread come last
+            if again or task.future is None:
+                self._submit(task)
+        self._wait(tasks)
         for task in tasks:
-            if not task.function.in_background:
-                self._resolve(task)
-        self._wait(background)
-        for task in background:
-            self._resolve(task)
-
-    def _resolve(self, task: Task) -> None:
-        """Take the result of a background call, or make the call in this thread; store the values or the failure."""
-        task.call = Call()
-        try:
-            call = task.function.recorded(**self._arguments(task)) if task.future is None else task.future.result()
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:
-            task.values = [as_failure(error)] * len(task.positions)
-        else:
-            self._accept(task, call)
+            assert task.future is not None
+            error = task.future.exception()
+            task.call = Call()
+            if isinstance(error, RewardError):
+                raise error
+            if error is None:
+                self._accept(task, task.future.result())
+            else:
+                task.values = [as_failure(error)] * len(task.positions)
 
     def _accept(self, task: Task, call: Call) -> None:
         task.call = call

@@ -4,20 +4,86 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cohort.calls import Call
 from cohort.errors import RewardError
 from cohort.rewards.functions import Function, Value
-from cohort.types import Completion, Group, Scores
+from cohort.types import Completion, Group
 from cohort.workers import CallFailed
+
+if TYPE_CHECKING:  # worker processes import this package and need no torch
+    from torch import Tensor
 
 Position = tuple[int, int]
 """A completion of the rollout: the index of its prompt, and its index within the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Rewards of a rollout. NaN: the function did not score the completion; see ``rewards.runner``."""
+
+    rewards_S: Tensor
+    """Weighted sum over functions, float64; NaN when the completion is unscored."""
+    by_function_SK: Tensor
+    """Each function's own rewards, unweighted, float64; NaN where it returned ``None``."""
+    names: tuple[str, ...]
+    """Unique names of the K functions."""
+    weights: tuple[float, ...] | None = None
+    """Weights of the K functions; None: 1 each."""
+    token_rewards_N: Tensor | None = None
+    """Weighted sum of rewards per token, NaN where there is none. Only from functions that reward tokens."""
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns that functions logged: S values each, None where nothing was logged."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Why scoring failed, by the completion's index among the S."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Counters by metric name: seconds in calls, completions that a function failed on, timeouts."""
+    logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Numbers that functions logged, by name: one for each call."""
+
+    def select(self, sequences: Sequence[int]) -> Scores:
+        """The scores of some completions. ``token_rewards_N`` stays as it is; ``Rollout.used_scores`` selects it."""
+        chosen = list(sequences)
+        return replace(
+            self,
+            rewards_S=self.rewards_S[chosen],
+            by_function_SK=self.by_function_SK[chosen],
+            extras={name: [column[s] for s in chosen] for name, column in self.extras.items()},
+            errors={index: self.errors[s] for index, s in enumerate(chosen) if s in self.errors},
+        )
+
+    def __add__(self, other: Scores) -> Scores:
+        """Concatenate the scores of two rounds; counters add up."""
+        import torch
+
+        first, second = len(self.rewards_S), len(other.rewards_S)
+        tokens = [tokens_N for tokens_N in (self.token_rewards_N, other.token_rewards_N) if tokens_N is not None]
+        assert len(tokens) != 1, "both rounds reward tokens, or neither does"
+        return Scores(
+            torch.cat([self.rewards_S, other.rewards_S]),
+            torch.cat([self.by_function_SK, other.by_function_SK]),
+            self.names,
+            self.weights,
+            torch.cat(tokens) if tokens else None,
+            extras={
+                name: [*self.extras.get(name, [None] * first), *other.extras.get(name, [None] * second)]
+                for name in dict.fromkeys([*self.extras, *other.extras])
+            },
+            errors={**self.errors, **{first + index: text for index, text in other.errors.items()}},
+            counts={
+                name: self.counts.get(name, 0) + other.counts.get(name, 0)
+                for name in dict.fromkeys([*self.counts, *other.counts])
+            },
+            logged={
+                name: [*self.logged.get(name, ()), *other.logged.get(name, ())]
+                for name in dict.fromkeys([*self.logged, *other.logged])
+            },
+        )
 
 
 @dataclass(slots=True)
@@ -30,7 +96,7 @@ class Task:
     """The completions at the positions."""
     cache_key: Any = None
     future: Future[Call] | None = None
-    """Set when the call is submitted to run in the background."""
+    """Set when the call is submitted."""
     call: Call = field(default_factory=Call)
     """The outcome; empty before the call and if the call raised."""
     values: list[Value] = field(default_factory=list)

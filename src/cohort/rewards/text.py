@@ -33,11 +33,8 @@ def exact_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case
     >>> exact_match("Blue", "blue", ignore_case=True)
     1.0
     """
-    if answer is None:
-        return None
-    return float(
-        _normalized(completion_text(completion), strip, ignore_case) == _normalized(str(answer), strip, ignore_case)
-    )
+    first, second = _compared(completion, answer, strip, ignore_case)
+    return None if answer is None else float(first == second)
 
 
 def fuzzy_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case: bool = False) -> float | None:
@@ -53,16 +50,14 @@ def fuzzy_match(completion: Any, answer: Any, *, strip: bool = True, ignore_case
     >>> fuzzy_match("kitten", "sitting")  # i, t, t and n: 2 * 4 / 13
     0.6153846153846154
     """
-    if answer is None:
-        return None
     ratio = import_extra("rapidfuzz.fuzz", "fuzzy_match").ratio
-    texts = (_normalized(text, strip, ignore_case) for text in (completion_text(completion), str(answer)))
-    return float(ratio(*texts)) / 100
+    return None if answer is None else float(ratio(*_compared(completion, answer, strip, ignore_case))) / 100
 
 
-def _normalized(text: str, strip: bool, ignore_case: bool) -> str:
-    text = text.strip() if strip else text
-    return text.casefold() if ignore_case else text
+def _compared(completion: Any, answer: Any, strip: bool, ignore_case: bool) -> list[str]:
+    texts = [completion_text(completion), str(answer)]
+    texts = [text.strip() for text in texts] if strip else texts
+    return [text.casefold() for text in texts] if ignore_case else texts
 
 
 def repetition_penalty(

@@ -9,7 +9,7 @@ import torch
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, UnsupportedModel
-from cohort.policy.trial import first_correct, own_logits, relative_gap, token_source
+from cohort.policy.choose import first_correct, own_logits, relative_gap, token_source
 from cohort.rollout.backend import Backend
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind

@@ -145,7 +145,25 @@ class Watch:
     finish reason ``cancelled``."""
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """What the loop and the evaluation sample from: an engine, or ``environments.EpisodeSampler`` over one."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling | Sequence[Sampling],
+        key: RNGKey,
+        watch: Watch | None = None,
+    ) -> list[Group]:
+        """``num_generations`` completions for each prompt, in the order of the prompts."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of what was sampled since the last call, by metric name."""
+        return {}
+
+
+class Engine(Sampler, Protocol):
     """Samples trajectories from the current policy.
 
     A trajectory is submitted, decoded, and handed back by ``stream`` when its turn ends. One whose request

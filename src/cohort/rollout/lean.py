@@ -27,7 +27,6 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
-from cohort.policy.kernels import why_no_kernels
 from cohort.rollout.backend import PREFILL_TOKENS, Backend
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
 from cohort.rollout.capacity import Capacity
@@ -62,7 +61,7 @@ class LeanBackend(Backend):
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self.weights = DecoderWeights(anatomy, compute)
-        without = why_no_kernels(policy) if native_kernels else "switched off"
+        without = policy.why_no_kernels() if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
         # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute

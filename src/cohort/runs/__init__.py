@@ -1,13 +1,4 @@
 """A run's folder: settings, metrics, completions, checkpoints."""
 
-from cohort.runs.checkpoints import (
-    Models,
-    SavedState,
-    check_saved,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    seeded,
-    set_seed,
-)
+from cohort.runs.checkpoints import Models, SavedState, check_saved, load_checkpoint, save_model, seeded, set_seed
 from cohort.runs.folder import RunFolder, as_json, completion_columns, score_columns, write_atomically

@@ -27,20 +27,21 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from cohort.config import EvalConfig, GRPOConfig, ReportConfig, load_config, to_toml
+from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
+from cohort.rewards.scores import Scores
 from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
-from cohort.types import Completion, Group, Scores
+from cohort.types import Completion, Episode, Group
 
-MAY_CHANGE_ON_RESUME: dict[str, set[str]] = {
+MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},
     "rollout": {"max_batch_size", "cache_tokens"},
     "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
     "optim": {"microbatch_tokens"},
-    "eval": set(EvalConfig.model_fields),
+    "eval": True,
     "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
-    "report": set(ReportConfig.model_fields),
+    "report": True,
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
@@ -277,6 +278,8 @@ def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
     }
     if any(prompt.source for prompt in prompts):
         columns["source"] = [prompt.source for prompt in prompts]
+    if any(completion.episode for completion in completions):
+        columns |= _episode_columns([completion.episode for completion in completions])
     if any(completion.full_logps is not None for completion in completions):
         columns["full_logps"] = pyarrow.array([completion.full_logps for completion in completions], NUMBERS)
     return columns
@@ -302,6 +305,18 @@ def _joined(arrays: Sequence[Sequence[Any]], dtype: Any) -> Any:
     """A column of lists, each the arrays of one completion end to end."""
     joined = [np.concatenate([np.zeros(0, dtype), *some]) for some in arrays]
     return pyarrow.array(joined, pyarrow.list_(pyarrow.from_numpy_dtype(dtype)))
+
+
+def _episode_columns(episodes: Sequence[Episode | None]) -> dict[str, Any]:
+    """The messages after the prompt as JSON, the environment's rewards, and why an episode is unusable."""
+    some = [episode or Episode(()) for episode in episodes]
+    return {
+        "messages": _text_column([json.dumps(one.messages, ensure_ascii=False, default=str) for one in some]),
+        "turn_lengths": [[turn.num_drawn for turn in one.turns] for one in some],
+        "turn_rewards": pyarrow.array([[turn.reward for turn in one.turns] for one in some], NUMBERS),
+        "environment_reward": pyarrow.array([one.reward for one in some], pyarrow.float64()),
+        "episode_error": _text_column([one.error or None for one in some]),
+    }
 
 
 def score_columns(scores: Scores) -> dict[str, Any]:

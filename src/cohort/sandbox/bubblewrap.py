@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import sysconfig
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-
-from cohort.errors import SandboxError
-from cohort.sandbox.descriptors import pipe, read_pipe
 
 INSIDE = Path(__file__).with_name("inside.py")
 HOME = "/cohort"
@@ -46,7 +40,7 @@ def arguments(
     disk: int,
     files: Mapping[str, FileIO],
     filter_file: FileIO,
-    mapping: UserMapping | None,
+    mapping: Sequence[FileIO],
 ) -> list[str]:
     """The arguments of ``bwrap`` up to the command.
 
@@ -56,12 +50,12 @@ def arguments(
         disk: size of /tmp in MB; 0: it is read-only.
         files: files in /tmp by relative path.
         filter_file: the seccomp filter.
-        mapping: maps two users from outside. None: bubblewrap maps its only user itself.
+        mapping: pipes to map two users from outside (``UserMapping``). Empty: bubblewrap maps its only user itself.
     """
     result = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
     result += ["--cap-drop", "ALL", "--seccomp", str(filter_file.fileno())]
     if mapping:
-        info, block = (str(end.fileno()) for end in mapping.ends)
+        info, block = (str(end.fileno()) for end in mapping)
         result += ["--info-fd", info, "--userns-block-fd", block, "--uid", "0", "--gid", "0"]
         result += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # lost when ``inside.py`` changes the user
     else:
@@ -93,42 +87,3 @@ def _bind(paths: Iterable[str]) -> list[str]:
         result += ["--ro-bind", str(path), str(path)]
         bound.append(path)
     return result
-
-
-class UserMapping:
-    """Gives a new user namespace two users: root, who makes the sandbox, and nobody, who runs the program.
-
-    Only root can do this, from outside. A process inside the namespace may map a single user, and the kernel does not
-    limit the number of root's tasks.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._info, info_end = pipe(stack)
-        block_end, self._block = pipe(stack)
-        self.ends = [info_end, block_end]
-        """Bubblewrap writes the id of its child to the first, and waits for the second until the users are mapped."""
-
-    def complete(self, cancelled: threading.Event) -> bool:
-        """Map the users as soon as bubblewrap has a child. False: it ended before that.
-
-        Raises:
-            SandboxError: the users cannot be mapped, or the run was cancelled.
-        """
-        info = b""
-        while (found := re.search(rb'"child-pid": (\d+)\D', info)) is None:
-            if not (part := read_pipe(self._info, cancelled)):
-                return False
-            info += part
-        try:
-            map_users(int(found[1]))
-        except OSError as error:
-            raise SandboxError(f"the users of a sandbox cannot be mapped: {error}") from None
-        self._block.write(b"1")
-        self._block.close()
-        return True
-
-
-def map_users(process: int) -> None:
-    """Map root and nobody in the user namespace of a process."""
-    for name in ("uid_map", "gid_map"):
-        Path(f"/proc/{process}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")

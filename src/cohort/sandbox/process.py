@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from multiprocessing.connection import wait
@@ -18,10 +21,14 @@ from pathlib import Path
 
 from cohort.errors import SandboxError
 from cohort.sandbox import watchdog
-from cohort.sandbox.bubblewrap import HOME, INSIDE, NOBODY, PYTHON, UserMapping, arguments, environment
-from cohort.sandbox.descriptors import TICK, check, pipe, read_pipe, sealed_file
+from cohort.sandbox.bubblewrap import HOME, INSIDE, NOBODY, PYTHON, arguments, environment
 from cohort.sandbox.executor import Limits, Outcome, Program, Result
 from cohort.sandbox.syscalls import system_call_filter
+
+START_SECONDS = 60.0
+"""Time limit for making a sandbox, which takes 20 ms unless the machine is stuck."""
+TICK = 0.05
+"""Seconds between checks for cancellation."""
 
 
 class Process:
@@ -141,8 +148,7 @@ def start(
         SandboxError: the sandbox could not be made, or the run was cancelled.
     """
     (ready, ready_end), (stdout, stdout_end), (stderr, stderr_end) = (pipe(stack) for _ in range(3))
-    texts = (program.source, program.stdin)
-    source, stdin = (sealed_file(stack, text.encode(errors="surrogatepass")) for text in texts)
+    source, stdin = (sealed_file(stack, text) for text in (program.source, program.stdin))
     inherited = [ready_end, source, *pipes]
     settings: dict[str, object] = {
         "ready": ready_end.fileno(),
@@ -158,8 +164,9 @@ def start(
     if bwrap:
         rules = sealed_file(stack, system_call_filter())
         files = {name: sealed_file(stack, data) for name, data in program.files.items()}
-        inherited += [rules, *files.values(), *(mapping.ends if mapping else ())]
-        command = [bwrap, *arguments(packages, program.harness, limits.disk, files, rules, mapping)]
+        ends = mapping.ends if mapping else []
+        inherited += [rules, *files.values(), *ends]
+        command = [bwrap, *arguments(packages, program.harness, limits.disk, files, rules, ends)]
         folder, inside, mark = "/tmp", f"{HOME}/{INSIDE.name}", watchdog.mark()
         settings |= {"threads": limits.threads} | ({"user": NOBODY} if mapping else {})
         if program.harness:
@@ -167,9 +174,7 @@ def start(
     else:
         command, inside, mark = [], str(INSIDE), ""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
-        for name, data in program.files.items():
-            (path := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        _write_files(Path(folder), program.files)
     command += [PYTHON, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
     popen = _spawn([*command, *([mark] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
     process = Process(popen, (stdout, stderr), limits.output, mark)
@@ -180,6 +185,12 @@ def start(
         raise SandboxError(f"a sandbox could not be made: {result.stderr.strip() or f'exit code {result.exit_code}'}")
     process.started, process.is_ready = time.monotonic(), True
     return process
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _spawn(
@@ -203,3 +214,90 @@ def _spawn(
     finally:
         for file in (*streams, *inherited):
             file.close()
+
+
+class UserMapping:
+    """Gives a new user namespace two users: root, who makes the sandbox, and nobody, who runs the program.
+
+    Only root can do this, from outside. A process inside the namespace may map a single user, and the kernel does not
+    limit the number of root's tasks.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._info, info_end = pipe(stack)
+        block_end, self._block = pipe(stack)
+        self.ends = [info_end, block_end]
+        """Bubblewrap writes the id of its child to the first, and waits for the second until the users are mapped."""
+
+    def complete(self, cancelled: threading.Event) -> bool:
+        """Map the users as soon as bubblewrap has a child. False: it ended before that.
+
+        Raises:
+            SandboxError: the users cannot be mapped, or the run was cancelled.
+        """
+        info = b""
+        while (found := re.search(rb'"child-pid": (\d+)\D', info)) is None:
+            if not (part := read_pipe(self._info, cancelled)):
+                return False
+            info += part
+        try:
+            map_users(int(found[1]))
+        except OSError as error:
+            raise SandboxError(f"the users of a sandbox cannot be mapped: {error}") from None
+        self._block.write(b"1")
+        self._block.close()
+        return True
+
+
+def map_users(process: int) -> None:
+    """Map root and nobody in the user namespace of a process."""
+    for name in ("uid_map", "gid_map"):
+        Path(f"/proc/{process}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+
+
+# -- pipes and anonymous files, closed with an ExitStack at the latest -------------------------------------------------
+
+
+def pipe(stack: ExitStack) -> tuple[FileIO, FileIO]:
+    """The two ends of a pipe."""
+    reads, writes = os.pipe()
+    return stack.enter_context(FileIO(reads, "r")), stack.enter_context(FileIO(writes, "w"))
+
+
+def sealed_file(stack: ExitStack, content: str | bytes) -> FileIO:
+    """An anonymous file that holds a text or bytes and cannot be written to.
+
+    Unlike a pipe, it has a length and can be opened again, as in ``program < input``.
+    """
+    data = content.encode(errors="surrogatepass") if isinstance(content, str) else content
+    if sys.platform != "linux":
+        file = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
+        file.write(data)
+        file.seek(0)
+        return file
+    memory = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(memory, "wb") as writer:
+        writer.write(data)
+        writer.flush()
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return stack.enter_context(FileIO(os.open(f"/proc/self/fd/{memory}", os.O_RDONLY), "r"))
+
+
+def read_pipe(file: FileIO, cancelled: threading.Event) -> bytes:
+    """Bytes from a pipe as soon as there are some; empty at the end of the pipe.
+
+    Raises:
+        SandboxError: there are none after ``START_SECONDS``, or the run was cancelled.
+    """
+    until = time.monotonic() + START_SECONDS
+    while not wait([file.fileno()], TICK):
+        check(cancelled)
+        if time.monotonic() > until:
+            raise SandboxError(f"a sandbox was not ready after {START_SECONDS:g} s")
+    return os.read(file.fileno(), 4096)
+
+
+def check(cancelled: threading.Event) -> None:
+    """Raise a SandboxError if the run was cancelled."""
+    if cancelled.is_set():
+        raise SandboxError("the run was cancelled")

@@ -25,7 +25,8 @@ from torch import Tensor
 from cohort.objective import Objective, Outcomes, segment_sum, token_advantages
 from cohort.policy import PackedRows
 from cohort.rewards import environment_reward
-from cohort.types import Completion, FinishReason, Group, Scores, Segment, Support, TokenBatch, Turns
+from cohort.rewards.scores import Scores
+from cohort.types import Completion, FinishReason, Group, Segment, Support, TokenBatch, Turns
 
 Item = TypeVar("Item")
 

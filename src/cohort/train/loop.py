@@ -29,7 +29,7 @@ from cohort.objective import Objective
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
-from cohort.rollout import Engine, RNGKey, Sampling, Watch
+from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
 from cohort.runs import Models, RunFolder, SavedState, check_saved
 from cohort.train.adapt import Adaptive
 from cohort.train.check import check_sampler_gap
@@ -52,6 +52,8 @@ class TrainerParts:
     policy: Policy
     reference: Policy | None
     engine: Engine
+    sampler: Sampler
+    """The engine or, with tools or environments, what drives it through episodes."""
     rewards: RewardRunner
     prompts: PromptLoader
     objective: Objective
@@ -152,7 +154,7 @@ def run(
         with clock("measure"):
             moved = policy_movement(context, batch, results, config.report.update_kl_completions)
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
-        metrics |= clock.metrics(rollout.num_tokens) | moved | norms
+        metrics |= clock.metrics(rollout.num_tokens) | parts.sampler.metrics() | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
         yield finish_step(parts, schedule, config, folder, rollout, batch, metrics)
         if parts.best.exhausted:  # early stopping; the checkpoint is written
@@ -174,12 +176,12 @@ def sample(parts: TrainerParts, context: StepContext, schedule: Schedule, config
         prompts = parts.prompts.fetch(parts.cursor, target - used, skip=sampled)
         with parts.rewards.begin(prompts, config.rollout.num_generations, state) as scoring:
             with context.clock("generate"):
-                groups = parts.engine.generate(
+                groups = parts.sampler.generate(
                     prompts,
                     config.rollout.num_generations,
                     context.sampling,
                     RNGKey(config.run.seed, step),  # and draws depend on the prompt's uid
-                    Watch(on_completion=scoring.on_completion),
+                    Watch(on_completion=scoring.on_completion, on_prompt=scoring.on_prompt),
                 )
             with context.clock("reward"):
                 scored = Rollout.of(groups, scoring.finish(groups), context.objective)
@@ -277,7 +279,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     """
     if parts.evaluator is None:
         return {}
-    evaluations, step = parts.evaluator.evaluate(parts.engine, state), state.global_step
+    evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
+from cohort.rewards.scores import Scores
 from cohort.train.context import StepContext
 from cohort.train.layout import group_numbers, part_of
 from cohort.train.logps import token_logps
 from cohort.train.rollout import Rollout
 from cohort.train.update import UpdateResult
-from cohort.types import FinishReason, Scores, TokenBatch
+from cohort.types import FinishReason, TokenBatch
 
 QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
 MEASURED_PER_PROMPT = 4
@@ -29,7 +30,7 @@ def step_metrics(
     """A step's metrics, flat. Rewards and lengths are of all sampled completions; means over tokens are sums over all
     updates divided by the tokens of all updates."""
     group_S = group_numbers(rollout.sampled)
-    metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout)
+    metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout) | episode_metrics(rollout)
     metrics |= group_metrics(rollout, version_before) | advantage_metrics(batch)
     return metrics | update_metrics(results, objective)
 
@@ -72,9 +73,32 @@ def length_metrics(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def episode_metrics(rollout: Rollout) -> dict[str, Any]:
+    """Turns, calls of tools, and tokens of usable episodes; empty without tools and environments."""
+    pairs = [(one, one.episode) for one in rollout.completions if one.episode is not None]
+    usable = [(completion, episode) for completion, episode in pairs if completion.finish_reason.usable]
+    if not usable:
+        return {}
+    turns = [turn for _, episode in usable for turn in episode.turns]
+    read = sum(len(segment.token_ids) for completion, _ in usable for segment in completion.segments)
+    rewards = [episode.reward for _, episode in usable if episode.reward is not None]
+    return {
+        "episodes/turns": len(turns) / len(usable),
+        "episodes/turns_max": max(len(episode.turns) for _, episode in usable),
+        "episodes/turns_cut_share": sum(c.finish_reason is FinishReason.TURNS for c, _ in usable) / len(usable),
+        "episodes/calls": sum(turn.calls for turn in turns) / len(usable),
+        "episodes/failed_call_share": sum(turn.failed_calls for turn in turns) / max(1, sum(t.calls for t in turns)),
+        "episodes/drawn_share": sum(completion.num_tokens for completion, _ in usable) / read,
+        "episodes/segments": sum(len(completion.segments) for completion, _ in usable) / len(usable),
+        "episodes/environment_reward": sum(rewards) / len(rewards) if rewards else None,
+        "episodes/failed": len(pairs) - len(usable),
+        "seconds/answers": sum(turn.seconds for turn in turns),
+    }
+
+
 def group_metrics(rollout: Rollout, version_before: int) -> dict[str, Any]:
     """Groups and rounds of sampling, and the age of the weights that sampled."""
-    lags = [version_before - completion.weights_version for completion in rollout.completions]
+    lags = [version_before - one.weights_version for one in rollout.completions if one.num_tokens] or [0]
     return {
         "groups/sampled": len(rollout.sampled),
         "groups/left_out": len(rollout.sampled) - sum(rollout.is_used_P),

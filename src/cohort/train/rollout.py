@@ -10,8 +10,9 @@ import torch
 from cohort.errors import NonFiniteError
 from cohort.objective import Objective, live_groups
 from cohort.presets.parts import DropDead, DynamicSampling
+from cohort.rewards.scores import Scores
 from cohort.train.layout import group_numbers
-from cohort.types import Completion, FinishReason, Group, Scores, TokenBatch
+from cohort.types import Completion, FinishReason, Group, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

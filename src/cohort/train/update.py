@@ -8,7 +8,7 @@ outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``, ``OutOfM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,23 +171,37 @@ def backward_passes(
     policy, forwards = context.policy, []
     balance = expert_balance(context, batch, part) if policy.router_aux_loss_coef else None
     with policy.training(), policy.compute(), policy.gradients_in_place():
-        for pack in packs(batch, part, context.budget.tokens, shared=policy.passes.shared):
-            # Run each prompt forward once. Its completions accumulate gradients in its keys and values. Then run the
-            # prompts backward once.
-            prefixes = policy.passes.read(pack.prompt_ids)
-            ref_prefixes = read_reference(context, pack)
-            for micro in microbatches(batch, part, pack):
-                states = states_of(context, policy, prefixes, micro)
-                ref_states = reference_states(context, ref_prefixes, micro)
-                losses, forward = microbatch_losses(
-                    context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
-                )
-                if balance is not None:
-                    losses["router"] = balance.loss(states.router_logits)
-                torch.stack(list(losses.values())).sum().backward()
-                forwards.append(forward)
-            prefixes.backward()
+        for losses, forward, states in forward_passes(context, batch, part, weights, entropy_coefficient):
+            if balance is not None:
+                losses["router"] = balance.loss(states.router_logits)
+            torch.stack(list(losses.values())).sum().backward()
+            forwards.append(forward)
     return forwards
+
+
+def forward_passes(
+    context: StepContext,
+    batch: TokenBatch,
+    part: Part,
+    weights: TermWeights,
+    entropy_coefficient: float,
+    *,
+    attached: bool = False,
+) -> Iterator[tuple[dict[str, Tensor], Forward, CompletionStates]]:
+    """Each microbatch's losses. Each prompt runs forward once; the gradients of its completions add up in its keys and
+    values, and run backward through it once, after the pack's last microbatch. ``attached``: see ``Prefixes``."""
+    policy = context.policy
+    for pack in packs(batch, part, context.budget.tokens, shared=policy.passes.shared):
+        prefixes = policy.passes.read(pack.prompt_ids, attached=attached)
+        ref_prefixes = read_reference(context, pack)
+        for micro in microbatches(batch, part, pack):
+            states = states_of(context, policy, prefixes, micro)
+            ref_states = reference_states(context, ref_prefixes, micro)
+            losses, forward = microbatch_losses(
+                context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
+            )
+            yield losses, forward, states
+        prefixes.backward()
 
 
 def read_reference(context: StepContext, pack: Pack) -> Prefixes | None:
@@ -286,19 +300,11 @@ def _term_gradients(
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     sums: dict[str, list[Tensor]] = {}
     with policy.training(), policy.compute():
-        for pack in packs(batch, part, context.budget.tokens, shared=policy.passes.shared):
-            prefixes = policy.passes.read(pack.prompt_ids, attached=True)
-            ref_prefixes = read_reference(context, pack)
-            for micro in microbatches(batch, part, pack):
-                states = states_of(context, policy, prefixes, micro)
-                ref_states = reference_states(context, ref_prefixes, micro)
-                losses, _ = microbatch_losses(
-                    context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
-                )
-                for name, loss in losses.items():
-                    grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-                    before = sums.get(name)
-                    sums[name] = list(grads) if before is None else [a + b for a, b in zip(before, grads, strict=True)]
+        for losses, *_ in forward_passes(context, batch, part, weights, entropy_coefficient, attached=True):
+            for name, loss in losses.items():
+                grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+                before = sums.get(name)
+                sums[name] = list(grads) if before is None else [a + b for a, b in zip(before, grads, strict=True)]
     return sums
 
 

@@ -205,9 +205,9 @@ class Link:
         Raises:
             AttributeError: the program does not define it.
         """
-        is_special = name.startswith("__")
-        answer: dict[str, Any] = {} if is_special else self.exchange({"operation": "name", "name": name})
-        if is_special or "error" in answer or answer.get("missing"):
+        asked = {"operation": "name", "name": name}
+        answer: dict[str, Any] = {"missing": True} if name.startswith("__") else self.exchange(asked)
+        if "error" in answer or answer.get("missing"):
             raise AttributeError(f"the program does not define {name}")
         if "exception" in answer:
             return self._exception(answer["exception"])

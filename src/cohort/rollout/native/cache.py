@@ -4,6 +4,7 @@ moves nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Structure
 
 import numpy as np
 import torch
@@ -148,7 +149,7 @@ class SlotCache:
         keys = blocks.permute(1, 3, 0, 2).reshape(-1, self._heads, self._width)
         return keys[:length], slot[1, :, :length, : self._width].transpose(0, 1)
 
-    def next_step(self) -> StepCall:
+    def next_step(self) -> Structure:
         """The arguments of the coming step, in which each row gets one more token. The caller sets the scaling of
         scores."""
         self._row_lengths += 1

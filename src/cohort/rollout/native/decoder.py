@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,7 +12,7 @@ from cohort.native import threads_for
 from cohort.policy.anatomy import Layer, Norm
 from cohort.rollout.cache import ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
-from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual, StepCall
+from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
 from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 
@@ -58,13 +60,13 @@ class Decoder:
             self._add_norm(last, x, weights.down(self._activate(weights, normed)), normed)
         return normed
 
-    def _attend(self, step: StepCall, call: LayerCall, weights: LayerWeights, normed: Tensor, out: Tensor) -> None:
+    def _attend(self, step: Structure, call: Structure, weights: LayerWeights, normed: Tensor, out: Tensor) -> None:
         q, k, v = weights.qkv.parts(normed)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
         self._kernels.attend(step, call)
 
-    def _add_norm(self, call: Residual, x: Tensor, update: Tensor | None, out: Tensor) -> None:
+    def _add_norm(self, call: Structure, x: Tensor, update: Tensor | None, out: Tensor) -> None:
         call.x, call.out, call.rows = x.data_ptr(), out.data_ptr(), len(x)
         call.update = None if update is None else update.data_ptr()
         call.threads = threads_for(x.numel())
@@ -81,7 +83,7 @@ class Decoder:
         self._kernels.activate(call)
         return out
 
-    def _layer(self, number: int, layer: Layer, tables: dict[str, tuple[int, int]]) -> LayerCall:
+    def _layer(self, number: int, layer: Layer, tables: dict[str, tuple[int, int]]) -> Structure:
         anatomy, (own_k, own_v) = self._anatomy, self._cache.own[:, number]
         prompt_k, prompt_v = self._cache.prompts[:, number]
         cos, sin = (None, None) if layer.rope is None else tables[layer.rope]
@@ -101,7 +103,7 @@ class Decoder:
             call.q_eps, call.k_eps = of_q.eps, of_k.eps
         return call
 
-    def _residual(self, after: Norm | None, norm: Norm) -> Residual:
+    def _residual(self, after: Norm | None, norm: Norm) -> Structure:
         call = Residual(factor=self._factor(norm), eps=norm.eps, width=norm.weight.shape[0], half=self._half)
         if after is not None:
             call.after, call.after_eps = self._factor(after), after.eps

@@ -1,0 +1,400 @@
+"""Episodes: an engine draws the turns of trajectories, tools and environments answer them.
+
+One episode, from its start to its end:
+
+    begin     the host makes the environment and resets it; what it shows first is part of the group's prompt
+    turn      the engine draws until an end token, a stop string, or a limit
+    answer    the host makes the calls of the turn, or passes its text to the environment; meanwhile the engine draws
+              for other trajectories
+    extend    the answer is appended as tokens that the policy did not draw, and the next turn begins
+    end       without a call, at the environment's word, or at a limit; the environment gives its reward and is closed
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from cohort.config import EnvironmentConfig
+from cohort.environments.contract import Answer, Ended, EpisodeFailed
+from cohort.environments.host import Host
+from cohort.environments.running import RunningEpisode, Waiting
+from cohort.environments.turns import TurnFormat, first_episode
+from cohort.errors import EpisodeError
+from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampler, Sampling, Watch
+from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
+
+log = logging.getLogger("cohort.environments")
+POLL_SECONDS = 0.1
+"""How often a rollout that only waits for answers looks whether it was cancelled."""
+
+
+class EpisodeSampler(Sampler):
+    """Samples completions of several turns.
+
+    Args:
+        engine: draws.
+        host: answers.
+        turn_format: of the model's chat template.
+        settings: ``[environment]`` of the settings.
+        show: called once, with the first usable episode in words.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: Host,
+        turn_format: TurnFormat,
+        settings: EnvironmentConfig,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        self.engine, self.host, self.format, self.settings = engine, host, turn_format, settings
+        self.show = show
+        self.waiting = Waiting()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling | Sequence[Sampling],
+        key: RNGKey,
+        watch: Watch | None = None,
+    ) -> list[Group]:
+        """``num_generations`` episodes for each prompt, in the order of the prompts.
+
+        The groups' prompts include what the environments showed first.
+
+        Raises:
+            EpisodeError: every episode failed, or the environments of a group showed different things first.
+            DataError, ConfigError: as ``Engine.generate``.
+        """
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        samplings = [replace(one, max_turn_length=self.settings.max_turn_length) for one in samplings]
+        batch = EpisodeBatch(self, prompts, num_generations, samplings, key, watch or Watch())
+        try:
+            groups = batch.run()
+        except BaseException:
+            self.engine.reset()
+            raise
+        finally:
+            batch.abandon()
+        if self.show and (text := first_episode(groups, self.format.tokenizer)):
+            self.show(text)
+            self.show = None
+        return groups
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds of waiting since the last call."""
+        waiting, self.waiting = self.waiting, Waiting()
+        return {
+            "seconds/episodes_waiting": waiting.seconds,
+            "seconds/episodes_blocked": waiting.blocked,
+        }
+
+
+class EpisodeBatch:
+    """The episodes of one ``generate``. Every method runs in the thread that called it."""
+
+    def __init__(
+        self,
+        sampler: EpisodeSampler,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        samplings: Sequence[Sampling],
+        key: RNGKey,
+        watch: Watch,
+    ) -> None:
+        self._sampler, self._engine, self._host = sampler, sampler.engine, sampler.host
+        self._settings, self._waiting = sampler.settings, sampler.waiting
+        self._prompts, self._samplings, self._key, self._watch = list(prompts), samplings, key, watch
+        self._groups = [[RunningEpisode(p, g, 0.0) for g in range(num_generations)] for p in range(len(prompts))]
+        self._first: list[dict[int, Answer | EpisodeFailed]] = [{} for _ in prompts]
+        self._total = len(prompts) * num_generations
+        self._running: dict[RunningEpisode, None] = {}  # in order, as a set has none
+        self._by_number: dict[int, RunningEpisode] = {}
+        self._ready: queue.SimpleQueue[tuple[RunningEpisode, Callable[[], None]]] = queue.SimpleQueue()
+        self._done: dict[tuple[int, int], Completion] = {}
+        self._failures: list[EpisodeFailed] = []
+
+    def run(self) -> list[Group]:
+        """Play every episode to its end."""
+        for group in self._groups:
+            for episode in group:
+                episode.started = time.perf_counter()
+                self._running[episode] = None
+                seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
+                future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
+                self._await(episode, future, self._begun)
+        # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
+        while self._not_begun() > max(0, self._total - self._settings.max_environments):
+            self._wait()
+        watch = Watch(self._watch.on_token, on_step=self._handle_ready, cancelled=self._watch.cancelled)
+        while self._running:
+            with closing(self._engine.stream(watch)) as turns:
+                for turn in turns:
+                    self._turn_ended(self._by_number[turn.trajectory], turn)
+                    self._handle_ready()
+            if self._running:
+                self._wait()
+        self._report_failures()
+        count = len(self._groups[0]) if self._groups else 0
+        return [Group(prompt, tuple(self._done[p, g] for g in range(count))) for p, prompt in enumerate(self._prompts)]
+
+    def _not_begun(self) -> int:
+        return self._total - sum(map(len, self._first))
+
+    def abandon(self) -> None:
+        """Close the environments of episodes that have not ended."""
+        for episode in self._running:
+            if not episode.ending:
+                self._host.end(episode)
+
+    def _await(
+        self, episode: RunningEpisode, future: Future[Any], then: Callable[[RunningEpisode, Future[Any]], None]
+    ) -> None:
+        """Call ``then`` once the future is done: now, or by ``_handle_ready``."""
+        if future.done():
+            then(episode, future)
+            return
+        self._waiting.begin()
+        episode.pending = future
+
+        def arrived() -> None:
+            self._waiting.end()
+            if episode.pending is future:  # else the episode has not waited for it
+                episode.pending = None
+                then(episode, future)
+
+        future.add_done_callback(lambda _: self._ready.put((episode, arrived)))
+
+    def _handle_ready(self) -> None:
+        """Go on with the episodes whose answers have arrived, and end those whose time is up."""
+        while not self._ready.empty():
+            _, arrived = self._ready.get()
+            arrived()
+        if self._settings.episode_timeout is not None:
+            now = time.perf_counter()
+            for episode in [one for one in self._running if one.pending is not None and self._deadline(one) <= now]:
+                self._finish(episode, FinishReason.TIMEOUT, self._time_is_up())
+
+    def _wait(self) -> None:
+        """Wait for an answer: there is nothing to decode."""
+        start = time.perf_counter()
+        limit = min((self._deadline(episode) for episode in self._running), default=math.inf) - start
+        if self._watch.cancelled:
+            limit = min(limit, POLL_SECONDS)
+        if self._settings.call_timeout is not None:
+            limit = min(limit, self._settings.call_timeout)
+        try:
+            _, arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
+        except queue.Empty:
+            arrived = None
+        self._waiting.blocked += time.perf_counter() - start
+        if arrived is not None:
+            arrived()
+        elif self._watch.cancelled and self._watch.cancelled():
+            for episode in list(self._running):
+                self._finish(episode, FinishReason.CANCELLED)
+        elif self._settings.call_timeout is not None:
+            self._host.check()
+        self._handle_ready()
+
+    def _deadline(self, episode: RunningEpisode) -> float:
+        """When the time of an episode is up."""
+        limit = self._settings.episode_timeout
+        return math.inf if limit is None or episode.ending else episode.started + limit
+
+    def _time_is_up(self) -> EpisodeFailed:
+        return EpisodeFailed(f"it took more than environment.episode_timeout, {self._settings.episode_timeout:g} s")
+
+    def _begun(self, episode: RunningEpisode, future: Future[Answer]) -> None:
+        """Submit a group as soon as all its environments have been reset."""
+        first = self._first[episode.prompt_index]
+        try:
+            first[episode.sample] = future.result()
+        except EpisodeFailed as failure:
+            first[episode.sample] = failure
+        self._submit_if_complete(episode.prompt_index)
+
+    def _submit_if_complete(self, p: int) -> None:
+        group, first = self._groups[p], self._first[p]
+        if len(first) < len(group):
+            return
+        shown, ready = list[tuple[Message, ...]](), list[RunningEpisode]()
+        for episode in group:
+            answer = first[episode.sample]
+            if episode not in self._running or episode.ending:
+                continue
+            if isinstance(answer, EpisodeFailed):
+                self._finish(episode, FinishReason.ENVIRONMENT, answer)
+            elif answer.done:
+                self._finish(episode, FinishReason.ENVIRONMENT, EpisodeFailed("it ended in reset()"))
+            else:
+                shown.append(answer.messages)
+                ready.append(episode)
+        if not ready:
+            return
+        if (other := next((messages for messages in shown if messages != shown[0]), None)) is not None:
+            raise EpisodeError(
+                f"the environments of one group showed different things first, {_text(shown[0])!r:.80} and "
+                f"{_text(other)!r:.80}: rewards of a group are compared, so its episodes must begin alike. Draw what "
+                "varies from the parameter `seed` of reset(), which is the same for all completions of a group"
+            )
+        if shown[0]:
+            self._prompts[p] = self._sampler.format.bridge.opening(self._prompts[p], shown[0])
+            if self._watch.on_prompt:
+                self._watch.on_prompt(p, self._prompts[p])
+        requests = [
+            Request(self._prompts[p], episode.sample, self._samplings[p], self._key, p, continues=True)
+            for episode in ready
+        ]
+        for episode, number in zip(ready, self._engine.submit(requests), strict=True):
+            episode.number = number
+            self._by_number[number] = episode
+
+    def _turn_ended(self, episode: RunningEpisode, turn: EndedTurn) -> None:
+        """Parse what the policy wrote and ask the host for the answer, or end the episode."""
+        episode.latest, episode.turn_ended = turn, time.perf_counter()
+        reason = turn.completion.finish_reason
+        if not reason.usable:
+            self._finish(episode, reason)
+            return
+        drawn = turn.completion.token_ids[len(turn.completion.token_ids) - turn.num_drawn :].tolist()
+        if reason is FinishReason.EOS:
+            drawn.pop()
+        prefix = self._prompts[episode.prompt_index].text if not episode.turns else episode.prefix
+        episode.parsed = self._sampler.format.parse(drawn, prefix)
+        if reason is FinishReason.LENGTH:
+            self._record(episode)
+            self._finish(episode, reason)
+        elif self._deadline(episode) <= episode.turn_ended:
+            self._record(episode)
+            self._finish(episode, FinishReason.TIMEOUT, self._time_is_up())
+        else:
+            self._await(episode, self._host.answer(episode, episode.parsed), self._answered)
+
+    def _answered(self, episode: RunningEpisode, future: Future[Answer]) -> None:
+        """Extend the trajectory by the answer, or end the episode."""
+        if episode not in self._running or episode.ending:
+            return
+        limit = self._settings.max_observation_tokens
+        try:
+            answer = future.result() if limit is None else self._sampler.format.shortened(future.result(), limit)
+        except EpisodeFailed as failure:
+            self._record(episode)
+            self._finish(episode, FinishReason.ENVIRONMENT, failure)
+            return
+        self._record(episode, answer)
+        assert episode.latest is not None
+        assert episode.number is not None
+        if answer.done or not answer.messages:
+            self._finish(episode, episode.latest.completion.finish_reason)
+        elif len(episode.turns) == self._settings.max_turns:
+            self._finish(episode, FinishReason.TURNS)
+        elif not self._extend(episode, answer.messages):
+            self._finish(episode, FinishReason.LENGTH)
+
+    def _extend(self, episode: RunningEpisode, messages: Sequence[Message]) -> bool:
+        """Give the trajectory the tokens of an answer; False if they leave no room for a drawn one."""
+        turn, form = episode.latest, self._sampler.format
+        assert turn is not None
+        assert episode.number is not None
+        last = turn.completion.segments[-1].token_ids
+        prompt = self._prompts[episode.prompt_index]
+        token_ids = form.bridge.after(messages, last_token=int(last[-1]), prompt=prompt)
+        if self._settings.history != "append":
+            whole = [message for one in episode.turns for message in one.messages]
+            so_far = [*last.tolist(), *token_ids]
+            rewritten = form.bridge.rewritten(prompt, form.rewrite(whole) if form.rewrite else whole, so_far)
+            if rewritten != so_far:
+                if len(rewritten) >= turn.request.sampling.max_completion_length:
+                    return False
+                self._engine.extend(episode.number, rewritten, rewrite=True)
+                episode.prefix = form.text(rewritten)
+                return True
+        if len(token_ids) >= turn.room:
+            return False
+        self._engine.extend(episode.number, token_ids)
+        episode.prefix = form.text(token_ids)
+        return True
+
+    def _record(self, episode: RunningEpisode, answer: Answer | None = None) -> None:
+        """Add the latest turn to the episode."""
+        turn, parsed, answer = episode.latest, episode.parsed, answer or Answer()
+        assert turn is not None
+        assert parsed is not None
+        episode.turns.append(
+            Turn(
+                turn.num_drawn,
+                turn.completion.finish_reason,
+                (parsed.message, *answer.messages),
+                answer.calls,
+                answer.failed_calls,
+                answer.reward,
+                time.perf_counter() - episode.turn_ended,
+            )
+        )
+
+    def _finish(self, episode: RunningEpisode, reason: FinishReason, failure: EpisodeFailed | None = None) -> None:
+        """Free the trajectory and end the environment."""
+        if episode.ending:
+            return
+        episode.ending, episode.pending = True, None
+        if episode.number is not None:
+            self._engine.release(episode.number)
+        elif episode.sample not in self._first[episode.prompt_index]:  # its group does not wait for it
+            self._first[episode.prompt_index][episode.sample] = failure or EpisodeFailed("cancelled")
+            self._submit_if_complete(episode.prompt_index)
+        self._await(episode, self._host.end(episode), partial(self._ended, reason=reason, failure=failure))
+
+    def _ended(
+        self, episode: RunningEpisode, future: Future[Ended], *, reason: FinishReason, failure: EpisodeFailed | None
+    ) -> None:
+        """Make the completion of an episode that has ended."""
+        ended = Ended()
+        try:
+            ended = future.result()
+        except EpisodeFailed as at_end:
+            if reason.usable:
+                reason, failure = FinishReason.ENVIRONMENT, at_end
+        if failure:
+            self._failures.append(failure)
+        rewards = [turn.reward for turn in episode.turns if turn.reward is not None]
+        if ended.reward is not None:
+            rewards.append(ended.reward)
+        record = Episode(
+            tuple(episode.turns),
+            math.fsum(rewards) if rewards else None,
+            ended.state,
+            failure.details if failure else "",
+        )
+        position = (episode.prompt_index, episode.sample)
+        if episode.latest is None:
+            completion = Completion.of_tokens((), (), reason)
+        else:
+            completion = replace(episode.latest.completion, finish_reason=reason)
+        self._done[position] = completion = replace(completion, episode=record)
+        self._running.pop(episode)
+        if self._watch.on_completion:
+            self._watch.on_completion(*position, completion)
+
+    def _report_failures(self) -> None:
+        """Raise if every episode failed; log how many did otherwise."""
+        if not self._failures:
+            return
+        count, first = f"{len(self._failures)} of {len(self._done)} episodes failed", self._failures[0]
+        if len(self._failures) == len(self._done):
+            raise EpisodeError(f"{count}, the first: {first}") from first
+        log.warning("%s and are left out. The first:\n%s", count, first.details)
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "\n".join(str(message.get("content")) for message in messages)

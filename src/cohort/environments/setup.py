@@ -1,0 +1,127 @@
+"""The tools and environments of a run, made and checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cohort.config import EnvironmentConfig
+from cohort.environments.bridge import Bridge
+from cohort.environments.calls import CallParser
+from cohort.environments.episode import EpisodeSampler
+from cohort.environments.host import Host
+from cohort.environments.named import OpenToolbox
+from cohort.environments.shapes import Shape, find_environments
+from cohort.environments.turns import TurnFormat
+from cohort.errors import ConfigError
+from cohort.plugins import load_function
+from cohort.rollout import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """The tools and environments of a run, and where they run."""
+
+    settings: EnvironmentConfig
+    toolbox: OpenToolbox
+    shapes: Mapping[str, Shape]
+    host: Host
+
+    @classmethod
+    def of(
+        cls, settings: EnvironmentConfig, tools: Sequence[Any] = (), factory: Any = None, *, group_size: int = 1
+    ) -> Acting | None:
+        """The tools and environments of the settings and of the trainer's arguments; None if there are none.
+
+        Args:
+            settings: ``[environment]`` of the settings.
+            tools: further tools: functions, names as in the settings, or MCP servers as ``mcp.Client`` takes them.
+            factory: a callable that makes an environment, or several by name; replaces that of the settings.
+            group_size: completions of one prompt, whose environments exist at the same time.
+
+        Raises:
+            ConfigError: a tool or environment cannot be used, two tools have one name, or too few environments may
+                exist.
+        """
+        shapes = find_environments(factory or settings.factory)
+        if shapes and settings.max_environments < group_size:
+            raise ConfigError(
+                f"environment.max_environments ({settings.max_environments}) must be at least the {group_size} "
+                "completions of a prompt: their environments begin together"
+            )
+        toolbox = OpenToolbox([*settings.tools, *tools])
+        if not toolbox and not shapes:
+            return None
+        try:
+            return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings))
+        except BaseException:
+            toolbox.close()
+            raise
+
+    def close(self) -> None:
+        """End all episodes, stop the worker processes, and close the connections to servers of tools. Idempotent."""
+        self.host.close()
+        self.toolbox.close()
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """The JSON schemas of all tools, methods of environments included."""
+        return [*self.toolbox.schemas, *(schema for shape in self.shapes.values() for schema in shape.tools.schemas)]
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether environments may give rewards, so that no reward function is needed."""
+        return any(shape.gives_rewards for shape in self.shapes.values())
+
+    def schemas_of(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The JSON schemas of the tools that the policy can call in an episode of a row."""
+        return self.host.tools(row).schemas
+
+    def turn_format(
+        self, tokenizer: Any, end_token_ids: Collection[int], variables: Mapping[str, Any] | None = None
+    ) -> TurnFormat:
+        """How the chat template of a tokenizer writes turns.
+
+        Args:
+            tokenizer: the tokenizer, with the chat template in use.
+            end_token_ids: tokens that end a turn.
+            variables: of the template.
+
+        Raises:
+            ConfigError: the template cannot show tools or answers, or no parser finds its calls.
+        """
+        settings, schemas = self.settings, self.schemas
+        roles = {"tool"} if schemas else set()
+        roles |= {"user"} if any(shape.steps for shape in self.shapes.values()) else set()
+        bridge = Bridge.of(
+            tokenizer,
+            end_token_ids,
+            variables=variables or {},
+            tools=schemas or None,
+            roles=roles,
+            history=settings.history,
+        )
+        function = settings.parser and load_function(settings.parser, what="parser")
+        parser = CallParser.of(tokenizer, None, schemas, function or None) if schemas else None
+        is_function = settings.history not in ("append", "template")
+        rewrite = load_function(settings.history, what="history") if is_function else None
+        return TurnFormat(tokenizer, bridge, parser, rewrite)
+
+    def sampler(
+        self, engine: Engine, turn_format: TurnFormat, show: Callable[[str], None] | None = None
+    ) -> EpisodeSampler:
+        """What samples episodes with an engine; ``show`` gets the first one in words."""
+        return EpisodeSampler(engine, self.host, turn_format, self.settings, show)
+
+    def describe(self) -> str:
+        """Tools, environments and limits in words."""
+        settings = self.settings
+        limits = [f"at most {settings.max_turns} turns"]
+        if settings.max_turn_length is not None:
+            limits.append(f"{settings.max_turn_length} tokens a turn")
+        if settings.max_observation_tokens is not None:
+            limits.append(f"{settings.max_observation_tokens} tokens an answer")
+        if settings.episode_timeout is not None:
+            limits.append(f"{settings.episode_timeout:g} s an episode")
+        return f"episodes: {', '.join(limits)}\n{self.host.describe()}"

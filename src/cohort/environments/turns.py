@@ -1,0 +1,80 @@
+"""Turns as tokens, as messages and in print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from cohort.environments.bridge import Bridge
+from cohort.environments.calls import CallParser, ParsedTurn
+from cohort.environments.contract import Answer
+from cohort.types import Group, Message
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFormat:
+    """How turns are written as tokens, and read from them."""
+
+    tokenizer: Any
+    bridge: Bridge
+    """What the chat template writes between turns."""
+    parser: CallParser | None
+    """Finds the calls in a turn. None: there are no tools."""
+    rewrite: Callable[[list[Message]], list[Message]] | None = None
+    """What the policy is to read instead of all messages so far; None: as ``environment.history`` says."""
+
+    def parse(self, token_ids: Sequence[int], prefix: str) -> ParsedTurn:
+        """What the policy wrote in a turn.
+
+        Args:
+            token_ids: the drawn tokens, without an end token.
+            prefix: the text before them.
+        """
+        if self.parser is None:
+            text = self.text(token_ids, skip_special_tokens=True)
+            return ParsedTurn(text, (), {"role": "assistant", "content": text})
+        return self.parser.parse(self.text(token_ids), prefix)
+
+    def shortened(self, answer: Answer, limit: int) -> Answer:
+        """The answer with at most about ``limit`` tokens of content in each message: a note replaces the middle."""
+        return replace(answer, messages=tuple(self._shortened(message, limit) for message in answer.messages))
+
+    def _shortened(self, message: Message, limit: int) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        token_ids = self.tokenizer.encode(content, add_special_tokens=False)
+        if len(token_ids) <= limit:
+            return message
+        head, tail = token_ids[: (limit + 1) // 2], token_ids[len(token_ids) - limit // 2 :]
+        note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
+        return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
+
+    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Token ids decoded, with special tokens unless they are skipped."""
+        text: str = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
+    """The first usable completion in words, its drawn tokens between ⟦ and ⟧; empty if there is none."""
+    pairs = [(group.prompt, one) for group in groups for one in group.completions if one.finish_reason.usable]
+    if not pairs:
+        return ""
+    prompt, completion = pairs[0]
+    pieces = [prompt.text]
+    for number, segment in enumerate(completion.segments):
+        drawn = np.ones(len(segment.token_ids), np.bool_) if segment.drawn is None else segment.drawn
+        pieces += ["\n--- rewritten:\n"] if number else []
+        for is_drawn, run in groupby(range(len(drawn)), key=lambda n: bool(drawn[n])):
+            text = tokenizer.decode(segment.token_ids[list(run)].tolist(), skip_special_tokens=False)
+            pieces.append(f"⟦{text}⟧" if is_drawn else text)
+    count = len(completion.episode.turns) if completion.episode else 1
+    head = f"the first episode: {count} turns, finish reason {completion.finish_reason}; the policy drew what is in ⟦ ⟧"
+    return f"{head}\n{''.join(pieces)}"

@@ -1,0 +1,230 @@
+"""Whole runs with tools and environments, through the trainer, the command line and evaluation."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cohort import GRPOConfig, GRPOTrainer
+from cohort.environments import Step
+from cohort.errors import ConfigError, EpisodeError
+from tests.environments.templates import FAMILIES
+from tests.train.harness import metrics_of, rows_of
+
+FAMILY = FAMILIES["qwen2_5"]
+ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus 2?"}], "answer": n + 2} for n in range(4)]
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}\n</tool_call>|0'
+"""What the tests' random models are made to write: a call, or a digit."""
+
+
+def add(a: int, b: int) -> int:
+    """Adds two integers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+class Count:
+    """Counts turns; rewards each digit that is even."""
+
+    def reset(self, answer, **row):
+        self.turns = 0
+        return f" Count to {answer}."
+
+    def step(self, text):
+        self.turns += 1
+        digit = text.strip()[-1:]
+        return Step("Go on.", float(digit.isdigit() and int(digit) % 2 == 0), done=self.turns == 3)
+
+
+def few_calls(completion, transcript, turns, **_):
+    assert transcript[0]["role"] == "assistant"
+    assert completion == transcript[-1]["content"] or transcript[-1]["role"] == "tool"
+    return -float(sum(turn.calls for turn in turns))
+
+
+class Shop:
+    """Methods are tools; the reward comes at the end."""
+
+    def reset(self, answer):
+        self.left = answer
+
+    def add(self, a: int, b: int) -> str:
+        """Spends a and earns b.
+
+        Args:
+            a: Spent.
+            b: Earned.
+        """
+        self.left += b - a
+        return f"{self.left} left"
+
+    def get_reward(self):
+        return float(self.left)
+
+
+def model(family=FAMILY):
+    torch.manual_seed(0)
+    size = len(family.tokenizer)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=size,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            eos_token_id=family.end_token_ids,
+            pad_token_id=family.tokenizer.pad_token_id,
+        )
+    )
+
+
+def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, **settings):
+    defaults = {"prompts_per_step": 2, "num_generations": 3, "max_steps": 2, "max_completion_length": 256}
+    config = GRPOConfig(**defaults | {"output_dir": str(folder), "progress": False, "learning_rate": 1e-3} | settings)
+    return GRPOTrainer(
+        model(family),
+        reward_funcs,
+        config,
+        ROWS,
+        ROWS,
+        family.tokenizer,
+        tools=tools,
+        environment_factory=environment_factory,
+    )
+
+
+def test_a_run_with_a_tool(tmp_path):
+    run = trainer(tmp_path / "run", few_calls, [add], regex=CALL, max_turns=3)
+    before = [parameter.detach().clone() for parameter in run.policy.model.parameters()]
+    run.train()
+    assert any(not torch.equal(one, other) for one, other in zip(before, run.policy.model.parameters(), strict=True))
+    (first, *_) = [line for line in metrics_of(tmp_path / "run") if line["step"]]
+    rows = rows_of(tmp_path / "run")
+    calls = sum(message["role"] == "tool" for row in rows for message in json.loads(row["messages"]))
+    assert calls > 0
+    assert first["episodes/calls"] == pytest.approx(calls / 6)
+    assert first["episodes/failed_call_share"] == 0
+    assert first["rewards/few_calls"] == pytest.approx(-calls / 6)
+    for row in rows:
+        assert len(row["sampler_logps"]) == sum(row["drawn"]) == sum(row["turn_lengths"])
+        for message in json.loads(row["messages"]):
+            if message["role"] == "tool":
+                assert int(message["content"]) in range(19)
+
+
+def test_a_run_with_an_environment_needs_no_reward_function(tmp_path):
+    run = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]")
+    assert run.rewards.names == ("environment_reward",)
+    run.train()
+    for row in rows_of(tmp_path / "run"):
+        digits = [m["content"] for m in json.loads(row["messages"]) if m["role"] == "assistant"]
+        assert len(digits) == 3
+        assert row["reward"] == sum(int(digit) % 2 == 0 for digit in digits)
+        assert row["prompt"].rstrip().endswith("assistant")
+        assert f"Count to {ROWS[row['row']]['answer']}." in row["prompt"]
+    metrics = metrics_of(tmp_path / "run")[-1]
+    assert metrics["episodes/turns"] == 3
+    assert metrics["seconds/episodes_blocked"] <= metrics["seconds/episodes_waiting"] < 1
+
+
+def test_an_environment_whose_methods_are_tools(tmp_path):
+    trainer(tmp_path / "run", environment_factory=Shop, regex=CALL, max_turns=3).train()
+    rows = rows_of(tmp_path / "run")
+    for row in rows:
+        left = ROWS[row["row"]]["answer"]
+        for message in json.loads(row["messages"]):
+            for call in message.get("tool_calls", ()):
+                left += call["function"]["arguments"]["b"] - call["function"]["arguments"]["a"]
+        assert row["reward"] == row["environment_reward"] == left
+    assert any(len(row["turn_lengths"]) > 1 for row in rows)
+
+
+def test_a_rewritten_history_begins_a_segment(tmp_path):
+    """The template of Qwen3's style drops thoughts when the next message of the user follows."""
+    thoughts = r"<think>\n[0-9]\n</think>\n\n[0-9]"
+    folders = {history: tmp_path / history for history in ("append", "template")}
+    family = FAMILIES["qwen3"]
+    for history, folder in folders.items():
+        run = trainer(folder, environment_factory=Count, family=family, regex=thoughts, history=history)
+        run.train()  # its first step compares the log-probs of sampler and trainer
+    for row in rows_of(folders["append"]):
+        assert "segment_lengths" not in row
+        assert family.tokenizer.decode(row["token_ids"]).count("<think>") == 3
+    for row in rows_of(folders["template"]):
+        assert len(row["segment_lengths"]) == 3
+        assert sum(row["drawn"]) == sum(row["turn_lengths"]) == len(row["sampler_logps"])
+        last = row["token_ids"][-row["segment_lengths"][-1] :]
+        text = family.tokenizer.decode(last)
+        assert text.count("<think>") == 1  # what it thought in this turn
+        assert text.count("Go on.") == 2
+
+
+def test_a_resumed_run_is_the_run(tmp_path):
+    settings = {"environment_factory": Count, "regex": "[0-9]", "save_steps": 1}
+    straight, resumed = trainer(tmp_path / "a", **settings), trainer(tmp_path / "b", **settings | {"max_steps": 1})
+    straight.train()
+    resumed.train()
+    again = trainer(tmp_path / "b", **settings)
+    again.train(resume=True)
+    for one, other in zip(straight.policy.model.parameters(), again.policy.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_evaluation_plays_episodes(tmp_path):
+    found = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4).evaluate()
+    assert 0 < found["eval/reward/mean"] < 3
+
+
+class Broken(Count):
+    def step(self, text):
+        raise ValueError("no connection")
+
+
+def test_environments_that_all_fail_stop_the_run_with_their_error(tmp_path):
+    run = trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]", eval_on_start=False)
+    expected = (
+        r"6 of 6 episodes failed, the first: .*no connection \(test_training.py, line \d+\); in step 1; no checkpoint"
+    )
+    with pytest.raises(EpisodeError, match=expected):
+        run.train()
+
+
+def untyped(a, b):
+    """Adds."""
+
+
+class Nothing:
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": [untyped]}, "'untyped' cannot be shown to the policy: the argument 'a' has no type hint"),
+        ({"tools": [add, add]}, "two tools have the name 'add'"),
+        ({"environment_factory": Nothing}, "has neither a method step nor other public methods"),
+        ({"tools": [add], "max_turns": 0}, "max_turns"),
+        ({"environment_factory": Count, "max_environments": 2}, "must be at least the 3 completions of a prompt"),
+        ({"factory": f"{__name__}:Count", "credit": "process"}, "'process' is biased"),
+        ({"environment_factory": Count, "credit": "process"}, "'process' is biased"),
+    ],
+    ids=["hints", "names", "no step", "no turns", "few environments", "process", "process in Python"],
+)
+def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr("cohort.trainer.load_policy", None)
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path / "run", few_calls, **arguments)
+
+
+def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cohort.trainer.load_policy", None)
+    with pytest.raises(ConfigError, match="template"):
+        trainer(tmp_path / "run", few_calls, [add], chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
