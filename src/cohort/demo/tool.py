@@ -21,8 +21,6 @@ MODEL = Path(__file__).parent / "tool_model"
 SETTINGS = Path(__file__).parent / "tool.toml"
 TRAIN_PRODUCTS = 4_000
 EVAL_PRODUCTS = 400
-EXAMPLES = 2
-"""Problems of each kind whose episodes are shown."""
 
 
 def run_tool_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, Any]:
@@ -39,7 +37,7 @@ def run_tool_demo(*, seed: int, output_dir: str | None, started: float) -> dict[
     folder = demo_folder(output_dir)
     config = load_config(SETTINGS, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])
     easy, hard = sums(), products(TRAIN_PRODUCTS, held_out=False, seed=0)
-    rows = [*easy * (len(hard) // len(easy)), *hard]  # half of either kind; the trainer shuffles them
+    rows = [*easy * (len(hard) // len(easy)), *hard]  # about half of each kind; the trainer shuffles them
     trainer = GRPOTrainer(str(MODEL), [right, calls], config, rows)
     trainer.started = started
     evaluated = {"hard": products(EVAL_PRODUCTS, held_out=True, seed=0), "easy": easy}
@@ -93,17 +91,25 @@ def _episodes(
     after: Mapping[str, Evaluation],
     tokenizer: Any,
 ) -> Table:
-    """Episodes side by side: of each kind, the first ones with a call on either side that training has changed."""
+    """Episodes side by side. Of each kind: one with a garbled call before, and one in which training has changed
+    whether there is a call. Episodes that are right after the training come first.
+    """
     table = Table(title="The same problems and random numbers before and after", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)
     for kind, rows in evaluated.items():
         columns = (found[kind].table.column("token_ids").to_pylist() for found in (before, after))
-        examples = [(row, *(tokenizer.decode(ids) for ids in pair)) for row, *pair in zip(rows, *columns, strict=True)]
-        examples.sort(key=lambda example: ("<tool_call>" in example[1]) == ("<tool_call>" in example[2]))
-        for row, *texts in examples[:EXAMPLES]:
+        examples = [(row, *map(tokenizer.decode, pair)) for row, *pair in zip(rows, *columns, strict=True)]
+        examples.sort(key=lambda one: _last_turn(one[2]) != one[0]["answer"])
+        garbled = [one for one in examples if "Error: " in one[1]]
+        changed = [one for one in examples if ("<tool_call>" in one[1]) != ("<tool_call>" in one[2])]
+        for row, *texts in [*garbled[:1], *changed[:1]]:
             table.add_row(f"{row['question']}\n= {row['answer']}", *(_marked(text, row["answer"]) for text in texts))
     return table
+
+
+def _last_turn(text: str) -> str:
+    return text.removesuffix("<|end|>").rpartition("<|assistant|>")[2]
 
 
 def _marked(text: str, answer: str) -> str:
@@ -111,7 +117,7 @@ def _marked(text: str, answer: str) -> str:
 
     >>> print(_marked("<tool_call>...</tool_call><|end|><|tool|>6<|assistant|>6<|end|>", "6"))
     <tool_call>...</tool_call>
-    [cyan]calculator: 6[/]
+    [cyan]tool: 6[/]
     6
     [green]right
     """
@@ -119,6 +125,6 @@ def _marked(text: str, answer: str) -> str:
     for turn in text.removesuffix("<|end|>").split("<|end|>"):
         read, marker, drawn = turn.rpartition("<|assistant|>")
         if marker:
-            turns.append(f"[cyan]calculator: {escape(read.removeprefix('<|tool|>'))}[/]")
+            turns.append(f"[cyan]tool: {escape(read.removeprefix('<|tool|>'))}[/]")
         turns.append(escape(drawn))
-    return "\n".join([*turns, "[green]right" if turns[-1] == answer else "[red]wrong"])
+    return "\n".join([*turns, "[green]right" if _last_turn(text) == answer else "[red]wrong"])

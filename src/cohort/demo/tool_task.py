@@ -9,8 +9,8 @@ An episode with a call, and one without:
     tool        29842
     assistant   29842
 
-A hash of the two numbers decides whether a product is held out, as in ``cohort demo``. There are only 400 sums, so none
-is held out: they are what the model knows by heart.
+A hash of the two numbers decides whether a product is held out, as in ``cohort demo``. No sum is held out: there are
+few, and they are what the model knows by heart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def products(count: int, *, held_out: bool, seed: int) -> list[Row]:
     """``count`` hard problems of one of the two sets.
 
     >>> products(1, held_out=False, seed=0)
-    [{'question': '903*15', 'answer': '13545'}]
+    [{'question': '876*141', 'answer': '123516'}]
     """
     rng = random.Random(seed)
     rows: list[Row] = []
@@ -53,14 +53,14 @@ def products(count: int, *, held_out: bool, seed: int) -> list[Row]:
 
 
 def sums() -> list[Row]:
-    """All easy problems.
+    """All easy problems: the sums that the shipped model has learnt.
 
-    >>> len(sums()), sums()[1]
-    (400, {'question': '1+2', 'answer': '3'})
+    >>> len(sums()), sums()[0]
+    (349, {'question': '1+1', 'answer': '2'})
     """
     low, high = SUMMANDS
     pairs = itertools.product(range(low, high + 1), repeat=2)
-    return [{"question": question("easy", a, b), "answer": str(a + b)} for a, b in pairs]
+    return [{"question": question("easy", a, b), "answer": str(a + b)} for a, b in pairs if not is_held_out(a, b)]
 
 
 def question(kind: Kind, a: int, b: int) -> str:
