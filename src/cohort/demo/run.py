@@ -114,8 +114,7 @@ def show_end(console: Console, summary: dict[str, Any], folder: Path) -> None:
 
 
 def _marked(text: str, answer: str) -> str:
-    (reward,) = accuracy([text], [answer])
-    return f"{text}\n{'[green]right' if reward else '[red]wrong'}"
+    return f"{text}\n{'[green]right' if accuracy([text], [answer]) == [1.0] else '[red]wrong'}"
 
 
 def _percent(estimate: Estimate) -> str:
