@@ -155,7 +155,7 @@ def badly_used_tool(tokenizer: PreTrainedTokenizerFast, rng: random.Random, call
         call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{asked}"}}}}\n</tool_call>'
         if rng.random() < GARBLED_SHARE:
             call = call.replace(*rng.choice((('"}}', '"'), ("calculator", "calc"))))
-        (parsed,) = calls.parse(call).calls
+        (parsed,) = calls.parse(call, "").calls
         if problem := TOOLS.problem(parsed):
             observation = error_text(problem)
         else:

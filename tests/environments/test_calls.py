@@ -204,7 +204,7 @@ def test_arguments_are_json_values_that_a_tokenizer_takes():
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Z\\ud800", "\\udfff": 1}}</tool_call>'
     assert parse("qwen3", text).calls == (ToolCall("weather", {"city": "Z\ufffd", "\ufffd": 1}),)
     wrong = CallParser.of(FAMILIES["gemma"].tokenizer, TOOLS, lambda text: [ToolCall("f", {"x": {1}})])
-    assert "not JSON values" in wrong.parse("x").calls[0].error
+    assert "not JSON values" in wrong.parse("x", "").calls[0].error
 
 
 class TestThoughts:
@@ -217,7 +217,6 @@ class TestThoughts:
     def test_thoughts_that_the_prompt_began(self):
         text = f"Maybe {CALL['qwen3_5']}?\n</think>\n\n{CALL['qwen3_5']}"
         assert parse("qwen3_5", text, "<|im_start|>assistant\n<think>\n").calls == (ADD,)
-        assert parser("qwen3_5").parse(text).calls == (ADD,), "the template's own generation prompt begins them"
         assert parse("qwen3_5", text, "<think>\n\n</think>\n\n").calls == (ADD, ADD)
 
     def test_thoughts_without_an_end_have_no_calls(self):
@@ -309,21 +308,21 @@ class TestResponseTemplate:
     def test_it_comes_first(self, monkeypatch):
         found = CallParser.of(self.tokenizer(monkeypatch, self.TEMPLATE), TOOLS)
         assert found.name == "response_template"
-        turn = found.parse(f"<think>\nI add.\n</think>\n\nSo:\n{CALL['qwen3']}")
+        turn = found.parse(f"<think>\nI add.\n</think>\n\nSo:\n{CALL['qwen3']}", "")
         assert turn.calls == (ADD,)
         assert turn.message["reasoning_content"].strip() == "I add."
         assert turn.content.strip() == "So:"
 
     def test_what_it_refuses_is_a_malformed_call(self, monkeypatch):
         found = CallParser.of(self.tokenizer(monkeypatch, self.TEMPLATE), TOOLS)
-        (call,) = found.parse('<tool_call>\n{"name": oops}\n</tool_call>').calls
+        (call,) = found.parse('<tool_call>\n{"name": oops}\n</tool_call>', "").calls
         assert call.error.startswith("invalid tool call: ")
 
     def test_one_that_misses_calls_is_not_used(self, monkeypatch):
         fields = {key: value for key, value in self.TEMPLATE["fields"].items() if key != "tool_calls"}
         found = CallParser.of(self.tokenizer(monkeypatch, {**self.TEMPLATE, "fields": fields}), TOOLS)
         assert found.name != "response_template"
-        assert found.parse(CALL["qwen3"]).calls == (ADD,)
+        assert found.parse(CALL["qwen3"], "").calls == (ADD,)
 
 
 class TestUserFunction:
@@ -349,9 +348,9 @@ class TestUserFunction:
             ]
 
         found = CallParser.of(with_template(self.TEMPLATE), TOOLS, read)
-        assert found.parse("!add;a~2;b~40!").calls == (ADD,)
-        assert found.parse("nothing").calls == ()
-        assert found.parse("!add;a!").calls[0].error.startswith("invalid tool call: ")
+        assert found.parse("!add;a~2;b~40!", "").calls == (ADD,)
+        assert found.parse("nothing", "").calls == ()
+        assert found.parse("!add;a!", "").calls[0].error.startswith("invalid tool call: ")
 
     def test_one_that_does_not_find_the_template_s_calls_is_refused(self):
         with pytest.raises(ConfigError, match=r"environment.parser finds nothing instead of sentinel_add"):
@@ -362,12 +361,12 @@ class TestUserFunction:
         with pytest.raises(ConfigError, match=r"does not show calls of tools.*environment.parser"):
             CallParser.of(gemma, TOOLS)
         found = CallParser.of(gemma, TOOLS, lambda text: [ADD] if "ADD" in text else [])
-        assert found.parse("ADD").calls == (ADD,)
+        assert found.parse("ADD", "").calls == (ADD,)
 
     def test_wrong_results_are_malformed_calls(self):
         gemma = FAMILIES["gemma"].tokenizer
         for wrong in (None, "text", [3], [{"arguments": {}}], [{"name": "f", "arguments": 3}]):
-            turn = CallParser.of(gemma, TOOLS, lambda text, wrong=wrong: wrong).parse("x")
+            turn = CallParser.of(gemma, TOOLS, lambda text, wrong=wrong: wrong).parse("x", "")
             assert turn.calls[0].error
             assert turn.message == {"role": "assistant", "content": "x"}
 
@@ -397,9 +396,9 @@ def test_other_formats_are_learned(call, text):
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     found = CallParser.of(with_template(template), TOOLS)
-    assert found.parse(text).calls == (ADD,)
-    assert found.parse(f"One. {text}").content == "One."
-    assert found.parse("No call: [1], <x>, {}.").calls == ()
+    assert found.parse(text, "").calls == (ADD,)
+    assert found.parse(f"One. {text}", "").content == "One."
+    assert found.parse("No call: [1], <x>, {}.", "").calls == ()
 
 
 @pytest.mark.parametrize("family", [name for name in CALL if not FAMILIES[name].one_call])

@@ -75,7 +75,12 @@ class Bridge:
         self._drops_thoughts = [role for role in roles if self._probe.drops_thoughts(role)]
         for role in roles if history != "append" else ():
             if changed := self._probe.changed_prompt(role):
-                raise ConfigError(_prompt_changes(*changed))
+                start, text = changed
+                raise ConfigError(
+                    "the chat template writes the prompt differently when turns follow it: instead of "
+                    f"{start[-60:]!r}, it writes {text[max(0, len(start) - 60) : len(start) + 20]!r}. Segments follow the prompt as it "
+                    'is, so environment.history must be "append" with this template, or data.chat_template another one'
+                )
 
     def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
         """The ids that follow a turn: the end of the turn if it is missing, the messages, and the generation prompt.
@@ -102,16 +107,15 @@ class Bridge:
             return self._encoder.encode([pieces[0].lstrip(), *pieces[1:]])[1:]
         return self._encoder.encode(pieces, inner=True)
 
-    def opening(self, prompt: Prompt, observation: str | Sequence[Message]) -> Prompt:
+    def opening(self, prompt: Prompt, shown: Sequence[Message]) -> Prompt:
         """The prompt with what an environment shows first.
 
-        Text, or a user's message, is appended to the prompt's last message if that is a user's. Other messages follow.
+        A first message of the user is appended to the prompt's last message if that is a user's. Others follow.
 
         Raises:
             DataError: the template refuses the messages, or the content of one is not text.
             ConfigError: the template does something unknown to the texts.
         """
-        shown = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         texts = dict(zip(free_placeholders(repr(prompt.prompt)), map(_text, shown), strict=False))
 
         def messages(texts: Iterable[str]) -> list[Message]:
@@ -129,18 +133,17 @@ class Bridge:
             prompt, token_ids=tuple(ids), text=raw_text(self._tokenizer, ids), prompt=messages(texts.values())
         )
 
-    def rewritten(self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int] = ()) -> list[int]:
+    def rewritten(self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int]) -> list[int]:
         """The ids after the prompt when the template renders the whole conversation again.
 
         Args:
             prompt: the prompt of the episode.
             messages: all messages after it. The first one is the assistant's and includes the prompt's prefill.
             tokens: the ids after the prompt so far, those of ``after`` included. They are returned if they spell what
-                the template writes, and where the errors below would be raised without them: what the policy wrote,
-                such as a malformed call, must not end the run.
+                the template writes, and if it refuses the conversation or writes the prompt itself differently: what
+                the policy wrote, such as a malformed call, must not end the run.
 
         Raises:
-            DataError: the template refuses the conversation, or writes the prompt itself differently.
             ConfigError: the template does something unknown to the texts.
         """
         guard = Guard(self._encoder, messages)
@@ -154,11 +157,9 @@ class Bridge:
         start = self._render(_conversation(prompt), prompt)
         try:
             text, marked_text = (self._render([*before, *after], prompt) for after in (plain, marked))
-            if not text.startswith(start):
-                raise DataError(_prompt_changes(start, text))
         except DataError:
-            if not tokens:
-                raise
+            return list(tokens)
+        if not text.startswith(start):
             return list(tokens)
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
         if raw_text(self._tokenizer, [*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
@@ -257,11 +258,3 @@ def _text(message: Message) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"a message's content must be text, got {content!r:.100}")
     return "".join(map(str, texts))
-
-
-def _prompt_changes(start: str, text: str) -> str:
-    return (
-        f"the chat template writes the prompt differently when turns follow it: instead of {start[-60:]!r}, it writes "
-        f"{text[max(0, len(start) - 60) : len(start) + 20]!r}. Segments follow the prompt as it is, so "
-        'environment.history must be "append" with this template, or data.chat_template another one'
-    )

@@ -89,8 +89,6 @@ class CallParser:
     reader: Reader
     form: CallForm
     """How the template takes calls."""
-    prompt: str
-    """A prompt with the generation prompt."""
 
     @classmethod
     def of(
@@ -115,28 +113,27 @@ class CallParser:
         strip = partial(special_tokens(tokenizer).sub, "")
         user = _by_user(user_function, strip) if user_function else None
         if user and not renderings.learned:
-            return cls(_USER_FUNCTION, user, CallForm(), renderings.prompt)
+            return cls(_USER_FUNCTION, user, CallForm())
         reason = "its format is not known"
         for form, rendering in renderings.learned:
             readers = _readers(tokenizer, rendering, [*tools, *_PROOF_SCHEMAS], strip)
             for name, reader in [(_USER_FUNCTION, user)] if user else readers:
-                parser = cls(name, reader, form, renderings.prompt)
+                parser = cls(name, reader, form)
                 failure = parser._failure(renderings)
                 if not failure:
                     return parser
                 reason = f"{name} {failure}"
         raise _not_found(reason, renderings)
 
-    def parse(self, text: str, prefix: str | None = None) -> ParsedTurn:
+    def parse(self, text: str, prefix: str) -> ParsedTurn:
         """The calls in a turn's text. Never raises: a malformed call has an ``error``.
 
         Args:
             text: the drawn tokens of the turn, decoded with special tokens, without the end token.
-            prefix: the text before the turn, which may have opened the thoughts: at least its end. None: the generation
-                prompt that the template writes by default.
+            prefix: the text before the turn, which may have opened the thoughts: at least its end.
         """
         try:
-            content, calls, more = self.reader(text, self.prompt if prefix is None else prefix)
+            content, calls, more = self.reader(text, prefix)
         except Exception as error:  # of the user's function, or of a response template
             content, calls, more = text, [ToolCall("", error=f"invalid tool call: {str(error)[:200]}")], {}
         calls = [_as_json(call) for call in calls]

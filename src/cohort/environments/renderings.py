@@ -50,8 +50,7 @@ class CallRenderings:
 
     def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer, self._schemas = tokenizer, list(schemas)
-        self.prompt = attempt(tokenizer, [USER], tools=self._schemas, add_generation_prompt=True)
-        """A prompt with the generation prompt. Empty if the template refuses one message of a user."""
+        self._prompt = attempt(tokenizer, [USER], tools=self._schemas, add_generation_prompt=True)
         self._end = attempt(tokenizer, [USER, ANSWER], tools=self._schemas).rpartition(SENTINEL)[2]
         forms = [CallForm(*flags) for flags in itertools.product((False, True), repeat=2)]
         self.learned = [(form, rendering) for form in forms if (rendering := self._learned(form)) is not None]
@@ -63,7 +62,7 @@ class CallRenderings:
         """
         message = {"role": "assistant", "content": content, "tool_calls": form.tables(calls)}
         text = attempt(self._tokenizer, [USER, message], tools=self._schemas)
-        before = common_start(self.prompt, text)
+        before = common_start(self._prompt, text)
         turn, position = text.removeprefix(before).removesuffix(self._end), 0
         for part in (content, *(call.name for call in calls)):
             position = turn.find(part, position) + len(part)
