@@ -192,7 +192,7 @@ class GRPOTrainer:
         finally:
             self.rewards.close()
             if self.acting:
-                self.acting.host.close()
+                self.acting.close()
         if self.args.model.lora.save_merged:
             self.save_model(folder.path / "merged", merge=True)
         if best := parts.best.note():

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from cohort.environments.calls import CallParser
+from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import ToolCall
 from cohort.errors import ConfigError
 from tests.environments.templates import FAMILIES, TOOLS
@@ -134,6 +134,7 @@ def test_several_calls_after_text(family):
     turn = parse(family, f"I look.\n\n{SEVERAL[family]}")
     assert turn.calls == (ADD, WEATHER)
     assert turn.content == "I look."
+    assert parse(family, f"I look.\n\n{SEVERAL[family]}\nThen I go on.").content == "I look.\nThen I go on."
     assert [call["function"]["name"] for call in turn.message["tool_calls"]] == ["add", "weather"]
 
 
@@ -147,6 +148,7 @@ def test_several_calls_after_text(family):
         ("deepseek", "The list {1, 2} and ```json\n{}\n```"),
         ("mistral", "See [TOOL_CALLS] in the manual."),
         ("llama3_1", '{"answer": 42}'),
+        ("llama3_1", '[{"answer": 42}]'),
         ("llama3_1", f"A call looks like this: {CALL['llama3_1']}"),
         ("gptoss", "<|channel|>final<|message|>Send it to=functions.add, please."),
     ],
@@ -185,9 +187,25 @@ def test_a_missing_closing_tag_at_the_end_is_accepted():
     assert parse("qwen3", f"<tool_call>\n{JSON}").calls == (ADD,)
 
 
+def test_llama_s_other_ways_to_write_a_call():
+    for text in (
+        '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": 40}}',
+        '\n{"type": "function", "name": "add", "parameters": {"a": 2, "b": 40}}',
+        '[{"name": "add", "arguments": {"a": 2, "b": 40}}]',
+    ):
+        assert parse("llama3_1", text).calls == (ADD,)
+
+
 def test_line_breaks_within_json_text_are_accepted():
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Z\nB"}}</tool_call>'
     assert parse("qwen3", text).calls == (ToolCall("weather", {"city": "Z\nB"}),)
+
+
+def test_arguments_are_json_values_that_a_tokenizer_takes():
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Z\\ud800", "\\udfff": 1}}</tool_call>'
+    assert parse("qwen3", text).calls == (ToolCall("weather", {"city": "Z\ufffd", "\ufffd": 1}),)
+    wrong = CallParser.of(FAMILIES["gemma"].tokenizer, None, TOOLS, lambda text: [ToolCall("f", {"x": {1}})])
+    assert "not JSON values" in wrong.parse("x").calls[0].error
 
 
 class TestThoughts:
@@ -256,6 +274,14 @@ def test_calls_of_mistral_have_ids_and_the_answers_too():
     assert turn.answers(["42", "sunny"]) == (
         {"role": "tool", "name": "add", "content": "42", "tool_call_id": "call00000"},
         {"role": "tool", "name": "weather", "content": "sunny", "tool_call_id": "call00001"},
+    )
+
+
+def test_the_answer_to_a_malformed_call_has_no_id():
+    turn = ParsedTurn("", (ToolCall("", error="bad"), ADD), {"tool_calls": [{"id": "call00000"}]})
+    assert turn.answers(["no", "42"]) == (
+        {"role": "tool", "name": "", "content": "no"},
+        {"role": "tool", "name": "add", "content": "42", "tool_call_id": "call00000"},
     )
 
 
@@ -359,12 +385,14 @@ class TestUserFunction:
          '<invoke name="add">\n<parameter name="a">2</parameter>\n<parameter name="b">40</parameter>\n</invoke>'),
         ('<call>{"type": "function", "function": {"name": "{{ n }}", "parameters": {{ a | tojson }}}}</call>',
          '<call>{"type": "function", "function": {"name": "add", "parameters": {"a": 2, "b": 40}}}</call>'),
+        ('<call>{"name": "{{ n }}", "arguments": {{ a }}}</call>', f"<call>{JSON}</call>"),
         ('Action: {"tool_name": "{{ n }}", "parameters": {{ a | tojson }}}\n',
          'Action: {"tool_name": "add", "parameters": {"a": 2, "b": 40}}\n'),
     ],
 )  # fmt: skip
 def test_other_formats_are_learned(call, text):
-    """Formats of no fixture: Mistral's newer one, Python's syntax, MiniMax's, and two made up."""
+    """Formats of no fixture: Mistral's newer one, Python's syntax, MiniMax's, and three made up, the second of which
+    takes arguments as JSON text only."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{% set n = c.function.name %}{% set a = c.function.arguments %}" + call + "{% endfor %}</{{ m.role }}>\n"

@@ -290,11 +290,11 @@ class TestToolbox:
             Toolbox([add, functools.partial(add, b=2)])
 
     def test_a_row_s_subset(self):
-        assert list(self.box.subset(["calculator", "add", "add"], "row 3")) == ["calculator", "add"]
-        assert list(self.box.subset([], "row 3")) == []
-        for names, got in [(["add", "sub"], "'sub'"), ("add", "'add'")]:
-            with pytest.raises(DataError, match=f"row 3: column 'tools'.*are add, search, calculator; got {got}"):
-                self.box.subset(names, "row 3")
+        assert list(self.box.subset(["calculator", "add", "add"])) == ["calculator", "add"]
+        assert list(self.box.subset([])) == []
+        for names, got in [(["add", "sub"], "'sub'"), ([{"type": "function"}], "{'type': 'function'}")]:
+            with pytest.raises(DataError, match=f"column 'tools'.*are add, search, calculator; got {got}"):
+                self.box.subset(names)
 
     @pytest.mark.parametrize(
         ("call", "problem"),

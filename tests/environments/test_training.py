@@ -240,6 +240,24 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, monkey
         trainer(tmp_path / "run", **{"reward_funcs": few_calls} | arguments)
 
 
+class Picky(Count):
+    def reset(self, difficulty):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (Picky, "row 0: .*reset needs .*difficulty"),
+        ({"one": Count}, "row 0: the column 'environment' must name one of one"),
+    ],
+)
+def test_rows_that_an_environment_cannot_begin_with_are_refused(tmp_path, monkeypatch, factory, message):
+    monkeypatch.setattr("cohort.trainer.load_policy", None)
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path / "run", environment_factory=factory)
+
+
 def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.trainer.load_policy", None)
     with pytest.raises(ConfigError, match="template"):

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from cohort.errors import ConfigError
-from cohort.objective import (
-    PRESETS,
-    Cause,
-    coefficients,
-    ppo_clip_multiplier,
-    trust_region,
-)
+from cohort.objective import PRESETS, Cause, coefficients, ppo_clip_multiplier, trust_region
 from cohort.objective.trust import bernoulli_kl, ppo_clip_sides
 from cohort.objective.user_function import loaded
 from cohort.presets.trust_regions import (

@@ -14,15 +14,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from cohort.config.grpo import GRPOConfig
-from cohort.config.section import (
-    explain_errors,
-    explanations,
-    foreign_names,
-    setting_paths,
-    subsection,
-    suggestion,
-    with_value,
-)
+from cohort.config.section import explain_errors, explanations, foreign_names, setting_paths, subsection, suggestion
 from cohort.errors import ConfigError
 from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
@@ -134,6 +126,18 @@ def parse_value(text: str) -> Any:
         return float(text)
     except ValueError:
         return text
+
+
+def with_value(table: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of ``table`` with a nested key set. Parents that are not tables are replaced.
+
+    >>> with_value({"a": {"b": 1}, "c": 2}, ["a", "d"], 3)
+    {'a': {'b': 1, 'd': 3}, 'c': 2}
+    """
+    if not path:
+        return value
+    before = table if isinstance(table, Mapping) else {}
+    return {**before, path[0]: with_value(before.get(path[0]), path[1:], value)}
 
 
 def _read(text: str, field: FieldInfo) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -54,18 +54,6 @@ def setting_paths(schema: type[BaseModel]) -> dict[str, str]:
     return paths
 
 
-def with_value(table: Any, path: Sequence[str], value: Any) -> Any:
-    """A copy of ``table`` with a nested key set. Parents that are not tables are replaced.
-
-    >>> with_value({"a": {"b": 1}, "c": 2}, ["a", "d"], 3)
-    {'a': {'b': 1, 'd': 3}, 'c': 2}
-    """
-    if not path:
-        return value
-    before = table if isinstance(table, Mapping) else {}
-    return {**before, path[0]: with_value(before.get(path[0]), path[1:], value)}
-
-
 def read_text(path: str) -> str:
     """A UTF-8 file's text.
 
@@ -95,10 +83,9 @@ def explain_errors(schema: type[BaseModel], source: str = "") -> Iterator[None]:
     prefix = f"{source}: " if source else ""
     try:
         yield
-    except ValidationError as error:
-        raise ConfigError("\n".join(prefix + line for line in explanations(error, schema))) from None
-    except ConfigError as error:
-        raise ConfigError("\n".join(prefix + line for line in str(error).splitlines())) from None
+    except (ValidationError, ConfigError) as error:
+        lines = explanations(error, schema) if isinstance(error, ValidationError) else str(error).splitlines()
+        raise ConfigError("\n".join(prefix + line for line in lines)) from None
 
 
 def explanations(error: ValidationError, schema: type[BaseModel], path: str = "") -> list[str]:

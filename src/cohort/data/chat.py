@@ -54,8 +54,7 @@ class ChatTemplate:
                 "the data is in chat format, but the tokenizer has no chat template: set data.format to 'text' for "
                 "string prompts, set data.chat_template, or use a model with a chat template"
             )
-        self._tokenizer = tokenizer
-        self._template = template
+        self._tokenizer, self._template = tokenizer, template
         self._headers: dict[str, str | None] = {}
         self._checked = False
         self._known_variables = {with_tools: self._find_variables(with_tools) for with_tools in (False, True)}
@@ -79,13 +78,8 @@ class ChatTemplate:
                 "It would have no effect: remove it, or rename the column of the rows with data.columns"
             )
         try:
-            text = self._apply(
-                conversation.messages,
-                conversation.variables,
-                conversation.tools,
-                add_generation_prompt=not conversation.continued,
-                continue_final_message=conversation.continued,
-            )
+            ending = "continue_final_message" if conversation.continued else "add_generation_prompt"
+            text = self._apply(conversation.messages, conversation.variables, conversation.tools, **{ending: True})
         except Exception as error:  # templates raise Jinja errors of many kinds
             raise DataError(f"{where}: the chat template refused the messages: {error}") from error
         if not self._checked:  # once for all rows

@@ -14,17 +14,7 @@ import numpy as np
 from cohort.config import DataConfig, Source
 from cohort.config.data import check_set_name, parse_slice
 from cohort.data.render import Renderer, check_columns
-from cohort.data.rows import (
-    BATCH,
-    Row,
-    RowTable,
-    as_number,
-    check_column,
-    check_renames,
-    explain_none_left,
-    make_filter,
-    rename,
-)
+from cohort.data.rows import BATCH, Row, RowTable, as_number, check_column, check_renames, counted, make_filter, rename
 from cohort.data.source import is_stream, open_source, read_source, select_split
 from cohort.errors import DataError
 
@@ -49,7 +39,7 @@ class LoadedSource:
     """Set if the rows are read during the run."""
 
 
-class Turns:
+class Interleaving:
     """Sources taking turns so evenly that no source is ever a whole prompt away from its share.
 
     Of the first p prompts, a source with weight w of the total W has ``floor(p w / W)`` or ``ceil(p w / W)``. Of the
@@ -59,8 +49,8 @@ class Turns:
     Args:
         weights: one or more positive numbers; a common factor changes nothing.
 
-    >>> turns = Turns([Fraction(2), Fraction(1)])
-    >>> [turns.at(position) for position in range(6)]
+    >>> order = Interleaving([Fraction(2), Fraction(1)])
+    >>> [order.at(position) for position in range(6)]
     [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (1, 1)]
     """
 
@@ -122,7 +112,7 @@ class Data:
         sizes = sizes or [len(source.rows) for source in self.sources]
         if self.streams:
             return None
-        return Turns(self.weights).epoch_length(sizes) if self.weights else sum(sizes)
+        return Interleaving(self.weights).epoch_length(sizes) if self.weights else sum(sizes)
 
     def curriculum_values(self, curriculum: str) -> np.ndarray:
         """The sort key of each row, ascending.
@@ -287,13 +277,9 @@ def _check_rows(data: Data, mixed: bool) -> None:
 def _read(path: Any, settings: DataConfig, where: str, split: str) -> tuple[RowTable, str]:
     """The rows that the settings leave of a source, and their description."""
     rows = RowTable.of(read_source(path, where, split), settings.columns, where)
-    counts = [_count(len(rows))]
+    counts = [counted(rows)]
     if settings.filter is not None:
-        kept = rows.filter(make_filter(settings.filter, rows.columns, where))
-        if not len(kept):
-            why = explain_none_left(rows, settings.filter)
-            raise DataError(f"{where}: data.filter leaves none of {_count(len(rows))}{why}")
-        rows = kept
+        rows = rows.filter(settings.filter)
         counts.append(f"data.filter leaves {len(rows):,}")
     if settings.select is not None:
         chosen = range(len(rows))[parse_slice(settings.select)]
@@ -343,10 +329,6 @@ def _open(
     numbers, rows = map(list, zip(*used, strict=True))
     table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {}, where)
     if evaluation:
-        return table, f"the first {_count(len(rows))} of a stream", None
+        return table, f"the first {counted(rows)} of a stream", None
     words = [f"data.{setting}" for setting in ("filter", "select") if getattr(settings, setting) is not None]
     return table, ", ".join(["streamed", *words]), stream
-
-
-def _count(number: int) -> str:
-    return f"{number:,} row{'' if number == 1 else 's'}"

@@ -30,19 +30,15 @@ class LengthLimit:
 
     @classmethod
     def of(
-        cls,
-        config: DataConfig,
-        context: int | None,
-        max_completion_length: int,
-        setting: str = "rollout.max_completion_length",
+        cls, config: DataConfig, context: int | None, completion: int, setting: str = "rollout.max_completion_length"
     ) -> LengthLimit | None:
         """The smaller of ``data.max_prompt_length`` and the context length less a completion; None if neither is known.
 
         Args:
             config: the settings.
             context: context length of the model in tokens, if known.
-            max_completion_length: maximum length of a completion in tokens.
-            setting: the setting that ``max_completion_length`` comes from.
+            completion: maximum length of a completion in tokens.
+            setting: the setting that ``completion`` comes from.
 
         Raises:
             DataError: a completion alone fills the context.
@@ -51,13 +47,13 @@ class LengthLimit:
         if config.max_prompt_length is not None:
             limits.append((config.max_prompt_length, "data.max_prompt_length"))
         if context is not None:
-            if context <= max_completion_length:
+            if context <= completion:
                 raise DataError(
-                    f"{setting} ({max_completion_length:,}) leaves no room for a prompt in the model's context of "
+                    f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of "
                     f"{context:,} tokens: lower it"
                 )
-            why = f"the model's context of {context:,} less {setting}, {max_completion_length:,}"
-            limits.append((context - max_completion_length, why))
+            why = f"the model's context of {context:,} less {setting}, {completion:,}"
+            limits.append((context - completion, why))
         return cls(*min(limits), config.overlong_prompts) if limits else None
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,9 +99,17 @@ class RowTable(Sequence[Row]):
             stored = self.stored.select(indices)
         return replace(self, stored=stored, numbers=np.asarray(self.numbers)[indices])
 
-    def filter(self, keep: Keep) -> RowTable:
-        """The rows that ``keep`` accepts."""
-        return self.select(np.flatnonzero([keep(row, where) for row, where in self.named()]))
+    def filter(self, spec: str | Mapping[str, Any]) -> RowTable:
+        """The rows that ``data.filter`` accepts.
+
+        Raises:
+            DataError: there are none, or as ``make_filter``.
+        """
+        keep = make_filter(spec, self.columns, self.where)
+        kept = np.flatnonzero([keep(row, where) for row, where in self.named()])
+        if not len(kept):
+            raise DataError(f"{self.where}: data.filter leaves none of {counted(self)}{_values(self, spec)}")
+        return self.select(kept)
 
 
 def _fetch(stored: Any, start: int, stop: int) -> list[Row]:
@@ -165,7 +173,7 @@ def make_filter(spec: str | Mapping[str, Any], columns: Sequence[str], where: st
     return lambda row, where: all(_meets(row.get(column), wanted, column, where) for column, wanted in spec.items())
 
 
-def explain_none_left(rows: RowTable, spec: str | Mapping[str, Any]) -> str:
+def _values(rows: RowTable, spec: str | Mapping[str, Any]) -> str:
     """The values of the columns of a filter that leaves no row."""
     if isinstance(spec, str):
         return ""
@@ -222,3 +230,8 @@ def _meets(value: Any, wanted: Any, column: str, where: str) -> bool:
     if (number := as_number(value)) is None:
         raise DataError(f"{where}: data.filter asks for a number in column {column!r}, got {value!r:.60}")
     return bool(wanted.get("min", -np.inf) <= number <= wanted.get("max", np.inf))
+
+
+def counted(rows: Sized) -> str:
+    """The number of rows in words."""
+    return f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"

@@ -110,10 +110,8 @@ def select_split(rows: Any, where: str, split: str) -> Any:
     if not {"DatasetDict", "IterableDatasetDict"} & {base.__name__ for base in type(rows).__mro__}:
         return rows
     if split not in rows:
-        raise DataError(
-            f"{where} has no split {split!r}; it has: {', '.join(map(str, rows))}. Set data.train_split or "
-            "data.eval_split, or pass one of the splits"
-        )
+        remedy = "Set data.train_split or data.eval_split, or pass one of the splits"
+        raise DataError(f"{where} has no split {split!r}; it has: {', '.join(map(str, rows))}. {remedy}")
     return rows[split]
 
 
@@ -132,10 +130,8 @@ def _from_memory(rows: Any, where: str, split: str) -> Any:
     elif hasattr(rows, "to_dicts"):  # polars
         rows = rows.to_dicts()
     if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise DataError(
-            f"{where} must have a length and rows by index, like a list of dicts or a datasets.Dataset; "
-            f"got {type(rows).__name__}"
-        )
+        like = "like a list of dicts or a datasets.Dataset"
+        raise DataError(f"{where} must have a length and rows by index, {like}; got {type(rows).__name__}")
     if len(rows) == 0:
         raise DataError(f"{where} has no rows")
     if hasattr(rows, "column_names"):  # of pyarrow or datasets; a transform of the user's is a "custom" format
@@ -192,16 +188,15 @@ def _load_dataset(source: str, split: str, *, streaming: bool) -> tuple[Any, str
 
 def _errors_named(rows: Iterator[Any], where: str) -> Iterator[Any]:
     """The rows; an exception of the user's own code becomes an error that names the row."""
-    for number in itertools.count():
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except DataError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise DataError(f"{where}, row {number}: reading it raised {type(error).__name__}: {error}") from error
-        yield row
+    number = 0
+    try:
+        for row in rows:
+            yield row
+            number += 1
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{where}, row {number}: reading it raised {type(error).__name__}: {error}") from error
 
 
 def file_format(path: Path) -> str | None:
@@ -307,11 +302,15 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
     for number, line in read_lines(path):
         if line.isspace():
             continue
-        try:
-            row = json.loads(line.rstrip("\r\n"))  # the end of the line could move the position that an error names
-        except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
-            raise DataError(f"{path}, line {number}: not valid JSON: {error}") from None
-        yield _checked_row(row, f"{path}, line {number}")
+        where = f"{path}, line {number}"
+        yield _checked_row(_parse_json(line.rstrip("\r\n"), where), where)  # the end could move an error's position
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
+        raise DataError(f"{where}: not valid JSON: {error}") from None
 
 
 def _checked_row(row: Any, where: str) -> Row:
@@ -322,11 +321,7 @@ def _checked_row(row: Any, where: str) -> Row:
 
 def _iterate_json(path: Path) -> Iterator[Row]:
     """A list of objects, an object of columns, or either under the single key "data"."""
-    text = "".join(line for _, line in read_lines(path))
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from None
+    value = _parse_json("".join(line for _, line in read_lines(path)), str(path))
     if isinstance(value, dict) and value.keys() == {"data"}:
         inner = value["data"]  # a list of anything but objects is a column named "data"
         if isinstance(inner, dict) or (isinstance(inner, list) and (not inner or isinstance(inner[0], dict))):

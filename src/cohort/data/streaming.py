@@ -57,9 +57,8 @@ class StreamingLoader(PromptLoader):
         """Open the sources at a cursor, without rendering or tokenizing the rows before it."""
         self._position = cursor.position
         self._read = copy.deepcopy(cursor.read) or ReadPosition([0] * len(self._sources_of_lanes))
-        self._lanes = [
-            itertools.islice(self._rows_of_lane(lane), count, None) for lane, count in enumerate(self._read.rows)
-        ]
+        read = enumerate(self._read.rows)
+        self._lanes = [itertools.islice(self._rows_of_lane(lane), count, None) for lane, count in read]
 
     def _seek(self, cursor: DataCursor, position: int) -> None:
         """Move to a position, from the present one if possible, otherwise from the cursor. The sources stay open
@@ -74,7 +73,7 @@ class StreamingLoader(PromptLoader):
     def _next_prompt(self) -> Prompt:
         # Until the prompt is made, no position is valid: after an error, the next call starts from its cursor again.
         position, self._position = self._position, -1
-        lane, _ = self._turns.at(position)
+        lane, _ = self._interleaving.at(position)
         first_epoch = None
         for epoch, source, row_number, row in self._lanes[lane]:
             self._read.rows[lane] += 1

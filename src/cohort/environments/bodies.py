@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cohort.environments.contract import ToolCall
 
@@ -94,8 +94,7 @@ def _json_bodies(rendering: Rendering) -> Bodies | None:
         return None
     # Without an opening, what follows must look more like a call than any JSON object does.
     bare = not rendering.text[: places[0][0]].strip()
-    key = re.compile(r'\[?\s*\{\s*"\w+"').match(rendering.text, places[0][0]) if bare else None
-    return Bodies(places, _read_json, flexible(key[0]) if key else r"[\[{]")
+    return Bodies(places, _read_json, r'\[?\s*\{\s*"(?:name|type|function|tool_name)"' if bare else r"[\[{]")
 
 
 def _places(rendering: Rendering, begins: str, read: ReadBody) -> list[tuple[int, int]] | None:
@@ -121,10 +120,13 @@ def _read_json(text: str, position: int) -> tuple[list[ToolCall], int]:
 
 
 def decoded(text: str, position: int) -> tuple[Any, int]:
-    """A JSON value at a position, and the position after it. Line breaks in strings are accepted."""
-    decoder = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+    """A JSON value at a position, and the position after it. Line breaks in strings are accepted.
+
+    Raises:
+        Malformed: there is none.
+    """
     try:
-        return decoder.raw_decode(text, position)
+        return _DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
         raise Malformed(f"invalid JSON: {error.msg} at character {error.pos - position}") from None
     except (ValueError, RecursionError) as error:
@@ -133,6 +135,9 @@ def decoded(text: str, position: int) -> tuple[Any, int]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
 
 def _call(value: Any) -> ToolCall:
@@ -265,20 +270,20 @@ def _read_python(text: str, position: int) -> tuple[list[ToolCall], int]:
     raise Malformed("expected [NAME(ARGUMENT=VALUE, ...), ...]")
 
 
+class _Constants(ast.NodeTransformer):
+    """JSON's names of constants, which templates write within lists and tables."""
+
+    NAMES: ClassVar = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.NAMES[node.id]) if node.id in self.NAMES else node
+
+
 def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args:
         raise Malformed("expected NAME(ARGUMENT=VALUE, ...)")
-    constants = {"true": True, "false": False, "null": None}
-    for one in ast.walk(node):
-        for field, value in ast.iter_fields(one):
-            if isinstance(value, ast.Name) and value.id in constants and field != "func":
-                setattr(one, field, ast.Constant(constants[value.id]))
-            elif isinstance(value, list):
-                value[:] = [
-                    ast.Constant(constants[item.id]) if isinstance(item, ast.Name) and item.id in constants else item
-                    for item in value
-                ]
     try:
-        return ToolCall(ast.unparse(node.func), {str(one.arg): ast.literal_eval(one.value) for one in node.keywords})
+        values = {str(one.arg): ast.literal_eval(_Constants().visit(one.value)) for one in node.keywords}
     except (ValueError, TypeError, RecursionError) as error:
         raise Malformed(f"an argument is not a literal value ({error})") from None
+    return ToolCall(ast.unparse(node.func), values)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import re
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cohort.data.chat import SENTINEL
+from cohort.environments.bodies import Rendering
 from cohort.environments.contract import ToolCall
 from cohort.environments.formats import Format, content_of_channels, learn
-from cohort.environments.renderings import SENTINEL, CallForm, CallRenderings, thoughts_end
+from cohort.environments.renderings import CallForm, CallRenderings, thoughts_end
 from cohort.environments.schemas import read
+from cohort.environments.tools import SURROGATES
 from cohort.errors import ConfigError
 from cohort.types import Message
 
+_USER_FUNCTION = "environment.parser"
 _TYPES = {
     "text": "string",
     "count": "integer",
@@ -119,19 +123,19 @@ class CallParser:
             ConfigError: no parser finds the calls in what the template renders.
         """
         renderings = CallRenderings(tokenizer, template, tools)
-        schemas = [*tools, *_PROOF_SCHEMAS]
         strip = _SpecialTokens(tokenizer)
-        if user_function is not None:
-            readers = iter([("environment.parser", _by_user(user_function, strip))])
-        else:
-            readers = _readers(tokenizer, renderings, schemas, strip)
+        user = None if user_function is None else _by_user(user_function, strip)
+        if user and not renderings.learned:
+            return cls(_USER_FUNCTION, user, CallForm(), renderings.prompt)
         reason = "its format is not known"
-        for name, reader in readers:
-            parser = cls(name, reader, renderings.form, renderings.prompt)
-            failure = parser._failure(renderings) if renderings.learned else ""
-            if not failure:
-                return parser
-            reason = f"{name} {failure}"
+        for form, rendering in renderings.learned:
+            readers = _readers(tokenizer, rendering, [*tools, *_PROOF_SCHEMAS], strip)
+            for name, reader in [(_USER_FUNCTION, user)] if user else readers:
+                parser = cls(name, reader, form, renderings.prompt)
+                failure = parser._failure(renderings)
+                if not failure:
+                    return parser
+                reason = f"{name} {failure}"
         raise _not_found(reason, renderings)
 
     def parse(self, text: str, prefix: str | None = None) -> ParsedTurn:
@@ -146,6 +150,7 @@ class CallParser:
             content, calls, more = self._reader(text, self._prompt if prefix is None else prefix)
         except Exception as error:  # of the user's function, or of a response template
             content, calls, more = text, [ToolCall("", error=f"invalid tool call: {str(error)[:200]}")], {}
+        calls = [_as_json(call) for call in calls]
         message: dict[str, Any] = {"role": "assistant", "content": content, **more}
         if valid := [call for call in calls if not call.error]:
             message["tool_calls"] = self._form.tables(valid)
@@ -155,7 +160,7 @@ class CallParser:
         """What goes wrong with calls that the template renders. Empty: nothing."""
         turns = [*(((call,), "") for call in _PROOF), (_PROOF[:1], SENTINEL), (_PROOF[:3], ""), (_PROOF[:2], SENTINEL)]
         for number, (calls, content) in enumerate(turns):
-            rendered = renderings.turn(calls, content)
+            rendered = renderings.turn(self._form, calls, content)
             if rendered is None and number < len(_PROOF):
                 return f"cannot be tried, because the template refuses {calls[0]}"
             if rendered is None:  # the template shows one call per turn, or no content beside calls
@@ -169,7 +174,7 @@ class CallParser:
 
 
 def _not_found(reason: str, renderings: CallRenderings) -> ConfigError:
-    if renderings.learned is None:
+    if not renderings.learned:
         return ConfigError(
             "the chat template does not show calls of tools: it refuses messages with 'tool_calls', or leaves the "
             "calls out. Set data.chat_template to a template that shows them, or environment.parser to a function that "
@@ -177,13 +182,23 @@ def _not_found(reason: str, renderings: CallRenderings) -> ConfigError:
         )
     return ConfigError(
         f"no parser for the calls of tools of this chat template: {reason}. It renders calls as\n\n"
-        f"{renderings.learned.text}\n\nSet environment.parser to a function, as in 'file.py:function', that takes such "
-        "a text and returns its calls: [{'name': ..., 'arguments': {...}}]"
+        f"{renderings.learned[0][1].text}\n\nSet environment.parser to a function, as in 'file.py:function', that "
+        "takes such a text and returns its calls: [{'name': ..., 'arguments': {...}}]"
     )
 
 
 def _shown(calls: Sequence[ToolCall]) -> str:
     return ", ".join(call.error or f"{call.name}({dict(call.arguments)})" for call in calls) or "nothing"
+
+
+def _as_json(call: ToolCall) -> ToolCall:
+    """The call with arguments that are JSON values and that a tokenizer takes: without halves of surrogate pairs."""
+    try:
+        text = json.dumps([call.name, dict(call.arguments)], ensure_ascii=False)
+        name, arguments = json.loads(SURROGATES.sub("\ufffd", text))
+    except (TypeError, ValueError, RecursionError) as error:
+        return ToolCall("", error=f"invalid tool call: the arguments are not JSON values ({error})")
+    return replace(call, name=name, arguments=arguments)
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -195,24 +210,23 @@ class _SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
-        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        return self._pattern.sub("", text)
+        for token in self._tokens:
+            text = text.replace(token, "")
+        return text
 
 
 def _readers(
-    tokenizer: Any, renderings: CallRenderings, schemas: Sequence[Mapping[str, Any]], strip: Callable[[str], str]
+    tokenizer: Any, rendering: Rendering, schemas: Sequence[Mapping[str, Any]], strip: Callable[[str], str]
 ) -> Iterator[tuple[str, Reader]]:
     """The readers to try."""
-    if renderings.learned is None:
-        return
     # `prefix` came with transformers 5.13, which also reads `response_template`; `tools` with 5.15.
     accepted = inspect.signature(getattr(tokenizer, "parse_response", _readers)).parameters
     if getattr(tokenizer, "response_template", None) is not None and "prefix" in accepted:
         yield "response_template", _by_response_template(tokenizer, schemas if "tools" in accepted else None, strip)
-    for one in learn(renderings.learned):
+    for one in learn(rendering):
         yield "the chat template's format", _by_format(one, schemas, strip)
 
 
@@ -228,18 +242,20 @@ def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callab
 
     def reader(text: str, prefix: str) -> Parts:
         start = thoughts_end(text, prefix)
-        found = form.find(text[start:])
-        kept, position = [text[:start]], 0
+        content, text = text[:start], text[start:]
+        found = form.find(text)
+        position = 0
         for one in found:
             if not any(call.error for call in one.calls):
-                kept += [text[start + position : start + one.start].rstrip()]
+                content = (content + text[position : one.start]).rstrip()
                 position = one.end
-        kept += [text[start + position :].lstrip() if position else text[start:]]
+        content += text[position:]
+        content = content.strip() if position else content
         calls = [typed(call) if form.textual and not call.error else call for one in found for call in one.calls]
         if form.channels:
-            content, thoughts = content_of_channels("".join(kept))
+            content, thoughts = content_of_channels(content)
             return strip(content), calls, {"thinking": strip(thoughts)} if thoughts else {}
-        return strip("".join(kept)), calls, {}
+        return strip(content), calls, {}
 
     return reader
 

@@ -89,6 +89,7 @@ class _Delimited:
 
     def __init__(self, opening: str, closing: str, outer: tuple[str, str], bodies: Bodies) -> None:
         self._bodies, self._closing = bodies, closing.strip()
+        self._word = opening.split(maxsplit=1)[0] if opening.strip() else ""
         first = rf"(?:{flexible(outer[0])}\s*)?" if outer[0] else ""
         if opening.strip():
             exact = rf"(?P<exact>{re.escape(opening.lstrip())})"
@@ -98,12 +99,13 @@ class _Delimited:
         self._opens = re.compile(pattern)
         self._begins = re.compile(rf"\s*+(?={bodies.begins})")
         self._closes = re.compile(flexible(closing))
-        self._ends = re.compile(rf"\s*+{flexible(closing)}" + (rf"(?:\s*{flexible(outer[1])})?" if outer[1] else ""))
+        last = rf"(?:\s*{flexible(outer[1])})?" if outer[1] else ""
+        self._ends = re.compile((rf"\s*+{flexible(closing)}" if closing.strip() else "") + last)
 
     def find(self, text: str) -> list[Found]:
         """The calls in a text."""
         found: list[Found] = []
-        position = 0
+        position = 0 if self._word in text else len(text)
         while (opened := self._opens.search(text, position)) is not None:
             one = self._read(text, opened)
             if one is not None:

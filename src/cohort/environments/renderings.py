@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.data.chat import ANSWER, SENTINEL, USER
+from cohort.environments.bodies import Rendering, common_start
 from cohort.environments.contract import ToolCall
-from cohort.environments.formats import Rendering, common_start
 
-SENTINEL = "SENTINEL-OF-COHORT"
-"""Text that no template changes or contains."""
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """What surrounds thoughts."""
-_USER = {"role": "user", "content": "x"}
 _LEARNED = (
     ToolCall("sentinel_add", {"alpha_key": "first-alpha-value", "beta_key": "first-beta-value"}),
     ToolCall("sentinel_find", {"alpha_key": "second-alpha-value", "beta_key": "second-beta-value"}),
@@ -54,23 +52,20 @@ class CallRenderings:
 
     def __init__(self, tokenizer: Any, template: str | None, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer, self._template, self._schemas = tokenizer, template, list(schemas)
-        self.prompt = self._apply([_USER], add_generation_prompt=True) or ""
+        self.prompt = self._apply([USER], add_generation_prompt=True) or ""
         """A prompt with the generation prompt. Empty if the template refuses one message of a user."""
-        plain = self._apply([_USER, {"role": "assistant", "content": SENTINEL}]) or ""
+        plain = self._apply([USER, ANSWER]) or ""
         self._end = plain.rpartition(SENTINEL)[2]
         forms = [CallForm(*flags) for flags in itertools.product((False, True), repeat=2)]
-        shown = ((form, self._learned(form)) for form in forms)
-        self.form, self.learned = next((one for one in shown if one[1] is not None), (forms[0], None))
-        """How the template takes calls, and a turn to learn the format from. None: the template shows no calls."""
+        self.learned = [(form, rendering) for form in forms if (rendering := self._learned(form)) is not None]
+        """The forms in which the template takes calls, and turns to learn the format from. Empty: it shows no calls."""
 
-    def turn(
-        self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None
-    ) -> tuple[str, str] | None:
+    def turn(self, form: CallForm, calls: Sequence[ToolCall], content: str = "") -> tuple[str, str] | None:
         """What the template renders before a turn with calls, and the turn without its end. None: the template refuses
         the turn, or does not show the calls or the content.
         """
-        message = {"role": "assistant", "content": content, "tool_calls": (form or self.form).tables(calls)}
-        text = self._apply([_USER, message])
+        message = {"role": "assistant", "content": content, "tool_calls": form.tables(calls)}
+        text = self._apply([USER, message])
         if text is None:
             return None
         before = common_start(self.prompt, text)
@@ -84,7 +79,7 @@ class CallRenderings:
 
     def _learned(self, form: CallForm) -> Rendering | None:
         for calls in (_LEARNED, _LEARNED[:1]):  # some templates take one call per turn
-            rendered = self.turn(calls, form=form)
+            rendered = self.turn(form, calls)
             if rendered is not None:
                 text = rendered[1][thoughts_end(rendered[1], rendered[0]) :]
                 values = [value for call in calls for value in call.arguments.values()]

@@ -11,8 +11,8 @@ from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
 from cohort.environments.episode import EpisodeSampler
 from cohort.environments.host import Host
-from cohort.environments.shapes import Shape, find_environments
-from cohort.environments.tools import Toolbox
+from cohort.environments.named import OpenToolbox
+from cohort.environments.shapes import Shape, choose, find_environments
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
@@ -40,7 +40,7 @@ class Acting:
     """The tools and environments of a run, and where they run."""
 
     settings: EnvironmentConfig
-    toolbox: Toolbox
+    toolbox: OpenToolbox
     shapes: Mapping[str, Shape]
     host: Host
 
@@ -52,7 +52,7 @@ class Acting:
 
         Args:
             settings: ``[environment]`` of the settings.
-            tools: further tools: functions, or names as in the settings.
+            tools: further tools: functions, names as in the settings, or MCP servers as ``mcp.Client`` takes them.
             factory: a callable that makes an environment, or several by name; replaces that of the settings.
             group_size: completions of one prompt, whose environments exist at the same time.
 
@@ -60,16 +60,25 @@ class Acting:
             ConfigError: a tool or environment cannot be used, two tools have one name, or too few environments may
                 exist.
         """
-        toolbox = Toolbox([*settings.tools, *tools])
         shapes = find_environments(factory or settings.factory)
-        if not toolbox and not shapes:
-            return None
         if shapes and settings.max_environments < group_size:
             raise ConfigError(
                 f"environment.max_environments ({settings.max_environments}) must be at least the {group_size} "
                 "completions of a prompt: their environments begin together"
             )
-        return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings))
+        toolbox = OpenToolbox([*settings.tools, *tools])
+        if not toolbox and not shapes:
+            return None
+        try:
+            return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings))
+        except BaseException:
+            toolbox.close()
+            raise
+
+    def close(self) -> None:
+        """End all episodes, stop the worker processes, and close the connections to servers of tools. Idempotent."""
+        self.host.close()
+        self.toolbox.close()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -82,7 +91,13 @@ class Acting:
         return any(shape.gives_rewards for shape in self.shapes.values())
 
     def schemas_of(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The JSON schemas of the tools that the policy can call in an episode of a row."""
+        """The JSON schemas of the tools that the policy can call in an episode of a row.
+
+        Raises:
+            DataError: the row names no tool or environment that exists, or lacks a column that ``reset`` needs.
+        """
+        if shape := choose(self.shapes, row):
+            shape.arguments(row, 0)  # refuses a row without a column that reset needs
         return self.host.tools(row).schemas
 
     def turn_format(

@@ -25,7 +25,8 @@ BUILTIN_TOOLS: Mapping[str, Callable[[], Callable[..., Any]]] = {
 }
 """Makers of the functions behind built-in names."""
 _NAME = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
-_SURROGATES = re.compile("[\ud800-\udfff]")
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which JSON can spell and tokenizers refuse."""
 _EXAMPLE = """
 
     def add(a: int, b: int) -> int:
@@ -258,7 +259,7 @@ def text_of(result: Any) -> str:
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", "replace")
     text = result if isinstance(result, str) else _as_json(result)
-    return _SURROGATES.sub("\ufffd", text)
+    return SURROGATES.sub("\ufffd", text)
 
 
 def _as_json(value: Any) -> str:

@@ -205,7 +205,7 @@ def evaluate(request: Request) -> int:
     finally:
         rewards.close()
         if acting:
-            acting.host.close()
+            acting.close()
     comparisons = compared(found[0], found[1], settings) if len(found) > 1 else {}
     if request.json:
         write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)

@@ -98,7 +98,7 @@ class Job:
             finally:
                 results.flush()
                 if self.acting:
-                    self.acting.host.close()
+                    self.acting.close()
             seconds = time.monotonic() - started
         self._log(results.summary(seconds))
         if results.reasons[FinishReason.CANCELLED]:

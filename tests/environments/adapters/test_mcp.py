@@ -13,10 +13,14 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError as ServerError
 
 from cohort.calls import run_on_loop
+from cohort.config import EnvironmentConfig
+from cohort.environments import Acting
 from cohort.environments.adapters.mcp import Server, is_server
+from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import EpisodeFailed, ToolCall, ToolError
 from cohort.environments.named import OpenToolbox
 from cohort.errors import ConfigError
+from cohort.types import Prompt
 
 
 def server(*, tools=True):
@@ -98,6 +102,24 @@ class TestInProcess:
     def test_names_that_clash_close_the_connections(self):
         with pytest.raises(ConfigError, match="two tools have the name 'add'"):
             OpenToolbox([server(), server()])
+
+
+def test_the_tools_of_a_run_come_from_servers_too():
+    acting = Acting.of(EnvironmentConfig(tools=("calculator",)), [server()])
+    try:
+        assert list(acting.toolbox) == ["calculator", "add", "wait", "fail"]
+        acting.host.begin(0, Prompt(0, 0, (), "", "?", {}), 0).result(30)
+        turn = ParsedTurn(
+            "", (ToolCall("add", {"a": 40}), ToolCall("fail", {"reason": "no"})), {"tool_calls": [{}, {}]}
+        )
+        answer = acting.host.answer(0, turn).result(30)
+        assert answer.messages[0]["content"] == "42"
+        assert answer.messages[1]["content"].startswith("Error: ")
+        assert (answer.calls, answer.failed_calls) == (2, 1)
+    finally:
+        acting.close()
+    with pytest.raises(EpisodeFailed):
+        call(acting.toolbox, "add", a=1)
 
 
 COMMAND = """
