@@ -217,7 +217,7 @@ def main() -> None:
         torch.set_num_threads(1)  # sums of floats depend on how many threads share them
         tokenizer = build_tool_tokenizer()
         model = build_model(len(tokenizer))
-        calls = CallParser.of(tokenizer, None, TOOLS.schemas)
+        calls = CallParser.of(tokenizer, TOOLS.schemas)
         train(model, lambda: badly_used_tool(tokenizer, rng, calls), batch=256, parts=4)
     else:
         torch.set_num_threads(2)

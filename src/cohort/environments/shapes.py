@@ -4,17 +4,16 @@ loop, or in a worker process."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 import pickle
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.calls import partial_layers, run_on_loop
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step, ToolError
 from cohort.environments.tools import Toolbox, text_of
 from cohort.errors import ConfigError, DataError
@@ -115,9 +114,7 @@ def recognise(factory: Factory) -> Shape:
             f"environment.factory must be a class or a function that makes an environment for each completion, got an "
             f"object of the class {type(factory).__name__}: pass the class, or a function that returns a new object"
         )
-    inner: Any = factory
-    while isinstance(inner, functools.partial):
-        inner = inner.func
+    inner: Any = partial_layers(factory)[-1]
     try:
         inspect.signature(factory).bind()
     except (TypeError, ValueError) as error:
@@ -139,21 +136,13 @@ def _class_made_by(factory: Factory) -> type:
         for one in (made, other):
             one.close() if inspect.iscoroutine(one) else None
         raise ConfigError(f"{what} must not be async: connect in `async def reset` instead")
+    is_async = inspect.iscoroutinefunction(getattr(made, "close", None))
     for one in (made, other):
-        if problem := _closed(one):
+        if problem := run_on_loop(_close(one, "close")).result() if is_async else run_plain(_close, one, "close"):
             raise ConfigError(f"environment {type(one).__name__} cannot be closed: {problem}")
     if made is other is not None:
         raise ConfigError(f"{what} returned the same object twice: each completion needs its own, so make a new one")
     return type(made)
-
-
-def _closed(made: Any) -> str:
-    """Close an environment; why that failed, or nothing."""
-    if not inspect.iscoroutinefunction(getattr(made, "close", None)):
-        closed: str = run_plain(_close, made, "close")
-        return closed
-    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop in this thread
-        return thread.submit(asyncio.run, _close(made, "close")).result()
 
 
 def _shape_of_class(found: type, factory: Factory) -> Shape:
@@ -183,7 +172,7 @@ def _shape_of_class(found: type, factory: Factory) -> Shape:
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ConfigError(f"{what}: reset gets the columns of a row by name, so it cannot have positional parameters")
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    called = {"reset", "step", "get_reward", "close"} & functions.keys() | set(() if steps else public)
+    called = NOT_TOOLS & functions.keys() | set(() if steps else public)
     return Shape(
         name=found.__name__,
         factory=factory,
