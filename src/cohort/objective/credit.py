@@ -156,7 +156,7 @@ def process_advantages(token_rewards_N: Tensor, group_S: Tensor, sequence_N: Ten
 
 
 def turn_advantages(rewards_S: Tensor, group_S: Tensor, turns: Turns) -> Tensor:
-    """``A_ik = G_ik - mean of G_jk over the others j of the group that reached turn k``, shape ``[E]``.
+    """``A_ik = G_ik - mean of G_jk over the others j of the group that reached turn k``, shape ``[Y]``.
 
         G_ik = R_i - (rewards of turns 0..k-1 of trajectory i)          the return from turn k on
 
