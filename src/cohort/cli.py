@@ -51,16 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command is generate:
             _refuse_unknown_options(tokens, bound.args[1:])
         return command(*bound.args, **bound.kwargs) or 0
-    except (CohortError, CycloptsError) as error:
-        print(f"cohort: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # Python flushes again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except OSError as error:  # the disk is full, a folder is gone: not a user error
+    except (CohortError, CycloptsError, OSError) as error:
         print(f"cohort: error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, OSError) else 2  # a full disk or a missing folder is not a user error
     except KeyboardInterrupt as interrupt:
         print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return 130
@@ -187,10 +184,7 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
     "'cohort config' can be given as --section.key value. docs/evaluation.md explains the metrics.",
 )
 def evaluate(
-    model: str,
-    /,
-    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
-    flags: EvalFlags | None = None,
+    model: str, /, *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)], flags: EvalFlags | None = None
 ) -> int:
     """Evaluate a model on data, with confidence intervals, or compare two models.
 

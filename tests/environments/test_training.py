@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.environments import Step
-from cohort.errors import ConfigError, EpisodeError
+from cohort.errors import ConfigError, DataError, EpisodeError
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
 
@@ -222,6 +222,24 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, monkey
     monkeypatch.setattr("cohort.trainer.load_policy", None)
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path / "run", few_calls, **arguments)
+
+
+class Picky(Count):
+    def reset(self, difficulty):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (Picky, "row 0: .*reset needs .*difficulty"),
+        ({"one": Count}, "row 0: the column 'environment' must name one of one"),
+    ],
+)
+def test_rows_that_an_environment_cannot_begin_with_are_refused(tmp_path, monkeypatch, factory, message):
+    monkeypatch.setattr("cohort.trainer.load_policy", None)
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path / "run", environment_factory=factory)
 
 
 def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):

@@ -97,8 +97,7 @@ def show_results(
 
 
 def _marked(text: str, answer: str) -> str:
-    (reward,) = accuracy([text], [answer])
-    return f"{text}\n{'[green]right' if reward else '[red]wrong'}"
+    return f"{text}\n{'[green]right' if accuracy([text], [answer]) == [1.0] else '[red]wrong'}"
 
 
 def _percent(estimate: Estimate) -> str:

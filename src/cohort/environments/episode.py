@@ -94,7 +94,7 @@ class EpisodeSampler(Sampler):
     def metrics(self) -> dict[str, float]:
         """Seconds of waiting since the last call."""
         waiting, self.waiting = self.waiting, Waiting()
-        return {
+        return self.engine.metrics() | {
             "seconds/episodes_waiting": waiting.seconds,
             "seconds/episodes_blocked": waiting.blocked,
         }
@@ -129,9 +129,9 @@ class EpisodeBatch:
         for group in self._groups:
             for episode in group:
                 episode.started = time.perf_counter()
-                self._running[episode] = None
                 seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
                 future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
+                self._running[episode] = None
                 self._await(episode, future, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
         while self._not_begun() > max(0, self._total - self._settings.max_environments):

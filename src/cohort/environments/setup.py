@@ -12,7 +12,7 @@ from cohort.environments.calls import CallParser
 from cohort.environments.episode import EpisodeSampler
 from cohort.environments.host import Host
 from cohort.environments.named import OpenToolbox
-from cohort.environments.shapes import Shape, find_environments
+from cohort.environments.shapes import Shape, choose, find_environments
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
@@ -75,7 +75,13 @@ class Acting:
         return any(shape.gives_rewards for shape in self.shapes.values())
 
     def schemas_of(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The JSON schemas of the tools that the policy can call in an episode of a row."""
+        """The JSON schemas of the tools that the policy can call in an episode of a row.
+
+        Raises:
+            DataError: the row names no tool or environment that exists, or lacks a column that ``reset`` needs.
+        """
+        if shape := choose(self.shapes, row):
+            shape.arguments(row, 0)  # refuses a row without a column that reset needs
         return self.host.tools(row).schemas
 
     def turn_format(
