@@ -11,7 +11,7 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from typing import TYPE_CHECKING, Annotated  # noqa: E402
+from typing import TYPE_CHECKING, Annotated, Literal  # noqa: E402
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError  # noqa: E402
 from cyclopts.token import Token  # noqa: E402
@@ -72,18 +72,28 @@ def _refuse_unknown_options(tokens: Sequence[str], prompts: Sequence[str]) -> No
             raise UnknownOptionError(token=Token(value=text, source="cli"), argument_collection=options, verbose=False)
 
 
-@app.command(sort_key=1)
-def demo(*, seed: int = 0, output_dir: Annotated[str | None, Parameter(metavar="FOLDER")] = None) -> None:
-    """Train a small model on column addition: about 90 seconds on two cores.
+@app.command(sort_key=1, usage="Usage: cohort demo [tool] [--seed N] [--output-dir FOLDER]")
+def demo(
+    task: Literal["addition", "tool"] = "addition",
+    /,
+    *,
+    seed: int = 0,
+    output_dir: Annotated[str | None, Parameter(metavar="FOLDER")] = None,
+) -> None:
+    """Train a small model on column addition, or on when to call a calculator: about 90 seconds on two cores.
 
     Args:
+        task: What it learns. [default: addition]
         seed: Seed of the run. [default: 0]
         output_dir: Run folder. [default: the next free runs/demo-NNN]
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is downloaded
-    from cohort.demo.run import run_demo
+    if task == "tool":
+        from cohort.demo.tool import run_tool_demo as run
+    else:
+        from cohort.demo.run import run_demo as run
 
-    run_demo(seed=seed, output_dir=output_dir, started=STARTED)
+    run(seed=seed, output_dir=output_dir, started=STARTED)
 
 
 @app.command(

@@ -8,7 +8,7 @@ import pytest
 from cohort.environments.bridge import Bridge
 from cohort.errors import ConfigError, DataError
 from cohort.types import Prompt
-from tests.environments.templates import CALLS, FAMILIES, TOOLS, answer
+from tests.environments.templates import CALLS, FAMILIES, TOOLS, answer, with_template
 
 USER = {"role": "user", "content": "What is 2 + 40?"}
 TEXTS = [
@@ -29,7 +29,7 @@ WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
 def bridge_of(name, role="tool", **settings):
     family = FAMILIES[name]
     tools = TOOLS if role == "tool" else None
-    return Bridge.of(family.tokenizer, family.end_token_ids, tools=tools, roles=[role], **settings)
+    return Bridge(family.tokenizer, family.end_token_ids, tools=tools, roles=[role], **settings)
 
 
 def rendered(family, messages, tools=None, **options):
@@ -129,7 +129,7 @@ def test_tools_and_the_user_may_answer_one_turn():
 
 def test_template_variables_of_the_run_and_of_a_row():
     family = FAMILIES["qwen3"]
-    bridge = Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS, variables={"enable_thinking": False})
+    bridge = Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS, variables={"enable_thinking": False})
     closed = family.tokenizer.decode(bridge.after([answer("42")], last_token=None))
     assert closed.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     thinking = bridge.after(
@@ -245,7 +245,7 @@ def chatml(content, tail=""):
 
 def test_a_text_and_what_the_template_writes_beside_it_make_no_control_token():
     family = FAMILIES["qwen3"]
-    bridge = Bridge.of(family.tokenizer, family.end_token_ids, template=chatml("'<|im_' + m.content", "|>"))
+    bridge = Bridge(with_template(chatml("'<|im_' + m.content", "|>")), family.end_token_ids)
     harmless = bridge.after([{**USER, "content": "x"}], last_token=None)
     attack = bridge.after([{**USER, "content": "end"}], last_token=None)
     assert "<|im_end|><|im_end|>" in family.tokenizer.decode(attack)
@@ -269,7 +269,7 @@ def test_a_text_and_what_the_template_writes_beside_it_make_no_control_token():
 def test_templates_that_cannot_be_appended_to(template, message):
     family = FAMILIES["qwen3"]
     with pytest.raises(ConfigError, match=message) as error:
-        Bridge.of(family.tokenizer, family.end_token_ids, template=template)
+        Bridge(with_template(template), family.end_token_ids)
     assert "data.chat_template" in str(error.value)
 
 
@@ -278,16 +278,16 @@ def test_templates_that_do_not_show_tools_or_their_answers():
     with pytest.raises(
         ConfigError, match="does not show the tools to the policy: it does not read the variable `tools`"
     ):
-        Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS)
+        Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS)
     with pytest.raises(
         ConfigError, match=r"messages of the role 'tool' after .*: it refuses them \(Conversation roles"
     ):
-        Bridge.of(family.tokenizer, family.end_token_ids, roles=["tool"])
+        Bridge(family.tokenizer, family.end_token_ids, roles=["tool"])
     hidden = "{%- for t in tools or [] %}{{ t | tojson }}{%- endfor %}" + chatml("m.content if m.role != 'tool'")
     with pytest.raises(
         ConfigError, match="messages of the role 'tool' after a turn of the assistant: it leaves them out"
     ):
-        Bridge.of(FAMILIES["qwen3"].tokenizer, FAMILIES["qwen3"].end_token_ids, template=hidden, tools=TOOLS)
+        Bridge(with_template(hidden), FAMILIES["qwen3"].end_token_ids, tools=TOOLS)
 
 
 def test_tokenizers_without_a_template_and_slow_ones_are_refused():
@@ -296,10 +296,10 @@ def test_tokenizers_without_a_template_and_slow_ones_are_refused():
         chat_template = "x"
 
     with pytest.raises(ConfigError, match="need a fast tokenizer"):
-        Bridge.of(Slow(), [0])
+        Bridge(Slow(), [0])
     Slow.chat_template = None
     with pytest.raises(ConfigError, match="need a chat template, and the tokenizer has none: set data.chat_template"):
-        Bridge.of(Slow(), [0])
+        Bridge(Slow(), [0])
 
 
 # -- first observations ------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_what_looks_like_a_placeholder_is_text():
 
 def test_the_description_shows_the_text_between_turns_and_who_drops_thoughts():
     family = FAMILIES["qwen3"]
-    bridge = Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS, roles=["tool", "user"])
+    bridge = Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS, roles=["tool", "user"])
     tool, user, thoughts = bridge.describe().splitlines()
     assert tool == (
         r"between turns (role 'tool'): <|im_end|>\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n"

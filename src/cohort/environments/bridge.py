@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cohort.environments.encoding import Encoder
+from cohort.environments.encoding import Encoder, raw_text
 from cohort.environments.probes import Continuation, Roles, TemplateProbe, fields
-from cohort.environments.skeleton import fill, free_placeholders, learn, surrounded
+from cohort.environments.skeleton import fill, free_placeholders, learn, render, surrounded
 from cohort.errors import ConfigError, DataError
 from cohort.types import Message, Prompt
 
@@ -30,81 +30,52 @@ MAX_CONTINUATIONS = 1000
 
 
 class Bridge:
-    """What a chat template writes between the turns of an episode. ``Bridge.of`` makes it and checks the template.
+    """What a chat template writes between the turns of an episode.
 
     No text of a message becomes a control token, wherever it comes from; see ``Encoder``.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer, with the chat template in use.
         end_token_ids: tokens that end a turn.
-        template: a chat template that replaces the tokenizer's.
         variables: of the template.
         tools: JSON schemas of the run's tools.
+        roles: of the messages that will follow turns: "tool", "user" or both. None: "tool" if there are tools, else
+            "user".
+        history: ``environment.history``.
+
+    Raises:
+        ConfigError: there is no template; it shows no tools, or no messages of a role; what it writes after a turn
+            depends on the conversation before; or ``history`` is not "append", and it writes the prompt differently
+            when turns follow.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         end_token_ids: Collection[int],
-        template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        self._tokenizer, self._variables = tokenizer, dict(variables or {})
-        self._encoder = Encoder(tokenizer)
-        self._ends: dict[int, str] = {number: tokenizer.convert_ids_to_tokens(number) for number in end_token_ids}
-        self._probe = TemplateProbe(tokenizer, template, tools, self._encoder, self._ends.values())
-        self._continuations: dict[tuple[str, Roles], Continuation] = {}
-        self._drops_thoughts: list[str] = []
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Any,
-        end_token_ids: Collection[int],
         *,
-        template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         roles: Collection[str] | None = None,
         history: str = "append",
-    ) -> Bridge:
-        """The bridge of a template, checked.
-
-        Args:
-            tokenizer: the tokenizer.
-            end_token_ids: tokens that end a turn.
-            template: a chat template that replaces the tokenizer's.
-            variables: of the template.
-            tools: JSON schemas of the run's tools.
-            roles: of the messages that will follow turns: "tool", "user" or both. None: "tool" if there are tools, else
-                "user".
-            history: ``environment.history``.
-
-        Raises:
-            ConfigError: there is no template; it shows no tools, or no messages of a role; what it writes after a turn
-                depends on the conversation before; or ``history`` is not "append", and it writes the prompt differently
-                when turns follow.
-        """
-        if template is None and not getattr(tokenizer, "chat_template", None):
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "tools and environments need a chat template, and the tokenizer has none: set data.chat_template, or "
                 "use a model that has one"
             )
-        bridge = cls(tokenizer, end_token_ids, template, variables, tools)
-        probe = bridge._probe
-        probe.check_tools(bridge._variables)
+        self._tokenizer, self._encoder = tokenizer, Encoder(tokenizer)
+        self._ends: dict[int, str] = {number: tokenizer.convert_ids_to_tokens(number) for number in end_token_ids}
+        self._probe = TemplateProbe(tokenizer, self._encoder, self._ends.values(), tools or None, variables or {})
+        self._continuations: dict[tuple[str, Roles], Continuation] = {}
+        self._probe.check_tools()
         roles = sorted(roles or ({"tool"} if tools else {"user"}))
-        for role in roles:
-            bridge._continuation((role,), bridge._variables)
-        if "tool" in roles:
-            bridge._continuation(("tool", "tool"), bridge._variables)
-        bridge._drops_thoughts = [role for role in roles if probe.drops_thoughts(role, bridge._variables)]
-        if history != "append":
-            for role in roles:
-                if changed := probe.changed_prompt(role, bridge._variables):
-                    raise ConfigError(_prompt_changes(*changed))
-        return bridge
+        for several in [*((role,) for role in roles), *([("tool", "tool")] if "tool" in roles else [])]:
+            self._continuation(several, self._probe.variables)
+        self._drops_thoughts = [role for role in roles if self._probe.drops_thoughts(role)]
+        for role in roles if history != "append" else ():
+            if changed := self._probe.changed_prompt(role):
+                raise ConfigError(_prompt_changes(*changed))
 
     def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
         """The ids that follow a turn: the end of the turn if it is missing, the messages, and the generation prompt.
@@ -119,7 +90,7 @@ class Bridge:
             DataError: the content of a message is not text.
             ConfigError: the template refuses or hides messages of these roles.
         """
-        variables = self._variables if prompt is None else _variables(prompt)
+        variables = self._probe.variables if prompt is None else _without_tools(prompt.template_arguments)
         found = self._continuation(tuple(message["role"] for message in messages), variables)
         texts: dict[str, str] = {}
         for index, message in enumerate(messages):
@@ -154,7 +125,9 @@ class Bridge:
 
         marked = self._render(messages(map(surrounded, texts)), prompt)
         ids = self._encoder.encode(fill(learn(self._render(messages(texts), prompt), marked, texts), texts))
-        return replace(prompt, token_ids=tuple(ids), text=self._decode(ids), prompt=messages(texts.values()))
+        return replace(
+            prompt, token_ids=tuple(ids), text=raw_text(self._tokenizer, ids), prompt=messages(texts.values())
+        )
 
     def rewritten(self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int] = ()) -> list[int]:
         """The ids after the prompt when the template renders the whole conversation again.
@@ -188,7 +161,7 @@ class Bridge:
                 raise
             return list(tokens)
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
-        if self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
+        if raw_text(self._tokenizer, [*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
             return list(tokens)
         return self._encoder.encode(pieces, inner=True)
 
@@ -212,20 +185,16 @@ class Bridge:
         if key not in self._continuations:
             if len(self._continuations) == MAX_CONTINUATIONS:
                 self._continuations.clear()
-            self._continuations[key] = self._probe.continuation(roles, variables)
+            self._continuations[key] = replace(self._probe, variables=variables).continuation(roles)
         return self._continuations[key]
 
     def _render(self, messages: Sequence[Message], prompt: Prompt) -> str:
         """A conversation with the template's arguments of a prompt."""
         option = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
         try:
-            return self._probe.render(messages, prompt.template_arguments, **{option: True})
+            return render(self._tokenizer, messages, **prompt.template_arguments, **{option: True})
         except Exception as error:  # templates raise Jinja errors of many kinds
             raise DataError(f"row {prompt.row_index}: the chat template refused the messages: {error}") from error
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return text
 
 
 class Guard:
@@ -276,8 +245,8 @@ def _conversation(prompt: Prompt) -> Sequence[Message]:
     return prompt.prompt
 
 
-def _variables(prompt: Prompt) -> Mapping[str, Any]:
-    return {name: value for name, value in prompt.template_arguments.items() if name != "tools"}
+def _without_tools(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "tools"}
 
 
 def _text(message: Message) -> str:

@@ -4,17 +4,16 @@ loop, or in a worker process."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 import pickle
 import reprlib
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.calls import partial_layers, run_on_loop
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step, ToolError
 from cohort.environments.tools import Toolbox, text_of
 from cohort.errors import ConfigError, DataError
@@ -118,9 +117,7 @@ def recognise(factory: Factory) -> Shape:
             f"environment.factory must be a class or a function that makes an environment for each completion, got an "
             f"object of the class {type(factory).__name__}: pass the class, or a function that returns a new object"
         )
-    inner: Any = factory
-    while isinstance(inner, functools.partial):
-        inner = inner.func
+    inner: Any = partial_layers(factory)[-1]
     try:
         inspect.signature(factory).bind()
     except (TypeError, ValueError) as error:
@@ -141,15 +138,10 @@ def _class_made_by(factory: Factory) -> type:
     if inspect.isawaitable(made):
         made.close() if inspect.iscoroutine(made) else None
         raise ConfigError(f"environment.factory {what} must not be async: connect in `async def reset` instead")
-    closed: list[str] = []
-    if inspect.iscoroutinefunction(getattr(made, "close", None)):  # a notebook has a loop in this thread
-        thread = threading.Thread(target=lambda: closed.append(asyncio.run(_close(made, "close"))))
-        thread.start()
-        thread.join()
-    else:
-        closed.append(run_plain(_close, made, "close"))
-    if closed[0]:
-        raise ConfigError(f"environment {type(made).__name__} cannot be closed: {closed[0]}")
+    is_async = inspect.iscoroutinefunction(getattr(made, "close", None))
+    problem = run_on_loop(_close(made, "close")).result() if is_async else run_plain(_close, made, "close")
+    if problem:
+        raise ConfigError(f"environment {type(made).__name__} cannot be closed: {problem}")
     return type(made)
 
 
@@ -180,7 +172,7 @@ def _shape_of_class(found: type, factory: Factory) -> Shape:
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ConfigError(f"{what}: reset gets the columns of a row by name, so it cannot have positional parameters")
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    called = {"reset", "step", "get_reward", "close"} & functions.keys() | set(() if steps else public)
+    called = NOT_TOOLS & functions.keys() | set(() if steps else public)
     return Shape(
         name=found.__name__,
         factory=factory,

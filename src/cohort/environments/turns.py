@@ -12,6 +12,8 @@ import numpy as np
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import Answer
+from cohort.environments.encoding import raw_text
+from cohort.rollout.trajectory import decode
 from cohort.types import Group, Message
 
 
@@ -35,7 +37,7 @@ class TurnFormat:
             prefix: the text before them.
         """
         if self.parser is None:
-            text = self.text(token_ids, skip_special_tokens=True)
+            text = decode(self.tokenizer, token_ids)
             return ParsedTurn(text, (), {"role": "assistant", "content": text})
         return self.parser.parse(self.text(token_ids), prefix)
 
@@ -54,12 +56,9 @@ class TurnFormat:
         note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
-    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Token ids decoded, with special tokens unless they are skipped."""
-        text: str = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids decoded, special tokens included."""
+        return raw_text(self.tokenizer, token_ids)
 
 
 def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
