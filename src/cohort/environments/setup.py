@@ -18,7 +18,23 @@ from cohort.environments.tools import Toolbox
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
+from cohort.rewards import environment_reward
 from cohort.rollout import Engine
+
+
+def reward_functions(acting: Acting | None, given: Sequence[Any]) -> Sequence[Any]:
+    """The reward functions of a run: those given, or without any, the environments' own reward.
+
+    Raises:
+        ConfigError: ``environment_reward`` is given, and no environment gives rewards.
+    """
+    gives_rewards = acting is not None and acting.gives_rewards
+    if not gives_rewards and any(one in ("environment_reward", environment_reward) for one in given):
+        raise ConfigError(
+            "the reward function environment_reward needs an environment that gives rewards: set environment.factory "
+            "to one whose class has `step` or `get_reward`"
+        )
+    return given or (("environment_reward",) if gives_rewards else ())
 
 
 @dataclass(frozen=True, slots=True)

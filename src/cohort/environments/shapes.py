@@ -56,16 +56,7 @@ class Shape:
     """Whether it may give rewards: it has ``step`` or ``get_reward``."""
 
     def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The arguments of ``reset``. A column ``seed`` takes precedence over the given seed.
-
-        Raises:
-            DataError: the row lacks a column that ``reset`` needs.
-        """
-        if missing := self.required - row.keys():
-            raise DataError(
-                f"{self.name}.reset needs the column {min(missing)!r}; the data has {', '.join(row) or 'no columns'}. "
-                "Give the parameter a default, or add the column"
-            )
+        """The arguments of ``reset``. A column ``seed`` takes precedence over the given seed."""
         seeds = {"seed": seed} if self.seeded else {}
         return seeds | {name: row[name] for name in row if self.columns is None or name in self.columns}
 
@@ -73,7 +64,7 @@ class Shape:
 def find_environments(factory: str | Factory | Mapping[str, str | Factory]) -> dict[str, Shape]:
     """Load factories and recognise the shapes of their environments.
 
-    A class is inspected. Any other factory is called once, and its environment closed.
+    A class is inspected. Any other factory is called twice, and its environments are closed.
 
     Args:
         factory: a class or function, or "module:name" or "file.py:name"; or several by name. The column ``environment``
@@ -96,14 +87,20 @@ def choose(shapes: Mapping[str, Shape], row: Mapping[str, Any]) -> Shape | None:
     """The environment of a row.
 
     Raises:
-        DataError: the row names none of several environments.
+        DataError: the row names none of several environments, or lacks a column that ``reset`` needs.
     """
-    if not shapes or "" in shapes:
-        return shapes.get("")
-    name = row.get("environment")
+    if not shapes:
+        return None
+    name = "" if "" in shapes else row.get("environment")
     if not isinstance(name, str) or name not in shapes:
         raise DataError(f"the column 'environment' must name one of {', '.join(shapes)}; a row has {name!r:.80}")
-    return shapes[name]
+    shape = shapes[name]
+    if missing := shape.required - row.keys():
+        raise DataError(
+            f"{shape.name}.reset needs the column {min(missing)!r}; the data has {', '.join(row) or 'no columns'}. "
+            "Give the parameter a default, or add the column"
+        )
+    return shape
 
 
 def recognise(factory: Factory) -> Shape:
@@ -129,19 +126,22 @@ def recognise(factory: Factory) -> Shape:
 
 
 def _class_made_by(factory: Factory) -> type:
-    """The class of what a factory makes. One environment is made and closed."""
-    what = getattr(factory, "__name__", str(factory))
+    """The class of what a factory makes. Two environments are made and closed."""
+    what = f"environment.factory {getattr(factory, '__name__', str(factory))}"
     try:
-        made = factory()
+        made, other = factory(), factory()
     except Exception as error:
-        raise ConfigError(f"environment.factory {what} {describe_error(error)}") from error
+        raise ConfigError(f"{what} {describe_error(error)}") from error
     if inspect.isawaitable(made):
-        made.close() if inspect.iscoroutine(made) else None
-        raise ConfigError(f"environment.factory {what} must not be async: connect in `async def reset` instead")
+        for one in (made, other):
+            one.close() if inspect.iscoroutine(one) else None
+        raise ConfigError(f"{what} must not be async: connect in `async def reset` instead")
     is_async = inspect.iscoroutinefunction(getattr(made, "close", None))
-    problem = run_on_loop(_close(made, "close")).result() if is_async else run_plain(_close, made, "close")
-    if problem:
-        raise ConfigError(f"environment {type(made).__name__} cannot be closed: {problem}")
+    for one in (made, other):
+        if problem := run_on_loop(_close(one, "close")).result() if is_async else run_plain(_close, one, "close"):
+            raise ConfigError(f"environment {type(one).__name__} cannot be closed: {problem}")
+    if made is other is not None:
+        raise ConfigError(f"{what} returned the same object twice: each completion needs its own, so make a new one")
     return type(made)
 
 
@@ -223,7 +223,7 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
             case "step":
                 return _answer(await _value(environment.step(*given.values())), what)
             case "get_reward":
-                return await _ended(environment, what)
+                return await _ended(environment, what, steps)
             case "close":
                 return await _close(LIVE.pop(number), what)
             case _:
@@ -278,8 +278,8 @@ async def _value(returned: Any) -> Any:
     return await returned
 
 
-async def _ended(environment: Any, what: str) -> Ended:
-    reward = None
+async def _ended(environment: Any, what: str, steps: bool) -> Ended:
+    reward = 0.0 if steps else None  # of an episode without any reward, the sum
     if callable(get_reward := getattr(environment, "get_reward", None)):
         reward = _number(await _value(get_reward()), what)
     state = {name: value for name, value in getattr(environment, "__dict__", {}).items() if not name.startswith("_")}

@@ -29,6 +29,13 @@ class TurnFormat:
     rewrite: Callable[[list[Message]], list[Message]] | None = None
     """What the policy is to read instead of all messages so far; None: as ``environment.history`` says."""
 
+    def describe(self) -> str:
+        """What stands between turns, and how calls are found, for the start of the run."""
+        lines = [self.bridge.describe()]
+        if self.parser:
+            lines.append(f"calls are found by {self.parser.name}")
+        return "\n".join(lines)
+
     def parse(self, token_ids: Sequence[int], prefix: str) -> ParsedTurn:
         """What the policy wrote in a turn.
 
