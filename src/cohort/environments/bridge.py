@@ -78,8 +78,9 @@ class Bridge:
                 start, text = changed
                 raise ConfigError(
                     "the chat template writes the prompt differently when turns follow it: instead of "
-                    f"{start[-60:]!r}, it writes {text[max(0, len(start) - 60) : len(start) + 20]!r}. Segments follow the prompt as it "
-                    'is, so environment.history must be "append" with this template, or data.chat_template another one'
+                    f"{start[-60:]!r}, it writes {text[max(0, len(start) - 60) : len(start) + 20]!r}. Segments follow "
+                    'the prompt as it is, so environment.history must be "append" with this template, or '
+                    "data.chat_template another one"
                 )
 
     def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
