@@ -54,6 +54,10 @@ class TurnFormat:
         note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
+    def prefix(self, token_ids: Sequence[int]) -> str:
+        """The text before a turn, for ``parse``; empty where that needs none."""
+        return self.text(token_ids) if self.parser else ""
+
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Token ids decoded, with special tokens unless they are skipped."""
         text: str = self.tokenizer.decode(
