@@ -260,9 +260,8 @@ def show(reports: dict[str, list[dict[str, Any]]]) -> None:
         return statistics.median(report[key] for report in reports[name])
 
     print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories with a tool, float32")
-    print(
-        "\n| side | step, s | processor | generate | update | calls | turns | tokens drawn |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("\n| side | step, s | processor | generate | update | calls | turns | tokens drawn |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, own in reports.items():
         seconds = [report["seconds"] for report in own]
         split = " | ".join(f"{median(name, part):.2f}" for part in ("processor", "generate", "update"))

@@ -190,7 +190,8 @@ class Renderer:
                 f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
             )
         try:
-            return replace(content, tools=self._tools_of({**row, "tools": content.tools}) or None)
+            names = content.tools or (None if row.get("tools") in (None, "") else [])  # an empty list allows no tool
+            return replace(content, tools=self._tools_of({**row, "tools": names}) or None)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 

@@ -203,6 +203,13 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
         parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
     if metrics["groups/rounds"] > 1:
         parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")
+    if "episodes/turns" in metrics:
+        parts.append(f"turns {metrics['episodes/turns']:.1f}")
+        if metrics["episodes/calls"]:
+            failed = metrics["episodes/failed_call_share"]
+            parts.append(f"calls {metrics['episodes/calls']:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
+        if metrics["episodes/failed"]:
+            parts.append(f"{metrics['episodes/failed']} episodes failed")
     if "entropy" in metrics:
         parts.append(f"entropy {metrics['entropy']:.4f}")
     if "kl/k3" in metrics:
