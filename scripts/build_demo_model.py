@@ -155,7 +155,7 @@ def badly_used_tool(tokenizer: PreTrainedTokenizerFast, rng: random.Random, call
         call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{asked}"}}}}\n</tool_call>'
         if rng.random() < GARBLED_SHARE:
             call = call.replace(*rng.choice((('"}}', '"'), ("calculator", "calc"))))
-        (parsed,) = calls.parse(call).calls
+        (parsed,) = calls.parse(call, "").calls
         if problem := TOOLS.problem(parsed):
             observation = error_text(problem)
         else:
@@ -217,7 +217,7 @@ def main() -> None:
         torch.set_num_threads(1)  # sums of floats depend on how many threads share them
         tokenizer = build_tool_tokenizer()
         model = build_model(len(tokenizer))
-        calls = CallParser.of(tokenizer, None, TOOLS.schemas)
+        calls = CallParser.of(tokenizer, TOOLS.schemas)
         train(model, lambda: badly_used_tool(tokenizer, rng, calls), batch=256, parts=4)
     else:
         torch.set_num_threads(2)

@@ -61,7 +61,7 @@ def test_the_tokenizer_and_the_template_round_trip(tokenizer):
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "347*86"}}\n</tool_call><|end|>'
     assert text == (f"<|tools|>calculator(expression)<|user|>347*86<|assistant|>{call}<|tool|>29842<|assistant|>")
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
-    (parsed,) = CallParser.of(tokenizer, None, box.schemas).parse(call).calls
+    (parsed,) = CallParser.of(tokenizer, box.schemas).parse(call, "").calls
     assert (parsed.name, parsed.arguments, parsed.error) == (*function.values(), "")
 
 

@@ -259,7 +259,7 @@ def turns(*rewards):
 
 
 def by_turns(returns, group, turns, objective=BY_TURNS):
-    return token_advantages(objective, Outcomes(doubles(*returns), longs(*group), turns.sequence_E, 10, turns=turns))
+    return token_advantages(objective, Outcomes(doubles(*returns), longs(*group), turns.sequence_Y, 10, turns=turns))
 
 
 def test_a_turn_is_compared_with_the_others_that_reached_it():

@@ -11,11 +11,12 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cohort.environments.contract import ToolCall
+from cohort.environments.schemas import no_constant
 
 MAX_SHOWN = 20
 """Characters of the policy's text in an error."""
@@ -32,7 +33,7 @@ class Rendering:
 
     text: str
     """From the generation prompt, without thoughts, to the end of the turn."""
-    calls: tuple[tuple[str, Mapping[str, str]], ...]
+    calls: Sequence[ToolCall]
 
 
 class Malformed(Exception):  # noqa: N818 - an error of the policy, which reads it
@@ -99,7 +100,7 @@ def _json_bodies(rendering: Rendering) -> Bodies | None:
 
 def _places(rendering: Rendering, begins: str, read: ReadBody) -> list[tuple[int, int]] | None:
     """The places of bodies that can be read wherever the pattern matches. None: these are not the rendered calls."""
-    places, found, position = [], [], 0
+    places, found, position = [], list[ToolCall](), 0
     while match := re.compile(begins).search(rendering.text, position):
         try:
             calls, position = read(rendering.text, match.start())
@@ -107,7 +108,7 @@ def _places(rendering: Rendering, begins: str, read: ReadBody) -> list[tuple[int
             position = match.end()
             continue
         places.append((match.start(), position))
-        found += [(call.name, call.arguments) for call in calls]
+        found += calls
     return places if found == list(rendering.calls) else None
 
 
@@ -133,11 +134,7 @@ def decoded(text: str, position: int) -> tuple[Any, int]:
         raise Malformed(f"invalid JSON: {error}") from None
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant)
 
 
 def _call(value: Any) -> ToolCall:
@@ -165,8 +162,8 @@ def arguments_of(value: Any) -> dict[str, Any]:
 
 def _named_bodies(rendering: Rendering) -> Bodies | None:
     text, places, separators, position = rendering.text, [], set(), 0
-    for name, arguments in rendering.calls:
-        start = text.find(name, position)
+    for call in rendering.calls:
+        start = text.find(call.name, position)
         brace = text.find("{", start)
         if start < 0 or brace < 0:
             return None
@@ -174,10 +171,10 @@ def _named_bodies(rendering: Rendering) -> Bodies | None:
             value, position = decoded(text, brace)
         except Malformed:
             return None
-        if value != arguments:
+        if value != call.arguments:
             return None
         places.append((start, position))
-        separators.add(text[start + len(name) : brace])
+        separators.add(text[start + len(call.name) : brace])
     if len(separators) > 1:
         return None
     head = re.compile(rf"({_NAME})\s*{flexible(separators.pop())}\s*(?=\{{)")
@@ -200,13 +197,13 @@ def _tagged_bodies(rendering: Rendering) -> Bodies | None:
     the template writes is not part of it."""
     text, places, position = rendering.text, [], 0
     gaps: list[str] = []  # what precedes each name, key and value
-    for name, arguments in rendering.calls:
-        for part in (name, *(one for pair in arguments.items() for one in pair)):
+    for call in rendering.calls:
+        for part in (call.name, *(one for pair in call.arguments.items() for one in pair)):
             start = text.find(part, position)
             if start < 0:
                 return None
             gaps.append(text[position:start])
-            if part == name:
+            if part == call.name:
                 places.append((start, start))
             position = start + len(part)
         places[-1] = (places[-1][0], position)
