@@ -35,13 +35,11 @@ def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str
     >>> problem_with({"n": 3}, schema), problem_with({"n": "3"}, schema)
     ('', "the argument 'n' must be an integer, got '3'")
     """
-    properties = schema.get("properties") or {}
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
     found = [f"the argument {key!r} is missing" for key in schema.get("required") or () if key not in arguments]
     for key, value in arguments.items():
-        if key in properties:
-            found += _problems(value, properties[key], f"the argument {key!r}")
-        elif schema.get("additionalProperties"):
-            found += _problems(value, schema["additionalProperties"], f"the argument {key!r}")
+        if key in properties or rest:
+            found += _problems(value, properties.get(key, rest), f"the argument {key!r}")
         else:
             found.append(f"unknown argument {key[:64]!r}")
     return "; ".join(found[:4])
