@@ -109,7 +109,7 @@ class EpisodeBatch:
         self._episodes = [episode for group in self._groups for episode in group]
         self._running: dict[RunningEpisode, None] = {}  # in order, as a set has none
         self._by_number: dict[int, RunningEpisode] = {}
-        self._ready: queue.SimpleQueue[tuple[RunningEpisode, Callable[[], None]]] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._done: dict[RunningEpisode, Completion] = {}
         self._failures: list[EpisodeFailed] = []
 
@@ -161,13 +161,12 @@ class EpisodeBatch:
                 episode.pending = None
                 then(episode, future)
 
-        future.add_done_callback(lambda _: self._ready.put((episode, arrived)))
+        future.add_done_callback(lambda _: self._ready.put(arrived))
 
     def _handle_ready(self) -> None:
         """Go on with the episodes whose answers have arrived, and end those whose time is up."""
         while not self._ready.empty():
-            _, arrived = self._ready.get()
-            arrived()
+            self._ready.get()()
         if self._settings.episode_timeout is not None:
             now = time.perf_counter()
             for episode in [one for one in self._running if one.pending is not None and self._deadline(one) <= now]:
@@ -176,13 +175,14 @@ class EpisodeBatch:
     def _wait(self) -> None:
         """Wait for an answer: there is nothing to decode."""
         start = time.perf_counter()
-        limit = min((self._deadline(episode) for episode in self._running), default=math.inf) - start
+        limited = self._running if self._settings.episode_timeout is not None else ()
+        limit = min(map(self._deadline, limited), default=math.inf) - start
         if self._watch.cancelled:
             limit = min(limit, POLL_SECONDS)
         if self._settings.call_timeout is not None:
             limit = min(limit, self._settings.call_timeout)
         try:
-            _, arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
+            arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
         except queue.Empty:
             arrived = None
         self._waiting.blocked += time.perf_counter() - start
@@ -299,12 +299,12 @@ class EpisodeBatch:
                 if len(rewritten) >= turn.request.sampling.max_completion_length:
                     return False
                 self._engine.extend(turn.trajectory, rewritten, rewrite=True)
-                episode.prefix = form.text(rewritten)
+                episode.prefix = form.prefix(rewritten)
                 return True
         if len(token_ids) >= turn.room:
             return False
         self._engine.extend(turn.trajectory, token_ids)
-        episode.prefix = form.text(token_ids)
+        episode.prefix = form.prefix(token_ids)
         return True
 
     def _record(self, episode: RunningEpisode, turn: EndedTurn, answer: Answer | None = None) -> None:

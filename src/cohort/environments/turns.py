@@ -63,6 +63,10 @@ class TurnFormat:
         note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
+    def prefix(self, token_ids: Sequence[int]) -> str:
+        """The text before a turn, for ``parse``; empty where that needs none."""
+        return self.text(token_ids) if self.parser else ""
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Token ids decoded, special tokens included."""
         return raw_text(self.tokenizer, token_ids)
