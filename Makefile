@@ -41,6 +41,7 @@ format: .venv/dev.stamp
 
 model: .venv/demo.stamp
 	$(BIN)/python scripts/build_demo_model.py
+	$(BIN)/python scripts/build_demo_model.py tool
 
 clean:
 	rm -rf .venv

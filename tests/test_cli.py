@@ -19,37 +19,24 @@ from cohort.report.console import StepDisplay
 from cohort.rewards.mathematics import gsm8k
 from cohort.rollout import LocalEngine
 from tests.conftest import GSM8K, tiny_llama
+from tests.data.templates import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "gsm8k.toml"
 
 
-def byte_tokenizer(path):
-    """A tokenizer with one token per byte and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
-    fast.add_special_tokens({"additional_special_tokens": special[2:]})
-    fast.chat_template = (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    )
-    fast.save_pretrained(path)
-    return fast
+ROLES = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = byte_tokenizer(path)
-    tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(path)
+    path, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer(ROLES, bos=False)
+    tokenizer.save_pretrained(path)
+    shape = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
+    tiny_llama(**shape).save_pretrained(path)
     return path
 
 

@@ -1,6 +1,7 @@
 """``cohort generate``: what it samples, shows and writes, and what it refuses before the model is loaded."""
 
 import datetime
+import inspect
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from cohort.cli import main
 from cohort.config import DataConfig, ModelConfig, RolloutConfig
 from cohort.data import PromptSet
+from cohort.environments import Step
 from cohort.generate import run as run_module
 from cohort.generate.show import InOrder, TextStream, record, write_stdout
 from cohort.policy import load_policy, read_config
@@ -25,7 +27,9 @@ from cohort.rollout.trajectory import decode
 from cohort.runs import as_json
 from cohort.types import Completion, FinishReason, Group
 from tests.conftest import DEMO_MODEL
-from tests.test_cli import byte_tokenizer, model_folder  # noqa: F401  (a fixture)
+from tests.data.templates import byte_tokenizer
+from tests.environments import test_training as episodes
+from tests.test_cli import model_folder  # noqa: F401  (a fixture)
 
 MODEL = str(DEMO_MODEL)
 
@@ -356,8 +360,8 @@ def streamed(tokenizer, tokens):
     return pieces
 
 
-def test_a_stream_holds_back_parts_of_characters(tmp_path):
-    tokenizer = byte_tokenizer(tmp_path)
+def test_a_stream_holds_back_parts_of_characters():
+    tokenizer = byte_tokenizer(bos=False)
     tokens = tokenizer("a€b😀")["input_ids"]
     assert streamed(tokenizer, tokens) == ["a", "", "", "€", "b", "", "", "", "😀", ""]
     end = tokenizer.eos_token_id
@@ -403,3 +407,49 @@ def test_control_characters_are_not_sent_to_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
     write_stdout("\x1b[2Ja\tb\n")
     assert capsys.readouterr().out == "␛[2Ja\tb\n"
+
+
+class Countdown:
+    """An environment of three turns."""
+
+    def reset(self, start):
+        self.left = start
+        return f" Count down from {start}."
+
+    def step(self, text):
+        self.left -= 1
+        return Step(f"{self.left} left", reward=1.0, done=self.left == 0)
+
+
+def test_tools_and_environments(tmp_path, capsys):
+    """Random models are made to write a call or a digit."""
+    model, folder = episodes.model(), str(tmp_path / "model")
+    model.save_pretrained(folder)
+    episodes.FAMILY.tokenizer.save_pretrained(folder)
+    (tmp_path / "mine.py").write_text(inspect.getsource(episodes.add))
+    common = ["generate", folder, "--max-tokens", "200", "--quiet", "--n", "4", "--output", str(tmp_path / "out.jsonl")]
+    tool = ["--tools", f"{tmp_path}/mine.py:add", "calculator", "--regex", episodes.CALL, "--max-turns", "3"]
+    assert main([*common, "What is 2 plus 3?", *tool]) == 0
+    found = lines(tmp_path / "out.jsonl")
+    answers = [message for line in found for message in line["messages"] if message["role"] == "tool"]
+    assert answers
+    assert all(int(message["content"]) in range(19) for message in answers)
+    for line in found:
+        assert len(line["token_ids"]) == len(line["logps"])
+        assert (None in line["logps"]) == any(message["role"] == "tool" for message in line["messages"][:-1])
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Go.", "start": 3}\n')
+    environment = [
+        "--prompts",
+        str(tmp_path / "rows.jsonl"),
+        "--environment",
+        f"{__name__}:Countdown",
+        "--regex",
+        "[0-9]",
+    ]
+    assert main([*common, *environment, "--overwrite"]) == 0
+    for line in lines(tmp_path / "out.jsonl"):
+        assert [message["content"] for message in line["messages"][1::2]] == ["2 left", "1 left", "0 left"]
+        assert line["environment_reward"] == 3
+    assert main(["generate", folder, "x", "--tools", "nothing"]) == 2
+    assert "unknown tool 'nothing'" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_a_worker_is_another_process_with_one_thread_and_no_torch(tmp_path, monk
     ("function", "arguments", "message"),
     [
         (failing, {"key": "gold"}, r"raised KeyError: 'gold' \(test_workers.py, line \d+\)"),
-        (os._exit, {"status": 3}, r"died \(exit code 3\)"),
+        (os._exit, {"status": 3}, r"process \(exit code 3\)"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), {}, "killed by SIGKILL: out of memory"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), {}, "killed by SIGSEGV"),
         (double, {"x": (n for n in "ab")}, "arguments cannot be sent"),
@@ -150,7 +150,7 @@ def test_a_call_that_takes_too_long_or_crashes_is_killed_with_its_child_processe
 
     with Workers(1) as workers:
         before = workers.submit(os.getpid, {}).result()
-        with pytest.raises(CallFailed, match=r"took more than 2 s|died \(exit code 4\)") as raised:
+        with pytest.raises(CallFailed, match=r"took more than 2 s|process \(exit code 4\)") as raised:
             workers.submit(parent, {"path": str(tmp_path / "pid"), "ends": ends}, timeout=2.0).result()
         assert raised.value.timed_out is ("sleep" in ends)
         assert not alive(before)

@@ -11,7 +11,7 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
-from typing import TYPE_CHECKING, Annotated  # noqa: E402
+from typing import TYPE_CHECKING, Annotated, Literal  # noqa: E402
 
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError  # noqa: E402
 from cyclopts.token import Token  # noqa: E402
@@ -51,16 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command is generate:
             _refuse_unknown_options(tokens, bound.args[1:])
         return command(*bound.args, **bound.kwargs) or 0
-    except (CohortError, CycloptsError) as error:
-        print(f"cohort: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # Python flushes again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except OSError as error:  # the disk is full, a folder is gone: not a user error
+    except (CohortError, CycloptsError, OSError) as error:
         print(f"cohort: error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, OSError) else 2  # a full disk or a missing folder is not a user error
     except KeyboardInterrupt as interrupt:
         print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return 130
@@ -75,18 +72,28 @@ def _refuse_unknown_options(tokens: Sequence[str], prompts: Sequence[str]) -> No
             raise UnknownOptionError(token=Token(value=text, source="cli"), argument_collection=options, verbose=False)
 
 
-@app.command(sort_key=1)
-def demo(*, seed: int = 0, output_dir: Annotated[str | None, Parameter(metavar="FOLDER")] = None) -> None:
-    """Train a small model on column addition: about 90 seconds on two cores.
+@app.command(sort_key=1, usage="Usage: cohort demo [tool] [--seed N] [--output-dir FOLDER]")
+def demo(
+    task: Literal["addition", "tool"] = "addition",
+    /,
+    *,
+    seed: int = 0,
+    output_dir: Annotated[str | None, Parameter(metavar="FOLDER")] = None,
+) -> None:
+    """Train a small model on column addition, or on when to call a calculator: about 90 seconds on two cores.
 
     Args:
+        task: What it learns. [default: addition]
         seed: Seed of the run. [default: 0]
         output_dir: Run folder. [default: the next free runs/demo-NNN]
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # nothing is downloaded
-    from cohort.demo.run import run_demo
+    if task == "tool":
+        from cohort.demo.tool import run_tool_demo as run
+    else:
+        from cohort.demo.run import run_demo as run
 
-    run_demo(seed=seed, output_dir=output_dir, started=STARTED)
+    run(seed=seed, output_dir=output_dir, started=STARTED)
 
 
 @app.command(
@@ -187,10 +194,7 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
     "'cohort config' can be given as --section.key value. docs/evaluation.md explains the metrics.",
 )
 def evaluate(
-    model: str,
-    /,
-    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
-    flags: EvalFlags | None = None,
+    model: str, /, *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)], flags: EvalFlags | None = None
 ) -> int:
     """Evaluate a model on data, with confidence intervals, or compare two models.
 

@@ -26,9 +26,12 @@ def load_function(spec: str, *, what: str, error: type[CohortError] = ConfigErro
         error: the class of error to raise.
 
     Raises:
-        CohortError: of the given class: the module, file or function does not exist, or is not callable.
+        CohortError: of the given class: the spec has another form, or the module, file or function does not exist, or
+            is not callable.
     """
     source, _, name = spec.rpartition(":")
+    if not source:
+        raise error(f"unknown {what} {spec!r}: expected 'module:function' or 'file.py:function'")
     module = _load_file(source, what, error) if source.endswith(".py") else _load_module(source, what, error)
     function = getattr(module, name, None)
     if not callable(function):

@@ -11,6 +11,7 @@ from typing import Any
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, check_held_out, load_data, load_sets, prompt_loader
 from cohort.environments import Acting
+from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EpisodeError, ModelError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import Objective, try_user_functions
@@ -36,6 +37,10 @@ class GRPOTrainer:
         eval_dataset: rows for evaluation, or a dict of named sets of rows. None: ``data.eval``; if that is unset too,
             there is no evaluation.
         processing_class: the tokenizer. None: the tokenizer in the model's folder.
+        tools: tools that the policy may call, beside those of ``environment.tools``: typed functions with a docstring,
+            plain or ``async``, or names.
+        environment_factory: a class or function that makes the environment of each completion, or a dict of several by
+            name, of which a row's column ``environment`` chooses one. None: ``environment.factory``.
 
     Raises:
         CohortError: something is wrong that can be known before training. Checks run from cheap to expensive: data,
@@ -257,7 +262,7 @@ class GRPOTrainer:
         described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
         lines = [described]
         if self.acting:
-            lines += [self.acting.describe(), self._turn_format.bridge.describe()]
+            lines += [self.acting.describe(), self._turn_format.describe()]
         if self.evaluator:
             lines.append(self.evaluator.describe())
         return "\n".join(lines)
@@ -299,8 +304,9 @@ class GRPOTrainer:
                 "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
             )
         functions = config.reward.functions if given is None else given
+        listed = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
         return RewardRunner(
-            _reward_functions(functions or ("environment_reward" if of_environment else ())),
+            [as_reward_function(item) for item in reward_functions(self.acting, listed)],
             config.reward.weights,
             config.reward,
             per_token=objective.credit in ("process", "given"),
@@ -380,8 +386,3 @@ def _part_without_negative_rewards(objective: Objective) -> str | None:
     if isinstance(objective.scale, GroupMean):
         return "scale 'group_mean' (a negative mean inverts every sign)"
     return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None
-
-
-def _reward_functions(given: Any) -> list[RewardFunction]:
-    listed = [given] if callable(given) or isinstance(given, str) else list(given or ())
-    return [as_reward_function(item) for item in listed]

@@ -7,7 +7,7 @@ Axis letters are suffixes of tensor names everywhere:
     B  segments: the rows that the model reads. A sequence has one or more of them
     T  tokens of the segments, end to end: drawn by the policy, or given to it
     N  drawn tokens, flat, sequence by sequence: the axis of the objective
-    E  turns of the sequences, end to end; a completion without an episode is one turn
+    Y  turns of the sequences, end to end; a completion without an episode is one turn
     V  vocabulary          K  reward functions          M  mismatch rules          U  entries of supports (ragged)
 
 A worked example: two prompts and two completions each. The second completion of the first prompt called a tool: the
@@ -26,7 +26,7 @@ its history was rewritten after the first turn: it drew 5 and 6; its second segm
     ids_T      = [3, 1, 2, 7, 8, 40, 41, 9, 2, 5, 6, 50, 4]
     drawn_T    = [1, 1, 1, 1, 1,  0,  0, 1, 1, 1, 1,  0, 1]
     sequence_N = [0, 0, 0, 1, 1, 1, 2, 3, 3, 3]     which completion a drawn token belongs to
-    sequence_E = [0, 1, 1, 2, 3, 3]                 which completion a turn belongs to
+    sequence_Y = [0, 1, 1, 2, 3, 3]                 which completion a turn belongs to
     turn_N     = [0, 0, 0, 1, 1, 2, 3, 4, 4, 5]     which of these turns a drawn token belongs to
 
 Log-probs, entropies, advantages, coefficients and lengths are of drawn tokens, so they have axis N: no formula sees a
@@ -312,13 +312,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of sequences, end to end, on the CPU: axis E."""
+    """The turns of sequences, end to end, on the CPU: axis Y."""
 
-    sequence_E: Tensor
+    sequence_Y: Tensor
     """Sequence of each turn, in order."""
     turn_N: Tensor
-    """Turn (0..E-1) of each drawn token."""
-    rewards_E: Tensor
+    """Turn (0..Y-1) of each drawn token."""
+    rewards_Y: Tensor
     """The environment's reward for each turn, float64; 0 where it gave none."""
 
 

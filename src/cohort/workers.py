@@ -190,7 +190,7 @@ class _Process:
             succeeded, *answer = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             code = self.stop(wait=EXIT_SECONDS)
-            raise CallFailed(f"its worker process died ({_exit_reason(code)})") from None
+            raise CallFailed(f"lost its worker process ({_exit_reason(code)})") from None
         if not succeeded:
             raise CallFailed(*answer)
         result: bytes = answer[0]

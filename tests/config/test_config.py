@@ -194,7 +194,7 @@ def test_values_out_of_range(name):
         ({"min_completion_length": 257}, r"\(257\) must be at most rollout.max_completion_length \(256\)"),
         (
             {"min_completion_length": 9, "max_completion_length_eval": 8},
-            r"must be at most eval.max_completion_le.* \(8\)",
+            r"at most eval.max_completion_length_eval \(8\)",
         ),
         ({"regex": "a", "json_schema": "{}"}, "regex and rollout.json_schema exclude each other"),
         ({"json_schema": "{"}, "rollout.json_schema: expected a JSON schema, as JSON text"),
@@ -300,12 +300,7 @@ def test_written_settings_read_back_the_same(settings):
         {"preset": "dapo", "group_filter": None, "scale": None, "baseline": 0.5, "soft_overlong": None},
         {"trust_region": "rules.py:band"},
         {"kl": "k3_legacy", "beta": 0.04},
-        {
-            "data": {
-                "train": [{"path": "a.jsonl", "weight": 2}, "b.csv"],
-                "filter": {"pass rate": {"min": 0.1, "max": 1}},
-            }
-        },
+        {"train": [{"path": "a.jsonl", "weight": 2}, "b.csv"], "filter": {"pass rate": {"min": 0.1, "max": 1}}},
         {"data": {"eval": {"both": ["a.jsonl", {"path": "b.jsonl", "rows": 2}], "aime-24": Path("x")}}},
         {"data": {"eval": {"path": "a.jsonl", "rows": 3}}, "chat_template_kwargs": {"a": {"b": [1, 2.5, "x"]}}},
     ],

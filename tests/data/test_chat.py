@@ -14,6 +14,7 @@ USER = {"role": "user", "content": "1+1?"}
 TALK = [USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "And 2+2?"}]
 BEGUN = [USER, {"role": "assistant", "content": "The sum"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+NO_PROMPT = CHATML.split("\n{%- if add")[0]
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -89,22 +90,28 @@ OTHER_TOOL = {"type": "function", "function": {"name": "find", "parameters": {"t
 
 
 def prompts_with_tools(rows, tools, template=QWEN3, **settings):
-    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings), tools=tools)[:]
+    named = {tool["function"]["name"]: tool for tool in tools or []}
+
+    def tools_of(row):
+        if unknown := [name for name in row["tools"] or [] if name not in named]:
+            raise DataError(f"there is no tool {unknown[0]}")
+        return list(named.values()) if row["tools"] is None else [named[name] for name in row["tools"]]
+
+    tools_of = None if tools is None else tools_of
+    return PromptSet(rows, byte_tokenizer(template), DataConfig(**settings), tools=tools_of)[:]
 
 
 def test_every_conversation_has_the_tools_of_the_run():
     rows = [{"prompt": [USER], "tools": names} for names in (None, ["find"], '["find", "add"]', [])]
-    both, find, same, none = prompts_with_tools(
-        rows, [TOOL, OTHER_TOOL], chat_template_kwargs={"enable_thinking": False}
+    all_tools, find, same, none = prompts_with_tools(
+        rows, [TOOL, OTHER_TOOL], chat_template_kwargs={"enable_thinking": True}
     )
-    assert both.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(TOOL)}\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
-    assert find.text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(OTHER_TOOL)}\n<|im_end|>")
-    assert same.text == both.text.replace(
-        json.dumps(TOOL) + "\n" + json.dumps(OTHER_TOOL), json.dumps(OTHER_TOOL) + "\n" + json.dumps(TOOL)
-    )
-    assert none.text.startswith("<|im_start|>user")
-    assert find.template_arguments == {"enable_thinking": False, "tools": [OTHER_TOOL]}
-    assert none.template_arguments == {"enable_thinking": False}
+    head, first, second = "<|im_start|>system\nTools:\n", json.dumps(TOOL), json.dumps(OTHER_TOOL)
+    assert all_tools.text.startswith(f"{head}{first}\n{second}\n<|im_end|>")
+    assert find.text.startswith(f"{head}{second}\n<|im_end|>")
+    assert same.text.startswith(f"{head}{second}\n{first}\n<|im_end|>")
+    assert find.template_arguments == {"enable_thinking": True, "tools": [OTHER_TOOL]}
+    assert (none.text.startswith("<|im_start|>user"), none.template_arguments) == (True, {"enable_thinking": True})
 
 
 @pytest.mark.parametrize(
@@ -112,14 +119,9 @@ def test_every_conversation_has_the_tools_of_the_run():
     [
         ({"prompt": "1+1", "tools": []}, [TOOL], "row 0: the prompt is text; .* set data.format to 'chat'"),
         ({"prompt": "1+1"}, [], "row 0: the prompt is text; tools and environments need conversations"),
-        ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: column 'tools' names 'saw'; the run's tools are: add"),
-        ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw'; the run's tools are: none. Set environment.tools"),
-        ({"prompt": [USER], "tools": [TOOL]}, [TOOL], "row 0: column 'tools' must list names of the run's tools"),
-        (
-            {"prompt": [USER], "tools": [TOOL, "add"]},
-            [TOOL],
-            "must be a list of JSON schemas of functions, or of names",
-        ),
+        ({"prompt": [USER], "tools": ["saw"]}, [TOOL], "row 0: there is no tool saw"),
+        ({"prompt": [USER], "tools": ["saw"]}, None, "names 'saw', and the run has no tools: set environment.tools"),
+        ({"prompt": [USER], "tools": [TOOL, "add"]}, [TOOL], "must be a list of JSON schemas of functions, or of name"),
     ],
 )
 def test_rows_that_do_not_go_with_the_tools_of_the_run(row, tools, message):
@@ -184,13 +186,7 @@ def user(content):
 @pytest.mark.parametrize(
     ("template", "messages", "row", "settings", "message"),
     [
-        (
-            CHATML.split("\n{%- if add")[0],
-            TALK,
-            {},
-            {},
-            "the chat template writes no generation prompt: .* Set data.chat",
-        ),
+        (NO_PROMPT, TALK, {}, {}, "the chat template writes no generation prompt: .* Set data.chat_template"),
         ("{% if true %}Answer!{% endif %}", [USER], {}, {}, "the chat template does not show the messages"),
         (None, TALK, {}, {}, "no chat template: set data.format to 'text' for string prompts"),
         (MISTRAL, [{"role": "tool", "content": "x"}], {}, {}, "row 0: the chat template refused the messages: only us"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
 from cohort.data import DataCursor, LengthLimit, PromptSet, load_data, prompt_loader
-from cohort.data.load import Turns
+from cohort.data.load import Interleaving
 from cohort.data.loader import ReadPosition
 from cohort.data.order import Reached
 from cohort.data.streaming import StreamingLoader, buffer_shuffled
@@ -82,7 +82,7 @@ WEIGHTS = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=60), min_si
 @given(WEIGHTS, st.integers(1, 400))
 @settings(deadline=None, max_examples=50)
 def test_a_source_is_never_a_whole_prompt_away_from_its_share(weights, count):
-    turns = Turns(weights)
+    turns = Interleaving(weights)
     counts = [0] * len(weights)
     for position in range(count):
         source, before = turns.at(position)
@@ -95,12 +95,12 @@ def test_a_source_is_never_a_whole_prompt_away_from_its_share(weights, count):
 @given(WEIGHTS, st.integers(0, 10**12))
 @settings(deadline=None, max_examples=50)
 def test_turns_are_a_function_of_the_position(weights, position):
-    turns = Turns(weights)
+    turns = Interleaving(weights)
     period = sum(turns._weights)
     cycles, within = position // 3000, position % period % 3000  # early in its cycle: nothing long is computed
     source, count = turns.at(within + cycles * period)
-    assert (source, count) == Turns([7 * weight for weight in weights]).at(within + cycles * period)
-    assert (source, count - cycles * turns._weights[source]) == Turns(weights).at(within)
+    assert (source, count) == Interleaving([7 * weight for weight in weights]).at(within + cycles * period)
+    assert (source, count - cycles * turns._weights[source]) == Interleaving(weights).at(within)
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=2, max_size=4), st.integers(0, 3))

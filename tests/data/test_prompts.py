@@ -46,11 +46,7 @@ def test_conversations():
         ({"prompt": [{"text": "x"}]}, {}, "expected a list of messages with 'role' and 'content'"),
         ({"prompt": ["x"]}, {}, "expected a list of messages with 'role' and 'content'"),
         ({"prompt": MESSAGES}, {"format": "text"}, "set data.format to 'chat' or 'auto'"),
-        (
-            {"prompt": MESSAGES},
-            {},
-            "mixed: the prompt of .*, row 0 is a string, that of .*, row 1 a list of messages. Set",
-        ),
+        ({"prompt": MESSAGES}, {}, "mixed: the prompt of .*, row 0 is a string, that of .*, row 1 a list of messages"),
         ({"prompt": SYSTEM}, {"system_prompt": "be", "format": "chat"}, "row 1: has a system message of its own"),
         ({"prompt": "1"}, {"system_prompt": "be"}, "data.system_prompt needs chat format"),
         ({"prompt": "1"}, {"prompt_template": "{zzz}"}, "row 0: .* names column 'zzz'; the row has: prompt"),

@@ -12,6 +12,7 @@ or spaces among their added tokens, which are ordinary text.
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -242,3 +243,10 @@ FAMILIES = {
         ),
     )
 }
+
+
+def with_template(template: str) -> PreTrainedTokenizerFast:
+    """Qwen3's tokenizer with another template."""
+    tokenizer = copy.copy(FAMILIES["qwen3"].tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer

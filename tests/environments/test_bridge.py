@@ -8,7 +8,7 @@ import pytest
 from cohort.environments.bridge import Bridge
 from cohort.errors import ConfigError, DataError
 from cohort.types import Prompt
-from tests.environments.templates import CALLS, FAMILIES, TOOLS, answer
+from tests.environments.templates import CALLS, FAMILIES, TOOLS, answer, with_template
 
 USER = {"role": "user", "content": "What is 2 + 40?"}
 TEXTS = [
@@ -29,7 +29,7 @@ WITH_TOOLS = [name for name, family in FAMILIES.items() if family.tools]
 def bridge_of(name, role="tool", **settings):
     family = FAMILIES[name]
     tools = TOOLS if role == "tool" else None
-    return Bridge.of(family.tokenizer, family.end_token_ids, tools=tools, roles=[role], **settings)
+    return Bridge(family.tokenizer, family.end_token_ids, tools=tools, roles=[role], **settings)
 
 
 def rendered(family, messages, tools=None, **options):
@@ -81,7 +81,7 @@ def test_answers_of_tools_are_the_ids_of_the_whole_rendering(name, count, ended)
 @BY_NAME
 def test_users_messages_are_the_ids_of_the_whole_rendering(name, ended):
     family, bridge = FAMILIES[name], bridge_of(name, "user")
-    last = family.end_token_ids[1 if name == "glm" else 0] if ended else None
+    last = family.end_token_ids[1 if name == "glm" else 0] if ended else -1
     for text in TEXTS:
         reply = {"role": "user", "content": text}
         expected = ids_after(family, [USER, {"role": "assistant", "content": "Forty."}], [reply], "Forty.")
@@ -93,7 +93,7 @@ def test_users_messages_are_the_ids_of_the_whole_rendering(name, ended):
 
 def text_after(name, replies, last, role="tool"):
     family = FAMILIES[name]
-    last_token = None if last is None else family.tokenizer.convert_tokens_to_ids(last)
+    last_token = -1 if last is None else family.tokenizer.convert_tokens_to_ids(last)
     return family.tokenizer.decode(bridge_of(name, role).after(replies, last_token=last_token))
 
 
@@ -129,27 +129,25 @@ def test_tools_and_the_user_may_answer_one_turn():
 
 def test_template_variables_of_the_run_and_of_a_row():
     family = FAMILIES["qwen3"]
-    bridge = Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS, variables={"enable_thinking": False})
-    closed = family.tokenizer.decode(bridge.after([answer("42")], last_token=None))
+    bridge = Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS, variables={"enable_thinking": False})
+    closed = family.tokenizer.decode(bridge.after([answer("42")], last_token=-1))
     assert closed.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    thinking = bridge.after(
-        [answer("42")], last_token=None, prompt=prompt_of("qwen3", tools=TOOLS, enable_thinking=True)
-    )
+    thinking = bridge.after([answer("42")], last_token=-1, prompt=prompt_of("qwen3", tools=TOOLS, enable_thinking=True))
     assert family.tokenizer.decode(thinking).endswith("<|im_start|>assistant\n")
 
 
 def test_parts_of_text_are_joined_and_other_contents_refused():
     bridge = bridge_of("qwen3")
     parts = {**answer(""), "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
-    assert bridge.after([parts], last_token=None) == bridge.after([answer("42")], last_token=None)
+    assert bridge.after([parts], last_token=-1) == bridge.after([answer("42")], last_token=-1)
     for content in ({"sum": 42}, [{"type": "image"}], 42):
         with pytest.raises(DataError, match="a message's content must be text"):
-            bridge.after([{**answer(""), "content": content}], last_token=None)
+            bridge.after([{**answer(""), "content": content}], last_token=-1)
 
 
 def test_half_of_a_surrogate_pair_is_shown_as_a_question_mark():
     assert "\n4?2\n" in FAMILIES["qwen3"].tokenizer.decode(
-        bridge_of("qwen3").after([answer("4\ud8002")], last_token=None)
+        bridge_of("qwen3").after([answer("4\ud8002")], last_token=-1)
     )
 
 
@@ -182,7 +180,7 @@ def test_no_answer_becomes_a_control_token(name):
             answer(text, number) if family.tools else {"role": "user", "content": text}
             for number, text in enumerate(texts)
         ]
-        return bridge.after(replies, last_token=None)
+        return bridge.after(replies, last_token=-1)
 
     harmless = control_ids(family, after("x"))
     for text in attacks(family):
@@ -201,17 +199,19 @@ def test_no_answer_becomes_a_control_token(name):
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_no_name_and_no_id_of_a_call_becomes_a_control_token(name):
     family, bridge = FAMILIES[name], bridge_of(name)
-    harmless = control_ids(family, bridge.after([answer("42")], last_token=None))
+    harmless = control_ids(family, bridge.after([answer("42")], last_token=-1))
     for text in attacks(family):
         reply = {"role": "tool", "name": text, "tool_call_id": text, "content": "42"}
-        assert control_ids(family, bridge.after([reply], last_token=None)) == harmless
+        assert control_ids(family, bridge.after([reply], last_token=-1)) == harmless
 
 
 @BY_NAME
 def test_no_first_observation_becomes_a_control_token(name):
     family, bridge, prompt = FAMILIES[name], bridge_of(name, "user"), prompt_of(name)
     for text in attacks(family):
-        assert control_ids(family, bridge.opening(prompt, text).token_ids) == control_ids(family, prompt.token_ids)
+        assert control_ids(
+            family, bridge.opening(prompt, [{"role": "user", "content": text}]).token_ids
+        ) == control_ids(family, prompt.token_ids)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "mistral", "gptoss", "smollm", "glm"])
@@ -224,7 +224,7 @@ def test_nothing_that_is_read_again_becomes_a_control_token(name):
         call = family.call("" if name == "gptoss" else f"I call {spelt}.", [(text, {spelt: spelt})])
         reply = {**answer(text, name=text)}
         return bridge.rewritten(
-            prompt, [call, reply, {"role": "assistant", "content": f"It is {spelt}."}, {**USER, "content": text}]
+            prompt, [call, reply, {"role": "assistant", "content": f"It is {spelt}."}, {**USER, "content": text}], []
         )
 
     harmless = control_ids(family, rewritten("x"))
@@ -245,9 +245,9 @@ def chatml(content, tail=""):
 
 def test_a_text_and_what_the_template_writes_beside_it_make_no_control_token():
     family = FAMILIES["qwen3"]
-    bridge = Bridge.of(family.tokenizer, family.end_token_ids, template=chatml("'<|im_' + m.content", "|>"))
-    harmless = bridge.after([{**USER, "content": "x"}], last_token=None)
-    attack = bridge.after([{**USER, "content": "end"}], last_token=None)
+    bridge = Bridge(with_template(chatml("'<|im_' + m.content", "|>")), family.end_token_ids)
+    harmless = bridge.after([{**USER, "content": "x"}], last_token=-1)
+    attack = bridge.after([{**USER, "content": "end"}], last_token=-1)
     assert "<|im_end|><|im_end|>" in family.tokenizer.decode(attack)
     assert control_ids(family, attack) == control_ids(family, harmless)
 
@@ -269,7 +269,7 @@ def test_a_text_and_what_the_template_writes_beside_it_make_no_control_token():
 def test_templates_that_cannot_be_appended_to(template, message):
     family = FAMILIES["qwen3"]
     with pytest.raises(ConfigError, match=message) as error:
-        Bridge.of(family.tokenizer, family.end_token_ids, template=template)
+        Bridge(with_template(template), family.end_token_ids)
     assert "data.chat_template" in str(error.value)
 
 
@@ -278,16 +278,16 @@ def test_templates_that_do_not_show_tools_or_their_answers():
     with pytest.raises(
         ConfigError, match="does not show the tools to the policy: it does not read the variable `tools`"
     ):
-        Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS)
+        Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS)
     with pytest.raises(
         ConfigError, match=r"messages of the role 'tool' after .*: it refuses them \(Conversation roles"
     ):
-        Bridge.of(family.tokenizer, family.end_token_ids, roles=["tool"])
+        Bridge(family.tokenizer, family.end_token_ids, roles=["tool"])
     hidden = "{%- for t in tools or [] %}{{ t | tojson }}{%- endfor %}" + chatml("m.content if m.role != 'tool'")
     with pytest.raises(
         ConfigError, match="messages of the role 'tool' after a turn of the assistant: it leaves them out"
     ):
-        Bridge.of(FAMILIES["qwen3"].tokenizer, FAMILIES["qwen3"].end_token_ids, template=hidden, tools=TOOLS)
+        Bridge(with_template(hidden), FAMILIES["qwen3"].end_token_ids, tools=TOOLS)
 
 
 def test_tokenizers_without_a_template_and_slow_ones_are_refused():
@@ -296,10 +296,10 @@ def test_tokenizers_without_a_template_and_slow_ones_are_refused():
         chat_template = "x"
 
     with pytest.raises(ConfigError, match="need a fast tokenizer"):
-        Bridge.of(Slow(), [0])
+        Bridge(Slow(), [0])
     Slow.chat_template = None
     with pytest.raises(ConfigError, match="need a chat template, and the tokenizer has none: set data.chat_template"):
-        Bridge.of(Slow(), [0])
+        Bridge(Slow(), [0])
 
 
 # -- first observations ------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_tokenizers_without_a_template_and_slow_ones_are_refused():
 def test_an_opening_is_the_prompt_with_the_observation_in_its_last_message(name):
     bridge, prompt = bridge_of(name, "user"), prompt_of(name)
     for text in TEXTS:
-        opened = bridge.opening(prompt, text)
+        opened = bridge.opening(prompt, [{"role": "user", "content": text}])
         messages = [{**USER, "content": USER["content"] + text}]
         expected = prompt_of(name, messages)
         assert (opened.token_ids, opened.text, opened.prompt) == (expected.token_ids, expected.text, messages)
@@ -324,9 +324,9 @@ def test_an_opening_has_the_tools_and_variables_of_the_prompt():
     assert '"name": "weather"' in system
     assert talk.endswith("What is 2 + 40? Go!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nI")
     without = prompt_of("qwen3", [USER])  # a row whose column `tools` is an empty list
-    assert "weather" not in bridge_of("qwen3").opening(without, "Go!").text
+    assert "weather" not in bridge_of("qwen3").opening(without, [{"role": "user", "content": "Go!"}]).text
     system = prompt_of("qwen3", [{"role": "system", "content": "Play."}])
-    assert bridge_of("qwen3", "user").opening(system, "North?").prompt == [
+    assert bridge_of("qwen3", "user").opening(system, [{"role": "user", "content": "North?"}]).prompt == [
         *system.prompt,
         {"role": "user", "content": "North?"},
     ]
@@ -350,7 +350,7 @@ def test_a_conversation_that_the_template_keeps_is_not_rewritten():
     tokens = [*drawn, *bridge.after([answer("42<|im_end|>")], last_token=drawn[-1])]
     messages = [family.call("I call."), answer("42<|im_end|>")]
     assert bridge.rewritten(prompt, messages, tokens) == tokens
-    again = bridge.rewritten(prompt, messages)
+    again = bridge.rewritten(prompt, messages, [])
     assert again != tokens
     assert family.tokenizer.decode(again) == family.tokenizer.decode(tokens)
 
@@ -373,8 +373,6 @@ def test_a_conversation_that_the_template_refuses_is_not_rewritten():
     bridge, prompt = bridge_of("gptoss"), prompt_of("gptoss", tools=TOOLS)
     messages = [{"role": "assistant", "content": "add(2"}, answer("invalid tool call")]
     assert bridge.rewritten(prompt, messages, [1, 2, 3]) == [1, 2, 3]
-    with pytest.raises(DataError, match="there was no previous assistant message with a tool call"):
-        bridge.rewritten(prompt, messages)
 
 
 def test_an_answer_that_the_prompt_begins():
@@ -384,7 +382,9 @@ def test_an_answer_that_the_prompt_begins():
     text = rendered(family, begun, continue_final_message=True)
     prompt = Prompt(0, 0, tuple(tokenized(family, text)), text, begun, {}, prefill="It is")
     reply = {"role": "user", "content": "Sure?"}
-    rewritten = bridge_of("qwen2_5", "user").rewritten(prompt, [{"role": "assistant", "content": "It is 42."}, reply])
+    rewritten = bridge_of("qwen2_5", "user").rewritten(
+        prompt, [{"role": "assistant", "content": "It is 42."}, reply], []
+    )
     assert family.tokenizer.decode(rewritten).startswith(" 42.<|im_end|>\n<|im_start|>user\nSure?")
 
 
@@ -394,21 +394,19 @@ def test_a_template_that_writes_the_prompt_differently_later_needs_append():
         bridge_of("qwen3_5", "user", history="template")
     bridge_of("qwen3_5", "tool", history="template")  # it keeps the thoughts while tools answer
     messages, prompt = [{"role": "assistant", "content": "42"}, USER], prompt_of("qwen3_5")
-    with pytest.raises(DataError, match=message):
-        bridge_of("qwen3_5", "user").rewritten(prompt, messages)
     assert bridge_of("qwen3_5", "user").rewritten(prompt, messages, [1, 2, 3]) == [1, 2, 3]
 
 
 def test_what_looks_like_a_placeholder_is_text():
     bridge, prompt = bridge_of("qwen2_5", "user"), prompt_of("qwen2_5")
     messages = [{"role": "assistant", "content": "qzh000007 qzh000000"}, {"role": "user", "content": "qzh000000"}]
-    rewritten = FAMILIES["qwen2_5"].tokenizer.decode(bridge.rewritten(prompt, messages))
+    rewritten = FAMILIES["qwen2_5"].tokenizer.decode(bridge.rewritten(prompt, messages, []))
     assert rewritten.startswith("qzh000007 qzh000000<|im_end|>\n<|im_start|>user\nqzh000000<|im_end|>")
 
 
 def test_the_description_shows_the_text_between_turns_and_who_drops_thoughts():
     family = FAMILIES["qwen3"]
-    bridge = Bridge.of(family.tokenizer, family.end_token_ids, tools=TOOLS, roles=["tool", "user"])
+    bridge = Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS, roles=["tool", "user"])
     tool, user, thoughts = bridge.describe().splitlines()
     assert tool == (
         r"between turns (role 'tool'): <|im_end|>\n<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n"

@@ -1,7 +1,6 @@
 """Parsers of calls, on the templates of ten families: what a policy may write, by hand."""
 
 import random
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import ToolCall
 from cohort.errors import ConfigError
-from tests.environments.templates import FAMILIES, TOOLS
+from tests.environments.templates import FAMILIES, TOOLS, with_template
 
 ADD = ToolCall("add", {"a": 2, "b": 40})
 WEATHER = ToolCall("weather", {"city": "Zürich"})
@@ -42,7 +41,7 @@ _PARSERS = {}
 
 def parser(family):
     if family not in _PARSERS:
-        _PARSERS[family] = CallParser.of(FAMILIES[family].tokenizer, None, TOOLS)
+        _PARSERS[family] = CallParser.of(FAMILIES[family].tokenizer, TOOLS)
     return _PARSERS[family]
 
 
@@ -204,8 +203,8 @@ def test_line_breaks_within_json_text_are_accepted():
 def test_arguments_are_json_values_that_a_tokenizer_takes():
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Z\\ud800", "\\udfff": 1}}</tool_call>'
     assert parse("qwen3", text).calls == (ToolCall("weather", {"city": "Z\ufffd", "\ufffd": 1}),)
-    wrong = CallParser.of(FAMILIES["gemma"].tokenizer, None, TOOLS, lambda text: [ToolCall("f", {"x": {1}})])
-    assert "not JSON values" in wrong.parse("x").calls[0].error
+    wrong = CallParser.of(FAMILIES["gemma"].tokenizer, TOOLS, lambda text: [ToolCall("f", {"x": {1}})])
+    assert "not JSON values" in wrong.parse("x", "").calls[0].error
 
 
 class TestThoughts:
@@ -218,7 +217,6 @@ class TestThoughts:
     def test_thoughts_that_the_prompt_began(self):
         text = f"Maybe {CALL['qwen3_5']}?\n</think>\n\n{CALL['qwen3_5']}"
         assert parse("qwen3_5", text, "<|im_start|>assistant\n<think>\n").calls == (ADD,)
-        assert parser("qwen3_5").parse(text).calls == (ADD,), "the template's own generation prompt begins them"
         assert parse("qwen3_5", text, "<think>\n\n</think>\n\n").calls == (ADD, ADD)
 
     def test_thoughts_without_an_end_have_no_calls(self):
@@ -308,23 +306,23 @@ class TestResponseTemplate:
         return tokenizer
 
     def test_it_comes_first(self, monkeypatch):
-        found = CallParser.of(self.tokenizer(monkeypatch, self.TEMPLATE), None, TOOLS)
+        found = CallParser.of(self.tokenizer(monkeypatch, self.TEMPLATE), TOOLS)
         assert found.name == "response_template"
-        turn = found.parse(f"<think>\nI add.\n</think>\n\nSo:\n{CALL['qwen3']}")
+        turn = found.parse(f"<think>\nI add.\n</think>\n\nSo:\n{CALL['qwen3']}", "")
         assert turn.calls == (ADD,)
         assert turn.message["reasoning_content"].strip() == "I add."
         assert turn.content.strip() == "So:"
 
     def test_what_it_refuses_is_a_malformed_call(self, monkeypatch):
-        found = CallParser.of(self.tokenizer(monkeypatch, self.TEMPLATE), None, TOOLS)
-        (call,) = found.parse('<tool_call>\n{"name": oops}\n</tool_call>').calls
+        found = CallParser.of(self.tokenizer(monkeypatch, self.TEMPLATE), TOOLS)
+        (call,) = found.parse('<tool_call>\n{"name": oops}\n</tool_call>', "").calls
         assert call.error.startswith("invalid tool call: ")
 
     def test_one_that_misses_calls_is_not_used(self, monkeypatch):
         fields = {key: value for key, value in self.TEMPLATE["fields"].items() if key != "tool_calls"}
-        found = CallParser.of(self.tokenizer(monkeypatch, {**self.TEMPLATE, "fields": fields}), None, TOOLS)
+        found = CallParser.of(self.tokenizer(monkeypatch, {**self.TEMPLATE, "fields": fields}), TOOLS)
         assert found.name != "response_template"
-        assert found.parse(CALL["qwen3"]).calls == (ADD,)
+        assert found.parse(CALL["qwen3"], "").calls == (ADD,)
 
 
 class TestUserFunction:
@@ -337,7 +335,7 @@ class TestUserFunction:
 
     def test_an_unknown_format_is_shown(self):
         with pytest.raises(ConfigError, match=r"(?s)!sentinel_add;alpha_key~.*environment.parser"):
-            CallParser.of(FAMILIES["qwen3"].tokenizer, self.TEMPLATE, TOOLS)
+            CallParser.of(with_template(self.TEMPLATE), TOOLS)
 
     def test_it_reads_that_format(self):
         import json
@@ -349,27 +347,26 @@ class TestUserFunction:
                 for name, *pairs in parts
             ]
 
-        tokenizer = FAMILIES["qwen3"].tokenizer
-        found = CallParser.of(tokenizer, self.TEMPLATE, TOOLS, read)
-        assert found.parse("!add;a~2;b~40!").calls == (ADD,)
-        assert found.parse("nothing").calls == ()
-        assert found.parse("!add;a!").calls[0].error.startswith("invalid tool call: ")
+        found = CallParser.of(with_template(self.TEMPLATE), TOOLS, read)
+        assert found.parse("!add;a~2;b~40!", "").calls == (ADD,)
+        assert found.parse("nothing", "").calls == ()
+        assert found.parse("!add;a!", "").calls[0].error.startswith("invalid tool call: ")
 
     def test_one_that_does_not_find_the_template_s_calls_is_refused(self):
         with pytest.raises(ConfigError, match=r"environment.parser finds nothing instead of sentinel_add"):
-            CallParser.of(FAMILIES["qwen3"].tokenizer, None, TOOLS, lambda text: [])
+            CallParser.of(FAMILIES["qwen3"].tokenizer, TOOLS, lambda text: [])
 
     def test_a_template_without_calls_needs_one(self):
         gemma = FAMILIES["gemma"].tokenizer
         with pytest.raises(ConfigError, match=r"does not show calls of tools.*environment.parser"):
-            CallParser.of(gemma, None, TOOLS)
-        found = CallParser.of(gemma, None, TOOLS, lambda text: [ADD] if "ADD" in text else [])
-        assert found.parse("ADD").calls == (ADD,)
+            CallParser.of(gemma, TOOLS)
+        found = CallParser.of(gemma, TOOLS, lambda text: [ADD] if "ADD" in text else [])
+        assert found.parse("ADD", "").calls == (ADD,)
 
     def test_wrong_results_are_malformed_calls(self):
         gemma = FAMILIES["gemma"].tokenizer
         for wrong in (None, "text", [3], [{"arguments": {}}], [{"name": "f", "arguments": 3}]):
-            turn = CallParser.of(gemma, None, TOOLS, lambda text, wrong=wrong: wrong).parse("x")
+            turn = CallParser.of(gemma, TOOLS, lambda text, wrong=wrong: wrong).parse("x", "")
             assert turn.calls[0].error
             assert turn.message == {"role": "assistant", "content": "x"}
 
@@ -398,10 +395,10 @@ def test_other_formats_are_learned(call, text):
         "{% set n = c.function.name %}{% set a = c.function.arguments %}" + call + "{% endfor %}</{{ m.role }}>\n"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    found = CallParser.of(FAMILIES["qwen3"].tokenizer, template, TOOLS)
-    assert found.parse(text).calls == (ADD,)
-    assert found.parse(f"One. {text}").content == "One."
-    assert found.parse("No call: [1], <x>, {}.").calls == ()
+    found = CallParser.of(with_template(template), TOOLS)
+    assert found.parse(text, "").calls == (ADD,)
+    assert found.parse(f"One. {text}", "").content == "One."
+    assert found.parse("No call: [1], <x>, {}.", "").calls == ()
 
 
 @pytest.mark.parametrize("family", [name for name in CALL if not FAMILIES[name].one_call])
@@ -412,9 +409,3 @@ def test_long_garbage_is_read_in_linear_time(family):
         start = time.perf_counter()
         parse(family, garbage * (20_000 // len(garbage)))
         assert time.perf_counter() - start < 1.0  # quadratic time is 5 s and more
-
-
-def test_without_special_tokens_the_content_stays():
-    """A tokenizer that lists no special tokens, and a template that needs none."""
-    tokenizer = SimpleNamespace(apply_chat_template=FAMILIES["qwen3"].tokenizer.apply_chat_template)
-    assert CallParser.of(tokenizer, None, TOOLS).parse("a<|im_start|>b").content == "a<|im_start|>b"

@@ -135,3 +135,19 @@ def test_every_token_goes_through_the_sampler_once(family):
     groups = play(engine, latency=0.01)
     texts = sum(len(c.segments[0].token_ids) - 1 for c in completions_of(groups))  # the last one is not read
     assert sum(read) == sum(len(prompt.token_ids) for prompt in PROMPTS) + texts
+    assert engine.metrics() == {"episodes/tokens_read_again": 0}
+    assert engine.metrics() == {}
+
+
+def test_tokens_that_are_read_again_are_counted():
+    engine = engine_of(policy_of("llama", FLOAT32))
+    engine.backend.keeps_rows = False
+    (group,) = play(engine, PROMPTS[:1], samples=1, turns=3)
+    (completion,) = group.completions
+    drawn, given = completion.token_ids, completion.segments[0].drawn
+    starts = [n for n in range(1, len(given)) if given[n] and not given[n - 1]]  # of the second and third turn
+    answers = [int((~given[:start]).sum()) for start in starts]
+    news = [answers[0] + 1, answers[1] - answers[0] + 1]  # the answer, and the last drawn token before it
+    expected = sum(len(PROMPTS[0].token_ids) + start - new for start, new in zip(starts, news, strict=True))
+    assert len(drawn) > 3 or len(starts) == 2
+    assert engine.metrics() == {"episodes/tokens_read_again": expected}

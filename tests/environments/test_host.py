@@ -148,7 +148,9 @@ def test_environments_that_hang_or_die(place, plan, host, log):
     if plan[0] == "ok":
         assert other.result(30).messages  # both live in the one worker
         failing = here.answer(0, turn("x"))
-    message = "World.* died .killed by SIGKILL" if plan[-1] == "die" else "World.* took more than 1 s"
+    message = (
+        "World.* lost its worker process .killed by SIGKILL" if plan[-1] == "die" else "World.* took more than 1 s"
+    )
     with pytest.raises(EpisodeFailed, match=message):
         failing.result(30)
     assert here.end(0).result(30) == Ended()
@@ -241,7 +243,7 @@ def test_tools_that_hang_or_die_are_repeated_and_then_an_observation(host, tmp_p
 
     assert outcome("a", 1, "die") == ("after 1", 0)
     assert outcome("b", 1, "hang") == ("after 1", 0)
-    assert outcome("c", 9, "die") == ("Error: its worker process died (exit code 3)", 1)
+    assert outcome("c", 9, "die") == ("Error: lost its worker process (exit code 3)", 1)
     assert (tmp_path / "c").read_text() == "xx"
     assert outcome("d", 9, "hang") == ("Error: took more than 1 s", 1)
 

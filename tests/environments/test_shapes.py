@@ -25,6 +25,9 @@ class Gym:
         raise AssertionError
 
 
+GYM = Gym()
+
+
 class Untyped:
     def reset(self): ...
 
@@ -40,7 +43,7 @@ def test_shapes_are_recognised_from_classes_and_functions(tmp_path):
     assert not log.exists()  # a class is not made to be inspected
     made = recognise(lambda: AsyncWorld(log))
     assert (made.name, made.steps, made.is_async) == ("AsyncWorld", True, True)
-    assert [line.split()[0] for line in log.read_text().splitlines()] == ["made", "closed"]
+    assert sorted(line.split()[0] for line in log.read_text().splitlines()) == ["closed", "closed", "made", "made"]
     assert not recognise(Gym).tools
 
 
@@ -64,7 +67,7 @@ def test_a_probe_with_an_async_close_is_closed_also_in_a_notebook():
         return recognise(lambda: Made())
 
     assert asyncio.run(notebook()).is_async
-    assert len(closed) == 1
+    assert len(closed) == 2
 
 
 def test_a_probe_that_cannot_be_closed_is_refused():
@@ -88,6 +91,9 @@ def test_a_probe_that_cannot_be_closed_is_refused():
         ),
         (World, r"World must be made without arguments \(missing a required argument: 'log'\)"),
         (Gym(), "a class or a function that makes .* got an object of the class Gym"),
+        (lambda: GYM, "factory <lambda> returned the same object twice: each completion needs its own"),
+        (lambda: None, "NoneType has no method reset"),
+        ("Game", "unknown environment 'Game': expected 'module:function' or 'file.py:function'"),
         (lambda: 1 / 0, r"factory <lambda> raised ZeroDivisionError: division by zero \(test_shapes"),
         (Untyped, r"Untyped: its public methods are tools .* underscore\. .*'where' has no type hint"),
         ("nowhere.py:Game", "no environment file nowhere.py"),
@@ -130,7 +136,21 @@ def test_arguments_of_reset():
 
     assert recognise(All).arguments(row, 7) == row
     with pytest.raises(DataError, match=r"World.reset needs the column 'plan'; the data has prompt, options\."):
-        recognise(functools.partial(World, "")).arguments(row, 7)
+        choose(find_environments(functools.partial(World, "")), row)
+
+
+def test_an_episode_without_any_reward_has_the_sum_if_the_environment_answers_turns():
+    """Such as one that ended before its first `step`: unscored, it would be missing in its group's mean."""
+
+    def ended(environment, steps):
+        run_plain(perform, environment, steps, -1, "reset", {})
+        found = run_plain(perform, environment, steps, -1, "get_reward", {})
+        run_plain(perform, environment, steps, -1, "close", {})
+        return found.reward
+
+    assert ended(Gym, steps=True) == 0.0
+    assert ended(Desk, steps=False) is not None
+    assert ended(type("Silent", (), {"reset": lambda self: None}), steps=False) is None
 
 
 def answer_of(returned, method="step", steps=True):

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohort import GRPOConfig, GRPOTrainer
+from cohort.cli import main
 from cohort.environments import Step
-from cohort.errors import ConfigError, EpisodeError
+from cohort.errors import ConfigError, DataError, EpisodeError
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
 
@@ -206,6 +207,11 @@ class Nothing:
         pass
 
 
+class Absent(Count):
+    def reset(self, budget):
+        return ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -216,16 +222,52 @@ class Nothing:
         ({"environment_factory": Count, "max_environments": 2}, "must be at least the 3 completions of a prompt"),
         ({"factory": f"{__name__}:Count", "credit": "process"}, "'process' is biased"),
         ({"environment_factory": Count, "credit": "process"}, "'process' is biased"),
+        (
+            {"environment_factory": Absent},
+            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer",
+        ),
+        ({"reward_funcs": "environment_reward", "tools": [add]}, "needs an environment that gives rewards"),
+        ({"reward_funcs": "environment_reward"}, "needs an environment that gives rewards"),
+        ({"environment_factory": Count, "history": "full"}, "expected 'append', 'template', .* got 'full'"),
     ],
-    ids=["hints", "names", "no step", "no turns", "few environments", "process", "process in Python"],
+    ids=[
+        *("hints", "names", "no step", "no turns", "few environments", "process", "process in Python", "column"),
+        *("no rewards of tools", "no rewards", "history"),
+    ],
 )
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr("cohort.trainer.load_policy", None)
-    with pytest.raises(ConfigError, match=message):
-        trainer(tmp_path / "run", few_calls, **arguments)
+    with pytest.raises((ConfigError, DataError), match=message):
+        trainer(tmp_path / "run", **{"reward_funcs": few_calls} | arguments)
+
+
+class Picky(Count):
+    def reset(self, difficulty):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (Picky, "row 0: .*reset needs .*difficulty"),
+        ({"one": Count}, "row 0: the column 'environment' must name one of one"),
+    ],
+)
+def test_rows_that_an_environment_cannot_begin_with_are_refused(tmp_path, monkeypatch, factory, message):
+    monkeypatch.setattr("cohort.trainer.load_policy", None)
+    with pytest.raises(DataError, match=message):
+        trainer(tmp_path / "run", environment_factory=factory)
 
 
 def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.trainer.load_policy", None)
     with pytest.raises(ConfigError, match="template"):
         trainer(tmp_path / "run", few_calls, [add], chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def test_eval_of_a_run_scores_with_the_environment(tmp_path, capsys):
+    trainer(tmp_path / "run", factory=f"{__name__}:Count", regex="[0-9]").train()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    arguments = ["--data", f"{tmp_path}/rows.jsonl", "--n", "2", "--json", f"{tmp_path}/found.json"]
+    assert main(["eval", str(tmp_path / "run"), *arguments]) == 0, capsys.readouterr().err
+    assert "environment_reward" in (tmp_path / "found.json").read_text()

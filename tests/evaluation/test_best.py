@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -107,9 +108,8 @@ def test_metrics_that_evaluations_log(metric, sets, message):
 def test_the_best_model_is_kept_and_resumes(demo_tokenizer, tmp_path, capsys):
     settings = {"eval_rows": ROWS[:8], "eval_steps": 1, "save_steps": 1, "max_steps": 4, "progress": True}
     settings |= {"metric_for_best_model": METRIC, "early_stopping_patience": 3, "num_generations_eval": 2}
-    straight, resumed = straight_and_resumed(
-        lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=3
-    )
+    make = partial(make_trainer, demo_tokenizer, **settings)
+    straight, resumed = straight_and_resumed(make, tmp_path, stop=3)
     values = [line[METRIC] for line in metrics_of(tmp_path / "straight")]
     step = values.index(max(values))
     assert step > 0  # the run learns something

@@ -244,7 +244,7 @@ def test_text_that_is_not_utf8_is_escaped(demo_tokenizer):
             ROWS[:3],
             {"max_completion_length_eval": 500},
             DataError,
-            r"eval.max_completion_length_eval \(500\) leaves no",
+            r"max_completion_length_eval \(500\) leaves no room",
         ),
         (ROWS[:3], {"pass_function": "math"}, ConfigError, "'math', but the reward functions are digits_reward"),
     ],
@@ -263,9 +263,8 @@ def test_the_line_of_an_evaluation():
     metrics = {}
     for name, mean in (("reward", 0.5), ("rewards/math", 0.25), ("pass@1", 0.5), ("length", 9.0), ("cut_share", 0.1)):
         metrics |= {f"eval/{name}/mean": mean, f"eval/{name}/low": mean - 0.1, f"eval/{name}/high": None}
-    assert evaluation_line(metrics | {"eval/errors": 0}, "after step 3") == (
-        "evaluation after step 3: reward 0.500 (0.400 to none), math 0.250 (0.150 to none), pass@1 0.500 (0.400 to none)"
-    )
+    line = "reward 0.500 (0.400 to none), math 0.250 (0.150 to none), pass@1 0.500 (0.400 to none)"
+    assert evaluation_line(metrics | {"eval/errors": 0}, "after step 3") == f"evaluation after step 3: {line}"
 
 
 def test_the_description_includes_the_evaluation(demo_tokenizer, tmp_path):

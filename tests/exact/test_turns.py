@@ -68,8 +68,8 @@ def environment(request, seed):
 
 def test_turns_are_those_of_the_trajectories(environment):
     turns = environment.turns()
-    assert turns.sequence_E[turns.turn_N].equal(environment.batch.sequence_N)
-    per_sequence = segment_sum(turns.rewards_E, turns.sequence_E, environment.batch.count * environment.batch.size)
+    assert turns.sequence_Y[turns.turn_N].equal(environment.batch.sequence_N)
+    per_sequence = segment_sum(turns.rewards_Y, turns.sequence_Y, environment.batch.count * environment.batch.size)
     final_S = (environment.returns_Q - environment.final_Q)[environment.batch.members_RG].flatten()
     assert_same(per_sequence, final_S)
 
@@ -94,7 +94,7 @@ def test_what_is_earned_may_stay_at_the_end(environment):
     # Of a reward that is not split into turns, or not wholly, the rest counts in the last turn.
     turns = environment.turns()
     for share in (0.0, 0.5):
-        partly = Turns(turns.sequence_E, turns.turn_N, share * turns.rewards_E)
+        partly = Turns(turns.sequence_Y, turns.turn_N, share * turns.rewards_Y)
         assert_same(environment.ascent(BY_TURNS, turns=partly), environment.true)
 
 
@@ -104,21 +104,21 @@ def test_what_is_earned_may_stay_at_the_end(environment):
 def rewards_of_turns(environment):
     """The environment's reward of every turn, that of the last with the final one; their turn within the trajectory."""
     turns, batch = environment.turns(), environment.batch
-    last_E = torch.ones_like(turns.sequence_E, dtype=torch.bool)
-    last_E[:-1] = turns.sequence_E[1:] != turns.sequence_E[:-1]
+    last_Y = torch.ones_like(turns.sequence_Y, dtype=torch.bool)
+    last_Y[:-1] = turns.sequence_Y[1:] != turns.sequence_Y[:-1]
     final_S = environment.final_Q[batch.members_RG].flatten()
     ends_N = ~environment.rewards_L[batch.place_N].isnan()
-    return turns, turns.rewards_E + last_E * final_S[turns.sequence_E], environment.turn_L[batch.place_N][ends_N]
+    return turns, turns.rewards_Y + last_Y * final_S[turns.sequence_Y], environment.turn_L[batch.place_N][ends_N]
 
 
-def centred(environment, values_E, index_E, *, leave_one_out):
+def centred(environment, values_Y, index_Y, *, leave_one_out):
     """Values less the mean of those that the group's trajectories have at the same turn."""
     turns, batch = environment.turns(), environment.batch
-    statistics = group_statistics(values_E, batch.group_S[turns.sequence_E] * 10 + index_E)
-    count_E, mean_E = statistics.count_P[statistics.index_S], statistics.mean_P[statistics.index_S]
+    statistics = group_statistics(values_Y, batch.group_S[turns.sequence_Y] * 10 + index_Y)
+    count_Y, mean_Y = statistics.count_P[statistics.index_S], statistics.mean_P[statistics.index_S]
     if not leave_one_out:
-        return values_E - mean_E
-    return torch.where(count_E > 1, (values_E - mean_E) * count_E / (count_E - 1), values_E)
+        return values_Y - mean_Y
+    return torch.where(count_Y > 1, (values_Y - mean_Y) * count_Y / (count_Y - 1), values_Y)
 
 
 def assert_biased(ascent, true):
@@ -129,29 +129,29 @@ def assert_biased(ascent, true):
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
 def test_rewards_centred_turn_by_turn_are_biased(environment, leave_one_out):
-    turns, rewards_E, index_E = rewards_of_turns(environment)
-    centred_E = centred(environment, rewards_E, index_E, leave_one_out=leave_one_out)
-    ascent = environment.ascent_of(suffix_sums(centred_E, turns.sequence_E)[turns.turn_N])
+    turns, rewards_Y, index_Y = rewards_of_turns(environment)
+    centred_Y = centred(environment, rewards_Y, index_Y, leave_one_out=leave_one_out)
+    ascent = environment.ascent_of(suffix_sums(centred_Y, turns.sequence_Y)[turns.turn_N])
     assert_biased(ascent, environment.true)
 
 
 def test_a_mean_of_returns_that_counts_the_trajectory_itself_is_biased(environment):
     # How many reached a turn depends on the trajectory's own actions, so the bias is no common factor.
-    turns, rewards_E, index_E = rewards_of_turns(environment)
-    returns_E = suffix_sums(rewards_E, turns.sequence_E)
-    ascent = environment.ascent_of(centred(environment, returns_E, index_E, leave_one_out=False)[turns.turn_N])
+    turns, rewards_Y, index_Y = rewards_of_turns(environment)
+    returns_Y = suffix_sums(rewards_Y, turns.sequence_Y)
+    ascent = environment.ascent_of(centred(environment, returns_Y, index_Y, leave_one_out=False)[turns.turn_N])
     assert_biased(ascent, environment.true)
-    same = environment.ascent_of(centred(environment, returns_E, index_E, leave_one_out=True)[turns.turn_N])
+    same = environment.ascent_of(centred(environment, returns_Y, index_Y, leave_one_out=True)[turns.turn_N])
     assert_same(same, environment.true)  # the test's own formula of what is offered
 
 
 def test_process_credit_is_biased(environment):
-    _, rewards_E, _ = rewards_of_turns(environment)
+    _, rewards_Y, _ = rewards_of_turns(environment)
     process = PLAIN.replace(baseline="group_mean", credit="process")
     # Per token of the tree: the last turn's reward has the final one in it.
     rewards_L = environment.rewards_L.clone()
     lengths_Q = environment.tree.lengths_Q
     rewards_L[lengths_Q.cumsum(0) - 1] += environment.final_Q
-    assert_same(rewards_L[environment.batch.place_N].nan_to_num(nan=0.0).sum(), rewards_E.sum())
+    assert_same(rewards_L[environment.batch.place_N].nan_to_num(nan=0.0).sum(), rewards_Y.sum())
     ascent = environment.ascent(process, token_rewards_L=rewards_L)
     assert_biased(ascent, environment.true)

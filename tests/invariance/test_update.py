@@ -91,16 +91,6 @@ def test_a_kl_and_an_entropy_over_the_vocabulary_equal_autograd(float64_policy):
         torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)
 
 
-def test_the_entropy_threshold_is_that_of_the_minibatch(float64_policy):
-    """In microbatches of one completion, a threshold per microbatch would keep tokens of every completion."""
-    objective = PAPER.replace(beta=0.0, top_entropy=0.2)
-    batch = batch_for(float64_policy, objective)
-    _, result = gradient(float64_policy, batch, objective, 1)
-    low = result.statistics.sums["cause_low_entropy"] + result.statistics.sums["cause_no_advantage"]
-    kept = math.ceil(0.2 * batch.num_tokens)
-    assert batch.num_tokens - kept <= low
-
-
 def test_the_gradient_is_that_of_the_paper(float64_policy):
     """Equation 3 with k3, by autograd through a plain forward pass of each row."""
     batch = batch_for(float64_policy, PAPER)

@@ -261,8 +261,6 @@ POLICY: dict[str, Surrogate] = {
     "topr": topr,
 }
 """Of each preset."""
-STOPPED = ("ce_gppo", "topr", "gspo_token", "cispo", "scalerl", "vespo", "dppo_tv", "dppo_kl")
-"""Those with a factor that carries no gradient: finite differences of the value are not their gradient."""
 TO_SAMPLER = ("grpo_v32", "vespo", "dppo_tv", "dppo_kl")
 """Those whose ratios, the KL's too, are to the sampler."""
 MEAN = {

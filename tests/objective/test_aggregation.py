@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cohort.objective import token_weights
 
@@ -94,15 +92,6 @@ def test_a_minibatch_without_a_token_that_counts_has_weights_of_zero(aggregation
     assert weights(aggregation, sequence_N=nothing, count_empty=count_empty).tolist() == []
 
 
-@pytest.mark.parametrize("aggregation", ALL)
-def test_with_equal_lengths_all_are_the_same_up_to_a_constant(aggregation):
-    sequence = torch.arange(4).repeat_interleave(5)
-    got = weights(aggregation, sequence_N=sequence)
-    assert torch.equal(got, got[0].expand(20))
-    scale = {"constant": 1 / 40, "seq_sum": 1 / 4, "token_sum": 1.0}.get(aggregation, 1 / 20)
-    assert got[0].item() == scale
-
-
 def test_what_an_aggregation_needs():
     with pytest.raises(ValueError, match="group_S"):
         weights("prompt_mean", group_S=None)
@@ -117,25 +106,3 @@ def test_counts_are_exact_above_two_to_the_24():
     count = 2**24 + 3
     sequence_N = torch.zeros(count, dtype=torch.long)
     assert token_weights(sequence_N, 1, aggregation="token_mean")[0].item() == 1 / count
-
-
-lengths = st.lists(st.integers(0, 7), min_size=1, max_size=6)
-
-
-@given(lengths, st.booleans(), st.randoms(use_true_random=False))
-def test_means_sum_to_the_share_that_is_not_empty(lengths, count_empty, random):
-    ids = [i for i, length in enumerate(lengths) for _ in range(length)]
-    random.shuffle(ids)
-    sequence_N, group_S = torch.tensor(ids, dtype=torch.long), torch.tensor([i % 2 for i in range(len(lengths))])
-    full = sum(length > 0 for length in lengths)
-    groups = {i % 2 for i in range(len(lengths))}
-    full_groups = {i % 2 for i, length in enumerate(lengths) if length}
-    expected = {
-        "seq_mean_token_mean": full / len(lengths) if count_empty else float(full > 0),
-        "token_mean": float(full > 0),
-        "prompt_mean": len(full_groups) / len(groups) if count_empty else float(full > 0),
-        "token_sum": sum(lengths),
-    }
-    for aggregation, total in expected.items():
-        got = token_weights(sequence_N, len(lengths), aggregation=aggregation, group_S=group_S, count_empty=count_empty)
-        assert got.sum().item() == pytest.approx(total, rel=1e-12)

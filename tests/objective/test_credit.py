@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from cohort.objective import (
-    PRESETS,
-    Outcomes,
-    live_groups,
-    soft_overlong_punishment,
-    token_advantages,
-)
+from cohort.objective import PRESETS, Outcomes, live_groups, soft_overlong_punishment, token_advantages
 from cohort.objective.credit import process_advantages, top_k_of_group, unlikeliness
 from cohort.presets import Objective, parts
 from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
@@ -76,10 +70,7 @@ def test_every_preset_is_silent_on_an_unscored_completion(name):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"kl": {"beta": 0.1, "place": "advantage", "correction": "none"}},
-        {"truncated": "penalize"},
-    ],
+    [{"kl": {"beta": 0.1, "place": "advantage", "correction": "none"}}, {"truncated": "penalize"}],
     ids=["KL in the advantage", "penalty"],
 )
 def test_an_unscored_completion_has_advantage_zero_whatever_is_taken_off(settings):
@@ -268,7 +259,7 @@ def turns(*rewards):
 
 
 def by_turns(returns, group, turns, objective=BY_TURNS):
-    return token_advantages(objective, Outcomes(doubles(*returns), longs(*group), turns.sequence_E, 10, turns=turns))
+    return token_advantages(objective, Outcomes(doubles(*returns), longs(*group), turns.sequence_Y, 10, turns=turns))
 
 
 def test_a_turn_is_compared_with_the_others_that_reached_it():
@@ -315,8 +306,7 @@ def test_a_shaped_reward_counts_in_the_last_turn():
     shaped = BY_TURNS.replace(soft_overlong={"cache_share": 0.5})
     # L = 4, cache 2: three tokens cost 0.5, one costs none. Returns to go 2.5, 1.5, 1.5 and 0.
     got = token_advantages(
-        shaped,
-        Outcomes(doubles(3, 0), longs(0, 0), longs(0, 0, 0, 1), 4, turns=turns((1.0, 0.0, 0.0), (0.0,))),
+        shaped, Outcomes(doubles(3, 0), longs(0, 0), longs(0, 0, 0, 1), 4, turns=turns((1.0, 0.0, 0.0), (0.0,)))
     )
     check(got, 2.5, 1.5, 1.5, -2.5)
 
@@ -412,10 +402,7 @@ def test_the_kl_in_the_reward_by_hand():
         token_advantages(PRESETS["rloo"], outcomes())
 
 
-@pytest.mark.parametrize(
-    ("scope", "taken"),
-    [("token", KL.tolist()), ("sequence", spread([1.1, 0.7, 0.4, 0.6]))],
-)
+@pytest.mark.parametrize(("scope", "taken"), [("token", KL.tolist()), ("sequence", spread([1.1, 0.7, 0.4, 0.6]))])
 def test_the_kl_in_the_advantage_comes_off_after_scaling(scope, taken):
     kl = {"beta": 0.5, "scope": scope, "place": "advantage", "correction": "none"}
     got = token_advantages(EXACT.replace(kl=kl), outcomes(kl_N=KL))

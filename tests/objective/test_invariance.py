@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.objective import PRESETS, Outcomes, coefficients, token_advantages, token_weights
-from tests.objective.batches import Batch, coefficients_of, random_batch, weights_of
+from cohort.objective import PRESETS, Outcomes, token_advantages, token_weights
+from tests.objective.batches import Batch, coefficients_of, random_batch
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 TOKENS = ("logps", "old", "sampler", "ref", "sequence_N")
@@ -28,29 +28,6 @@ def terms(got):
     return torch.stack([got.policy_N, got.kl_N, got.value_N])
 
 
-def grouped_order(batch, sequences):
-    """Sequence after sequence, each in its own order."""
-    return torch.tensor([n for s in sequences for n in batch.tokens[s]])
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_order_of_sequences_changes_nothing(name):
-    batch, objective = random_batch(0), with_beta(name)
-    whole = terms(coefficients_of(objective, batch))
-    for sequences in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
-        order_N = grouped_order(batch, sequences)
-        # Renumbered too: sequence k of the new order.
-        moved = reordered(batch, order_N)
-        rank = torch.tensor([sequences.index(s) for s in range(6)])
-        moved = dataclasses.replace(
-            moved,
-            sequence_N=rank[moved.sequence_N],
-            advantages_S=batch.advantages_S[sequences],
-            group_S=batch.group_S[sequences],
-        )
-        torch.testing.assert_close(terms(coefficients_of(objective, moved)), whole[:, order_N], **CLOSE)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_sequence_may_lie_in_several_rows(name):
     # Its tokens anywhere on the axis, in their order: a sequence is an id.
@@ -63,30 +40,6 @@ def test_a_sequence_may_lie_in_several_rows(name):
     order_N = torch.tensor([n for half in halves for tokens in reversed(half) for n in tokens])
     assert (torch.diff(batch.sequence_N[order_N][batch.sequence_N[order_N] == 5].cumsum(0)) > 0).all()
     torch.testing.assert_close(terms(coefficients_of(objective, reordered(batch, order_N))), whole[:, order_N], **CLOSE)
-
-
-CUTS = [([0], [1], [2], [3], [4], [5]), ([5, 0], [2, 1, 4]), ([1, 2, 3, 4, 5], [0])]
-
-
-@pytest.mark.parametrize(("number", "name"), list(enumerate(PRESETS)))
-def test_microbatches_change_nothing(number, name):
-    batch, objective, cut = random_batch(2), with_beta(name), CUTS[number % 3]
-    weights_N = weights_of(objective, batch)
-    whole, parts = terms(coefficients_of(objective, batch)), torch.full((3, len(batch.logps)), torch.nan).double()
-    for sequences in cut:
-        chosen_N = torch.isin(batch.sequence_N, torch.tensor(sequences))
-        got = coefficients(
-            objective,
-            batch.logps[chosen_N],
-            batch.advantages_N[chosen_N],
-            weights_N[chosen_N],
-            sequence_N=torch.unique(batch.sequence_N[chosen_N], return_inverse=True)[1],
-            old_logps_N=batch.old[chosen_N],
-            sampler_logps_N=batch.sampler[chosen_N],
-            ref_logps_N=batch.ref[chosen_N],
-        )
-        parts[:, chosen_N] = terms(got)
-    torch.testing.assert_close(parts, whole, **CLOSE)
 
 
 # Advantages ---------------------------------------------------------------------------------------------------------

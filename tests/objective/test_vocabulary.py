@@ -79,8 +79,7 @@ def test_an_unknown_direction():
 
 
 @pytest.mark.parametrize(
-    ("share", "kept"),
-    [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (0.61, 4), (0.8, 4), (1.0, 5), (1e-9, 1)],
+    ("share", "kept"), [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (0.61, 4), (0.8, 4), (1.0, 5), (1e-9, 1)]
 )
 def test_the_share_of_highest_entropy(share, kept):
     values = doubles(0.1, 2.0, 0.5, 1.0, 0.2)

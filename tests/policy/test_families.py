@@ -36,8 +36,7 @@ from tests.rollout.test_lean import FAMILIES as LEAN
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
-    "ignore:Model has .tie_word_embeddings=True.",
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning", "ignore:Model has .tie_word_embeddings=True."
 )
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -79,10 +78,7 @@ PADDED = {
         ATTENTION | {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 6},
         UNKNOWN_WINDOW,
     ),
-    "lfm2": (
-        ATTENTION | {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_L_cache": 3},
-        WRONG,
-    ),
+    "lfm2": (ATTENTION | {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_L_cache": 3}, WRONG),
     "phi3": (
         ATTENTION
         | {"original_max_position_embeddings": 64}

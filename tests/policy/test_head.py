@@ -25,14 +25,7 @@ SETTINGS = {
     "supports": {"supports": True},
     "penalty": {"penalty": 1.4},
     "reward for repeating": {"penalty": 0.7},
-    "all": {
-        "temperature": 0.6,
-        "bias": True,
-        "multiplier": 0.8,
-        "cap": 3.0,
-        "supports": True,
-        "penalty": 1.4,
-    },
+    "all": {"temperature": 0.6, "bias": True, "multiplier": 0.8, "cap": 3.0, "supports": True, "penalty": 1.4},
 }
 
 

@@ -24,8 +24,7 @@ from tests.policy.plain import (
 from tests.rollout.test_lean import FAMILIES as LEAN
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
-    "ignore:Model has .tie_word_embeddings=True.",
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning", "ignore:Model has .tie_word_embeddings=True."
 )
 
 

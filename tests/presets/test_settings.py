@@ -5,24 +5,8 @@ import math
 import pytest
 
 from cohort.errors import ConfigError
-from cohort.presets import PRESETS, TABLE, Objective, describe, nested, preset, setting_names, table
-from cohort.presets.parts import (
-    KL,
-    BatchStd,
-    DropDead,
-    DynamicSampling,
-    EntropyBonus,
-    GroupMean,
-    GroupStd,
-    MismatchWeight,
-    OffPolicyMask,
-    SignWeights,
-    SoftOverlong,
-    TopK,
-    Unlikeliness,
-    Veto,
-)
-from cohort.presets.trust_regions import FIPO, GMPO, SAPO, Cap, Custom, Gamma, KLMask, Mask, PPOClip, TVMask
+from cohort.presets import PRESETS, TABLE, Objective, describe, nested, parts, preset, setting_names, table
+from cohort.presets import trust_regions as rules
 
 DEFAULT = PRESETS["default"]
 
@@ -75,37 +59,37 @@ def test_setting_names_are_the_parts_and_the_shorthands():
     [
         ("scale", "none", None),
         ("scale", None, None),
-        ("scale", "group_mean", GroupMean()),
-        ("scale", "batch_std", BatchStd()),
-        ("scale", {"rule": "batch_std", "of": "centred"}, BatchStd(of="centred")),
-        ("scale", {"epsilon": 0.5}, GroupStd(epsilon=0.5)),
-        ("scale", GroupStd(ddof=0), GroupStd(ddof=0)),
+        ("scale", "group_mean", parts.GroupMean()),
+        ("scale", "batch_std", parts.BatchStd()),
+        ("scale", {"rule": "batch_std", "of": "centred"}, parts.BatchStd(of="centred")),
+        ("scale", {"epsilon": 0.5}, parts.GroupStd(epsilon=0.5)),
+        ("scale", parts.GroupStd(ddof=0), parts.GroupStd(ddof=0)),
         ("baseline", "leave_one_out", "leave_one_out"),
         ("baseline", "none", "none"),
         ("baseline", 1, 1.0),
         ("baseline", -0.25, -0.25),
-        ("sign_weights", {"negative": 2}, SignWeights(negative=2.0)),
-        ("soft_overlong", {"max_length": 100}, SoftOverlong(max_length=100)),
-        ("soft_overlong", "soft_overlong", SoftOverlong()),
-        ("unlikeliness", {"strength": 0.5}, Unlikeliness(strength=0.5)),
-        ("group_filter", "drop_dead", DropDead()),
-        ("group_filter", {"rule": "dynamic_sampling", "max_rounds": 2}, DynamicSampling(max_rounds=2)),
-        ("group_filter", {"rule": "top_k", "k": 4}, TopK(k=4)),
+        ("sign_weights", {"negative": 2}, parts.SignWeights(negative=2.0)),
+        ("soft_overlong", {"max_length": 100}, parts.SoftOverlong(max_length=100)),
+        ("soft_overlong", "soft_overlong", parts.SoftOverlong()),
+        ("unlikeliness", {"strength": 0.5}, parts.Unlikeliness(strength=0.5)),
+        ("group_filter", "drop_dead", parts.DropDead()),
+        ("group_filter", {"rule": "dynamic_sampling", "max_rounds": 2}, parts.DynamicSampling(max_rounds=2)),
+        ("group_filter", {"rule": "top_k", "k": 4}, parts.TopK(k=4)),
         ("trust_region", "none", None),
-        ("trust_region", "cap", Cap()),
-        ("trust_region", {"high": 1.5}, PPOClip(high=1.5)),
-        ("trust_region", {"rule": "ppo_clip", "dual": 3}, PPOClip(dual=3.0)),
-        ("trust_region", "file.py:rule", Custom(function="file.py:rule")),
-        ("trust_region", {"rule": "custom", "function": "module:rule"}, Custom(function="module:rule")),
+        ("trust_region", "cap", rules.Cap()),
+        ("trust_region", {"high": 1.5}, rules.PPOClip(high=1.5)),
+        ("trust_region", {"rule": "ppo_clip", "dual": 3}, rules.PPOClip(dual=3.0)),
+        ("trust_region", "file.py:rule", rules.Custom(function="file.py:rule")),
+        ("trust_region", {"rule": "custom", "function": "module:rule"}, rules.Custom(function="module:rule")),
         ("mismatch", "none", ()),
         ("mismatch", None, ()),
         ("mismatch", [], ()),
-        ("mismatch", "veto", (Veto(),)),
-        ("mismatch", {"rule": "weight", "high": 3}, (MismatchWeight(high=3.0),)),
-        ("mismatch", OffPolicyMask(threshold=1.0), (OffPolicyMask(threshold=1.0),)),
-        ("mismatch", ["veto", {"rule": "weight", "mode": "mask"}], (Veto(), MismatchWeight(mode="mask"))),
-        ("entropy", {"coefficient": 0.01}, EntropyBonus(coefficient=0.01)),
-        ("kl", {"beta": 1}, KL(beta=1.0, correction="token_ratio")),
+        ("mismatch", "veto", (parts.Veto(),)),
+        ("mismatch", {"rule": "weight", "high": 3}, (parts.MismatchWeight(high=3.0),)),
+        ("mismatch", parts.OffPolicyMask(threshold=1.0), (parts.OffPolicyMask(threshold=1.0),)),
+        ("mismatch", ["veto", {"rule": "weight", "mode": "mask"}], (parts.Veto(), parts.MismatchWeight(mode="mask"))),
+        ("entropy", {"coefficient": 0.01}, parts.EntropyBonus(coefficient=0.01)),
+        ("kl", {"beta": 1}, parts.KL(beta=1.0, correction="token_ratio")),
         ("top_entropy", 0.2, 0.2),
         ("count_empty", False, False),
         ("aggregation_length", "none", None),
@@ -120,19 +104,19 @@ def test_a_part_from_a_word_a_number_or_a_table(name, given, part):
 
 def test_a_table_changes_only_the_numbers_it_names():
     objective = DEFAULT.replace(trust_region={"low": 0.7, "dual": 3.0}).replace(trust_region={"high": 1.3})
-    assert objective.trust_region == PPOClip(low=0.7, high=1.3, dual=3.0)
-    assert objective.replace(trust_region={"dual": "none"}).trust_region == PPOClip(low=0.7, high=1.3)
+    assert objective.trust_region == rules.PPOClip(low=0.7, high=1.3, dual=3.0)
+    assert objective.replace(trust_region={"dual": "none"}).trust_region == rules.PPOClip(low=0.7, high=1.3)
     assert objective.replace(kl={"scope": "token"}).kl == DEFAULT.kl
 
 
 def test_another_rule_begins_from_its_own_numbers():
     narrow = DEFAULT.replace(trust_region={"low": 0.95, "high": 1.05})
-    for own in (Cap(), Mask(), SAPO(), Gamma(), TVMask(), KLMask(), FIPO()):
+    for own in (rules.Cap(), rules.Mask(), rules.SAPO(), rules.Gamma(), rules.TVMask(), rules.KLMask(), rules.FIPO()):
         assert narrow.replace(trust_region=own.rule).trust_region == own
         assert narrow.replace(trust_region={"rule": own.rule}).trust_region == own
-    assert narrow.replace(trust_region={"rule": "cap", "low": 0.5}).trust_region == Cap(low=0.5, high=5.0)
-    assert PRESETS["cispo"].replace(trust_region="ppo_clip").trust_region == PPOClip(low=0.8, high=1.2)
-    assert DEFAULT.replace(ratio_level="sequence_mean", trust_region="gmpo").trust_region == GMPO()
+    assert narrow.replace(trust_region={"rule": "cap", "low": 0.5}).trust_region == rules.Cap(low=0.5, high=5.0)
+    assert PRESETS["cispo"].replace(trust_region="ppo_clip").trust_region == rules.PPOClip(low=0.8, high=1.2)
+    assert DEFAULT.replace(ratio_level="sequence_mean", trust_region="gmpo").trust_region == rules.GMPO()
 
 
 def test_a_changed_objective_keeps_its_name():
@@ -148,7 +132,7 @@ def test_beta_is_the_kls_weight_and_changes_nothing_else():
     assert DEFAULT.replace(beta=0.04).kl == DEFAULT.kl.model_copy(update={"beta": 0.04})
     assert PRESETS["grpo"].replace(beta=0).kl == PRESETS["grpo"].kl.model_copy(update={"beta": 0.0})
     both = DEFAULT.replace(beta=0.1, kl={"direction": "forward", "target": 0.02})  # as a settings file has it
-    assert both.kl == KL(beta=0.1, direction="forward", correction="token_ratio", target=0.02)
+    assert both.kl == parts.KL(beta=0.1, direction="forward", correction="token_ratio", target=0.02)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +147,15 @@ def test_beta_is_the_kls_weight_and_changes_nothing_else():
 def test_epsilons_are_the_clips_bounds(settings, low, high):
     rule = DEFAULT.replace(**settings).trust_region
     assert (rule.low, rule.high) == pytest.approx((low, high), rel=1e-15)
-    assert type(rule) is PPOClip
+    assert type(rule) is rules.PPOClip
     assert DEFAULT.replace(trust_region="fipo", **settings).trust_region.high == pytest.approx(high, rel=1e-15)
 
 
 def test_epsilon_beside_a_dual_bound_and_an_uneven_clip():
     assert PRESETS["intellect2"].replace(epsilon=0.1).trust_region.dual == 4.0
     objective = DEFAULT.replace(epsilon=0.1, trust_region={"dual": 1.15})
-    assert objective.trust_region == PPOClip(low=0.9, high=1.1, dual=1.15)
-    assert PRESETS["dapo"].replace(epsilon_high=0.4).trust_region == PPOClip(low=0.8, high=1.4)
+    assert objective.trust_region == rules.PPOClip(low=0.9, high=1.1, dual=1.15)
+    assert PRESETS["dapo"].replace(epsilon_high=0.4).trust_region == rules.PPOClip(low=0.8, high=1.4)
     with pytest.raises(
         ConfigError, match=r"range \[0.8, 1.28\] of this objective is asymmetric: set epsilon_high as well"
     ):
@@ -200,7 +184,7 @@ def test_dotted_names_become_tables():
 def test_a_rule_by_name_and_its_number_by_a_dotted_name_in_any_order():
     settings = nested({"trust_region": "cap", "trust_region.high": 8.0})
     assert settings == {"trust_region": {"rule": "cap", "high": 8.0}}
-    assert DEFAULT.replace(**settings).trust_region == Cap(high=8.0)
+    assert DEFAULT.replace(**settings).trust_region == rules.Cap(high=8.0)
     assert nested({"trust_region.high": 8.0, "trust_region": "cap"}) == settings
 
 
@@ -477,16 +461,16 @@ def test_what_follows_from_the_parts(objective, expected):
 def test_k3_legacy_is_the_papers_kl():
     changed = PRESETS["grpo_v32"].replace(kl="k3_legacy", beta=0.04)
     assert changed.kl == PRESETS["grpo"].kl
-    assert PRESETS["default"].replace(kl="k3_legacy").kl == KL(direction="forward")
+    assert PRESETS["default"].replace(kl="k3_legacy").kl == parts.KL(direction="forward")
 
 
 def test_what_a_moved_kl_implies_need_not_be_said():
     moved = DEFAULT.replace(scale=None, kl={"beta": 0.1, "place": "reward"})
-    assert moved.kl == KL(beta=0.1, place="reward", scope="sequence")
+    assert moved.kl == parts.KL(beta=0.1, place="reward", scope="sequence")
     moved = PRESETS["vespo"].replace(kl={"beta": 0.1, "place": "advantage"}, ratio_level="token")
-    assert moved.kl == KL(beta=0.1, place="advantage")
-    assert DEFAULT.replace(kl={"scope": "sequence"}).kl == KL(scope="sequence", correction="sequence_weight")
-    assert DEFAULT.replace(kl={"estimator": "full"}).kl == KL(estimator="full")
+    assert moved.kl == parts.KL(beta=0.1, place="advantage")
+    assert DEFAULT.replace(kl={"scope": "sequence"}).kl == parts.KL(scope="sequence", correction="sequence_weight")
+    assert DEFAULT.replace(kl={"estimator": "full"}).kl == parts.KL(estimator="full")
 
 
 @pytest.mark.parametrize("field", ["aggregation", "credit", "truncated", "ratio_anchor", "ratio_level", "baseline"])

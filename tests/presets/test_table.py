@@ -6,31 +6,9 @@ import math
 
 import pytest
 
-from cohort.presets import PRESETS, TABLE, describe
+from cohort.presets import PRESETS, TABLE, describe, parts
+from cohort.presets import trust_regions as rules
 from cohort.presets.objective import ABOUT
-from cohort.presets.parts import (
-    DynamicSampling,
-    EntropyBonus,
-    MismatchWeight,
-    OffPolicyMask,
-    SoftOverlong,
-    TopK,
-    Unlikeliness,
-    Veto,
-)
-from cohort.presets.trust_regions import (
-    FIPO,
-    GMPO,
-    SAPO,
-    Cap,
-    Gamma,
-    GradientPreservingClip,
-    KLMask,
-    Mask,
-    PPOClip,
-    Taper,
-    TVMask,
-)
 
 FINGERPRINTS = {
     "default@1": "c26ac54fd187",
@@ -166,25 +144,25 @@ def test_a_description_says_what_was_changed():
 @pytest.mark.parametrize(
     ("part", "numbers"),
     [
-        (FIPO(), (0.8, 1.2, None, 32.0, 1.0, 1.2, 4.0)),
-        (Mask(), (0.5, 5.0, False)),
-        (Cap(), (0.0, 5.0)),
-        (SAPO(), (1.0, 1.05)),
-        (Gamma(), (2.0, 3.0, 3.0, 2.0)),
-        (TVMask(), (0.15, 0.15, 20.0)),
-        (KLMask(), (0.05, 20.0)),
-        (PPOClip(), (0.8, 1.2, None)),
-        (Taper(), (1.0, 1.0, 0.0, 1.0)),
-        (GradientPreservingClip(), (0.8, 1.2, 1.0, 1.0)),
-        (GMPO(), (math.exp(-0.4), math.exp(0.4))),
-        (MismatchWeight(), ("token", "truncate", 0.0, 2.0)),
-        (Veto(), (1e-4, 1e4)),
-        (OffPolicyMask(), (0.5,)),
-        (SoftOverlong(), (0.2, None)),
-        (Unlikeliness(), (0.25,)),
-        (DynamicSampling(), (4,)),
-        (TopK(), (8, "shortest")),
-        (EntropyBonus(coefficient=0.1), (0.1, None, 0.005)),
+        (rules.FIPO(), (0.8, 1.2, None, 32.0, 1.0, 1.2, 4.0)),
+        (rules.Mask(), (0.5, 5.0, False)),
+        (rules.Cap(), (0.0, 5.0)),
+        (rules.SAPO(), (1.0, 1.05)),
+        (rules.Gamma(), (2.0, 3.0, 3.0, 2.0)),
+        (rules.TVMask(), (0.15, 0.15, 20.0)),
+        (rules.KLMask(), (0.05, 20.0)),
+        (rules.PPOClip(), (0.8, 1.2, None)),
+        (rules.Taper(), (1.0, 1.0, 0.0, 1.0)),
+        (rules.GradientPreservingClip(), (0.8, 1.2, 1.0, 1.0)),
+        (rules.GMPO(), (math.exp(-0.4), math.exp(0.4))),
+        (parts.MismatchWeight(), ("token", "truncate", 0.0, 2.0)),
+        (parts.Veto(), (1e-4, 1e4)),
+        (parts.OffPolicyMask(), (0.5,)),
+        (parts.SoftOverlong(), (0.2, None)),
+        (parts.Unlikeliness(), (0.25,)),
+        (parts.DynamicSampling(), (4,)),
+        (parts.TopK(), (8, "shortest")),
+        (parts.EntropyBonus(coefficient=0.1), (0.1, None, 0.005)),
     ],
     ids=lambda value: getattr(value, "rule", None),
 )

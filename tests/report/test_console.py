@@ -16,6 +16,13 @@ def test_the_line_of_a_step():
     assert step_line(METRICS) == line
     without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "rewards/accuracy")} | {"reward/mean": None}
     assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
+    episodes = {
+        "episodes/turns": 2.25,
+        "episodes/calls": 0.5,
+        "episodes/failed_call_share": 0.125,
+        "episodes/failed": 1,
+    }
+    assert "  turns 2.2  calls 0.50 (12% failed)  1 episodes failed  entropy" in step_line(METRICS | episodes)
 
 
 def test_without_a_terminal_20_steps_are_printed(capsys):

@@ -192,12 +192,12 @@ def test_a_completion_that_a_function_fails_on_is_unscored(runner_of, caplog, pi
         "nan": "returned nan: expected a finite number",
         "exception": "returned ValueError: no tests",
         "mute": "MuteError",
-        "exit": r"died \(exit code 3\)" if where == "worker" else "SystemExit: 3",
+        "exit": r"process \(exit code 3\)" if where == "worker" else "SystemExit: 3",
     }
     if where in ("worker", "async"):
         reasons["slow"] = "took more than 1 s"
     if where == "worker":
-        reasons["die"] = r"its worker process died \(exit code 4\)"
+        reasons["die"] = r"lost its worker process \(exit code 4\)"
 
     async def picky_async(completion, **_):
         if completion == "slow":

@@ -108,9 +108,9 @@ def test_turns_are_laid_end_to_end():
     second = (acted([], []), acted([0.5, -1.0, None], [1, 0, 2]))
     groups = [Group(Prompt(p, p, (1,), "", "", {}), some) for p, some in enumerate((first, second))]
     turns = lay_out(groups, CPU).turns
-    assert turns.sequence_E.tolist() == [0, 0, 1, 3, 3, 3]
+    assert turns.sequence_Y.tolist() == [0, 0, 1, 3, 3, 3]
     assert turns.turn_N.tolist() == [0, 0, 1, 2, 2, 3, 5, 5]
-    assert turns.rewards_E.tolist() == [1.0, 0.0, 0.0, 0.5, -1.0, 0.0]
+    assert turns.rewards_Y.tolist() == [1.0, 0.0, 0.0, 0.5, -1.0, 0.0]
     assert lay_out(several_turns(), CPU).turns is None
 
 

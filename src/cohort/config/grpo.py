@@ -133,9 +133,8 @@ def _by_section(schema: type[GRPOConfig], settings: Mapping[str, Any]) -> dict[s
     """Settings given by name, sorted into their sections."""
     paths = setting_paths(schema)
     sections = {key: value for key, value in settings.items() if key in schema.model_fields}
-    for key, value in settings.items():
-        if key in schema.model_fields:
-            continue
+    by_name = {key: value for key, value in settings.items() if key not in sections}
+    for key, value in by_name.items():
         if key not in paths:
             raise ConfigError(f"unknown setting {key!r}{suggestion(key, schema)}")
         name = paths[key].partition(".")[0]
@@ -227,17 +226,15 @@ class Schedule:
     def describe(self) -> str:
         """The schedule in words."""
         updates, size = self.config.objective, self.config.rollout.num_generations
-        unmoved = ": every ratio is 1" if self.objective.ratio_anchor == "old" else ""
-        uses = "the KL needs it" if self.objective.needs_old_logps else f"{updates.updates_per_rollout} updates use it"
-        old = (
-            f"one no-grad pass per rollout ({uses})"
-            if self.needs_old_logps
-            else "not computed: one update per rollout, the old policy is the current one by identity" + unmoved
-        )
+        old = "not computed: one update per rollout, the old policy is the current one by identity"
+        if self.needs_old_logps:
+            several = f"{updates.updates_per_rollout} updates use it"
+            old = f"one no-grad pass per rollout ({'the KL needs it' if self.objective.needs_old_logps else several})"
+        elif self.objective.ratio_anchor == "old":
+            old += ": every ratio is 1"
+        ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         if self.objective.beta == 0:
             ref = "not computed: beta is 0, no reference model"
-        else:
-            ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         return (
             f"schedule: {self.prompts_per_step} prompts x {size} = {self.prompts_per_step * size} completions per "
             f"rollout, {_count(updates.updates_per_rollout, 'update')} each "

@@ -183,6 +183,13 @@ class EnvironmentConfig(Section):
     """A function that finds the calls in a turn's text: "module:function" or "file.py:function". Unset: the format is
     found in the chat template."""
 
+    @field_validator("history")
+    @classmethod
+    def _known_history(cls, value: str) -> str:
+        if value not in ("append", "template") and ":" not in value:
+            raise ValueError(f"expected 'append', 'template', 'module:function' or 'file.py:function', got {value!r}")
+        return value
+
     @property
     def wanted(self) -> bool:
         """Whether the settings name tools or an environment."""

@@ -39,7 +39,7 @@ class LoadedSource:
     """Set if the rows are read during the run."""
 
 
-class Turns:
+class Interleaving:
     """Sources taking turns so evenly that no source is ever a whole prompt away from its share.
 
     Of the first p prompts, a source with weight w of the total W has ``floor(p w / W)`` or ``ceil(p w / W)``. Of the
@@ -49,8 +49,8 @@ class Turns:
     Args:
         weights: one or more positive numbers; a common factor changes nothing.
 
-    >>> turns = Turns([Fraction(2), Fraction(1)])
-    >>> [turns.at(position) for position in range(6)]
+    >>> order = Interleaving([Fraction(2), Fraction(1)])
+    >>> [order.at(position) for position in range(6)]
     [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (1, 1)]
     """
 
@@ -112,7 +112,7 @@ class Data:
         sizes = sizes or [len(source.rows) for source in self.sources]
         if self.streams:
             return None
-        return Turns(self.weights).epoch_length(sizes) if self.weights else sum(sizes)
+        return Interleaving(self.weights).epoch_length(sizes) if self.weights else sum(sizes)
 
     def curriculum_values(self, curriculum: str) -> np.ndarray:
         """The sort key of each row, ascending.

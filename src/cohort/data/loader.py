@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.load import Turns
+from cohort.data.load import Interleaving
 from cohort.data.prompts import PromptSet
 from cohort.types import Prompt
 
@@ -66,7 +66,7 @@ class PromptLoader(ABC):
 
     def __init__(self, prompts: PromptSet, config: DataConfig, *, seed: int) -> None:
         self.prompts, self._config, self._seed = prompts, config, seed
-        self._turns = Turns(prompts.data.weights or [1])
+        self._interleaving = Interleaving(prompts.data.weights or [1])
 
     @abstractmethod
     def fetch(self, cursor: DataCursor, count: int, skip: int = 0) -> list[Prompt]:

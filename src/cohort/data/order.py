@@ -69,7 +69,7 @@ class InMemoryLoader(PromptLoader):
 
     def _lane_and_turn(self, position: int) -> tuple[int, int, int]:
         """Lane, epoch of the lane, and index within that epoch."""
-        lane, turn = self._turns.at(position)
+        lane, turn = self._interleaving.at(position)
         return lane, *divmod(turn, len(self._lanes[lane]))
 
     def _epoch_order(self, cursor: DataCursor, lane: int, epoch: int) -> np.ndarray:

@@ -29,16 +29,13 @@ def check_columns(columns: Sequence[str], where: str) -> None:
         DataError: a name is reserved for an argument of reward functions, or stands for images.
     """
     for column in columns:
+        what = f"{where} has a column {column!r}"
         if column in RESERVED_COLUMNS:
-            raise DataError(
-                f"{where} has a column {column!r}, which is an argument of reward functions: rename it, as in "
-                f'data.columns = {{ my_{column} = "{column}" }}'
-            )
+            remedy = f'rename it, as in data.columns = {{ my_{column} = "{column}" }}'
+            raise DataError(f"{what}, which is an argument of reward functions: {remedy}")
         if column in ("image", "images"):
-            raise DataError(
-                f"{where} has a column {column!r}: Cohort trains language models, which see no images. If the column "
-                "holds something else, rename it with data.columns"
-            )
+            remedy = "If the column holds something else, rename it with data.columns"
+            raise DataError(f"{what}: Cohort trains language models, which see no images. {remedy}")
 
 
 ToolsOf = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
@@ -102,10 +99,8 @@ class Renderer:
             return self._filled_template(row, where)
         column = self._config.prompt_column
         if column not in row:
-            raise DataError(
-                f"{where}: no column {column!r}; the row has: {', '.join(row)}. "
-                "Set data.prompt_column, data.prompt_template or data.columns"
-            )
+            remedy = "Set data.prompt_column, data.prompt_template or data.columns"
+            raise DataError(f"{where}: no column {column!r}; the row has: {', '.join(row)}. {remedy}")
         content = plain(row[column]) if isinstance(row[column], np.ndarray) else row[column]
         if not isinstance(content, str | list):
             raise DataError(f"{where}: the prompt must be a string or a list of messages, got {type(content).__name__}")
@@ -195,7 +190,8 @@ class Renderer:
                 f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
             )
         try:
-            return replace(content, tools=self._tools_of({**row, "tools": content.tools}) or None)
+            names = content.tools or (None if row.get("tools") in (None, "") else [])  # an empty list allows no tool
+            return replace(content, tools=self._tools_of({**row, "tools": names}) or None)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 
@@ -211,10 +207,8 @@ def _checked_messages(messages: list[Any], where: str) -> list[Message]:
         for part in parts:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
-                raise DataError(
-                    f"{where}: the content of a message must be text, or a list of parts of type 'text'; one is of "
-                    f"type {kind!r}"
-                )
+                expected = "the content of a message must be text, or a list of parts of type 'text'"
+                raise DataError(f"{where}: {expected}; one is of type {kind!r}")
     last = messages[-1]
     if not last.get("content") and last["role"] in ("user", "assistant"):
         raise DataError(f"{where}: the prompt is empty: the last message, of role {last['role']!r}, has no content")

@@ -110,10 +110,8 @@ def select_split(rows: Any, where: str, split: str) -> Any:
     if not {"DatasetDict", "IterableDatasetDict"} & {base.__name__ for base in type(rows).__mro__}:
         return rows
     if split not in rows:
-        raise DataError(
-            f"{where} has no split {split!r}; it has: {', '.join(map(str, rows))}. Set data.train_split or "
-            "data.eval_split, or pass one of the splits"
-        )
+        remedy = "Set data.train_split or data.eval_split, or pass one of the splits"
+        raise DataError(f"{where} has no split {split!r}; it has: {', '.join(map(str, rows))}. {remedy}")
     return rows[split]
 
 
@@ -132,10 +130,8 @@ def _from_memory(rows: Any, where: str, split: str) -> Any:
     elif hasattr(rows, "to_dicts"):  # polars
         rows = rows.to_dicts()
     if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise DataError(
-            f"{where} must have a length and rows by index, like a list of dicts or a datasets.Dataset; "
-            f"got {type(rows).__name__}"
-        )
+        like = "like a list of dicts or a datasets.Dataset"
+        raise DataError(f"{where} must have a length and rows by index, {like}; got {type(rows).__name__}")
     if len(rows) == 0:
         raise DataError(f"{where} has no rows")
     if hasattr(rows, "column_names"):  # of pyarrow or datasets; a transform of the user's is a "custom" format

@@ -73,7 +73,7 @@ class StreamingLoader(PromptLoader):
     def _next_prompt(self) -> Prompt:
         # Until the prompt is made, no position is valid: after an error, the next call starts from its cursor again.
         position, self._position = self._position, -1
-        lane, _ = self._turns.at(position)
+        lane, _ = self._interleaving.at(position)
         first_epoch = None
         for epoch, source, row_number, row in self._lanes[lane]:
             self._read.rows[lane] += 1

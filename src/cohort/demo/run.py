@@ -36,10 +36,7 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     Raises:
         RunFolderError: the output folder holds another run.
     """
-    # Matrices this small gain nothing from more threads, and the rounding of sums depends on the number of threads.
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    folder = RunFolder(output_dir) if output_dir else RunFolder.next_free("demo")
-    folder.check_free()
+    folder = demo_folder(output_dir)
     config = load_config(SETTINGS, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])
     trainer = GRPOTrainer(str(MODEL), accuracy, config, problems(TRAIN_PROBLEMS, held_out=False, seed=0))
     held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
@@ -61,6 +58,19 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     return summary
 
 
+def demo_folder(output_dir: str | None) -> RunFolder:
+    """The free run folder of a demo. Also sets torch's threads: matrices this small gain nothing from more than two,
+    and the rounding of sums depends on their number.
+
+    Raises:
+        RunFolderError: the folder holds another run.
+    """
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    folder = RunFolder(output_dir) if output_dir else RunFolder.next_free("demo")
+    folder.check_free()
+    return folder
+
+
 def show_results(
     held_out: Sequence[dict[str, str]], before: Evaluation, after: Evaluation, summary: dict[str, Any], folder: Path
 ) -> None:
@@ -80,11 +90,9 @@ def show_results(
     console.print(
         f"accuracy on {EVAL_PROBLEMS} held-out problems (one sample each, 95% interval):\n"
         f"  before  {_percent(before.reward)}\n"
-        f"  after   {_percent(after.reward)}\n"
-        f"{summary['updates']} updates on {summary['completions']:,} completions in {summary['seconds']:.0f} s, "
-        f"the first after {summary['seconds_to_first_update']:.1f} s\n"
-        f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)"
+        f"  after   {_percent(after.reward)}"
     )
+    show_end(console, summary, folder)
     console.print(
         "\nNext, with your own model, data and reward:\n"
         "  cohort config > my.toml        every setting with its meaning\n"
@@ -96,9 +104,17 @@ def show_results(
     )
 
 
+def show_end(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    """Print what the run did, and where it is."""
+    console.print(
+        f"{summary['updates']} updates on {summary['completions']:,} completions in {summary['seconds']:.0f} s, "
+        f"the first after {summary['seconds_to_first_update']:.1f} s\n"
+        f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)"
+    )
+
+
 def _marked(text: str, answer: str) -> str:
-    (reward,) = accuracy([text], [answer])
-    return f"{text}\n{'[green]right' if reward else '[red]wrong'}"
+    return f"{text}\n{'[green]right' if accuracy([text], [answer]) == [1.0] else '[red]wrong'}"
 
 
 def _percent(estimate: Estimate) -> str:

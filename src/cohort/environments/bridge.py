@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cohort.environments.encoding import Encoder
+from cohort.data.chat import render
+from cohort.environments.encoding import Encoder, raw_text
 from cohort.environments.probes import Continuation, Roles, TemplateProbe, fields
 from cohort.environments.skeleton import fill, free_placeholders, learn, surrounded
 from cohort.errors import ConfigError, DataError
@@ -30,83 +31,60 @@ MAX_CONTINUATIONS = 1000
 
 
 class Bridge:
-    """What a chat template writes between the turns of an episode. ``Bridge.of`` makes it and checks the template.
+    """What a chat template writes between the turns of an episode.
 
     No text of a message becomes a control token, wherever it comes from; see ``Encoder``.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer, with the chat template in use.
         end_token_ids: tokens that end a turn.
-        template: a chat template that replaces the tokenizer's.
         variables: of the template.
         tools: JSON schemas of the run's tools.
+        roles: of the messages that will follow turns: "tool", "user" or both. None: "tool" if there are tools, else
+            "user".
+        history: ``environment.history``.
+
+    Raises:
+        ConfigError: there is no template; it shows no tools, or no messages of a role; what it writes after a turn
+            depends on the conversation before; or ``history`` is not "append", and it writes the prompt differently
+            when turns follow.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         end_token_ids: Collection[int],
-        template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        self._tokenizer, self._variables = tokenizer, dict(variables or {})
-        self._encoder = Encoder(tokenizer)
-        self._ends: dict[int, str] = {number: tokenizer.convert_ids_to_tokens(number) for number in end_token_ids}
-        self._probe = TemplateProbe(tokenizer, template, tools, self._encoder, self._ends.values())
-        self._continuations: dict[tuple[str, Roles], Continuation] = {}
-        self._drops_thoughts: list[str] = []
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Any,
-        end_token_ids: Collection[int],
         *,
-        template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         roles: Collection[str] | None = None,
         history: str = "append",
-    ) -> Bridge:
-        """The bridge of a template, checked.
-
-        Args:
-            tokenizer: the tokenizer.
-            end_token_ids: tokens that end a turn.
-            template: a chat template that replaces the tokenizer's.
-            variables: of the template.
-            tools: JSON schemas of the run's tools.
-            roles: of the messages that will follow turns: "tool", "user" or both. None: "tool" if there are tools, else
-                "user".
-            history: ``environment.history``.
-
-        Raises:
-            ConfigError: there is no template; it shows no tools, or no messages of a role; what it writes after a turn
-                depends on the conversation before; or ``history`` is not "append", and it writes the prompt differently
-                when turns follow.
-        """
-        if template is None and not getattr(tokenizer, "chat_template", None):
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "tools and environments need a chat template, and the tokenizer has none: set data.chat_template, or "
                 "use a model that has one"
             )
-        bridge = cls(tokenizer, end_token_ids, template, variables, tools)
-        probe = bridge._probe
-        probe.check_tools(bridge._variables)
+        self._tokenizer, self._encoder = tokenizer, Encoder(tokenizer)
+        self._ends: dict[int, str] = {number: tokenizer.convert_ids_to_tokens(number) for number in end_token_ids}
+        self._probe = TemplateProbe(tokenizer, self._encoder, self._ends.values(), tools or None, variables or {})
+        self._continuations: dict[tuple[str, Roles], Continuation] = {}
+        self._probe.check_tools()
         roles = sorted(roles or ({"tool"} if tools else {"user"}))
-        for role in roles:
-            bridge._continuation((role,), bridge._variables)
-        if "tool" in roles:
-            bridge._continuation(("tool", "tool"), bridge._variables)
-        bridge._drops_thoughts = [role for role in roles if probe.drops_thoughts(role, bridge._variables)]
-        if history != "append":
-            for role in roles:
-                if changed := probe.changed_prompt(role, bridge._variables):
-                    raise ConfigError(_prompt_changes(*changed))
-        return bridge
+        for several in [*((role,) for role in roles), *([("tool", "tool")] if "tool" in roles else [])]:
+            self._continuation(several, self._probe.variables)
+        self._drops_thoughts = [role for role in roles if self._probe.drops_thoughts(role)]
+        for role in roles if history != "append" else ():
+            if changed := self._probe.changed_prompt(role):
+                start, text = changed
+                raise ConfigError(
+                    "the chat template writes the prompt differently when turns follow it: instead of "
+                    f"{start[-60:]!r}, it writes {text[max(0, len(start) - 60) : len(start) + 20]!r}. Segments follow "
+                    'the prompt as it is, so environment.history must be "append" with this template, or '
+                    "data.chat_template another one"
+                )
 
-    def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
+    def after(self, messages: Sequence[Message], *, last_token: int, prompt: Prompt | None = None) -> list[int]:
         """The ids that follow a turn: the end of the turn if it is missing, the messages, and the generation prompt.
 
         Args:
@@ -119,28 +97,28 @@ class Bridge:
             DataError: the content of a message is not text.
             ConfigError: the template refuses or hides messages of these roles.
         """
-        variables = self._variables if prompt is None else _variables(prompt)
+        arguments = self._probe.variables if prompt is None else prompt.template_arguments
+        variables = {name: value for name, value in arguments.items() if name != "tools"}
         found = self._continuation(tuple(message["role"] for message in messages), variables)
         texts: dict[str, str] = {}
         for index, message in enumerate(messages):
             name, call_id = message.get("name") or "tool", message.get("tool_call_id") or f"call{index:05}"
             texts.update(zip(fields(index), (_text(message), str(name), str(call_id)), strict=True))
         pieces = fill(found.pieces, texts)
-        end = None if last_token is None else self._ends.get(last_token)
+        end = self._ends.get(last_token)
         if end and found.closing and (found.always_closes or end == found.closing):
             return self._encoder.encode([pieces[0].lstrip(), *pieces[1:]])[1:]
         return self._encoder.encode(pieces, inner=True)
 
-    def opening(self, prompt: Prompt, observation: str | Sequence[Message]) -> Prompt:
+    def opening(self, prompt: Prompt, shown: Sequence[Message]) -> Prompt:
         """The prompt with what an environment shows first.
 
-        Text, or a user's message, is appended to the prompt's last message if that is a user's. Other messages follow.
+        A first message of the user is appended to the prompt's last message if that is a user's. Others follow.
 
         Raises:
             DataError: the template refuses the messages, or the content of one is not text.
             ConfigError: the template does something unknown to the texts.
         """
-        shown = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         texts = dict(zip(free_placeholders(repr(prompt.prompt)), map(_text, shown), strict=False))
 
         def messages(texts: Iterable[str]) -> list[Message]:
@@ -154,20 +132,21 @@ class Bridge:
 
         marked = self._render(messages(map(surrounded, texts)), prompt)
         ids = self._encoder.encode(fill(learn(self._render(messages(texts), prompt), marked, texts), texts))
-        return replace(prompt, token_ids=tuple(ids), text=self._decode(ids), prompt=messages(texts.values()))
+        return replace(
+            prompt, token_ids=tuple(ids), text=raw_text(self._tokenizer, ids), prompt=messages(texts.values())
+        )
 
-    def rewritten(self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int] = ()) -> list[int]:
+    def rewritten(self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int]) -> list[int]:
         """The ids after the prompt when the template renders the whole conversation again.
 
         Args:
             prompt: the prompt of the episode.
             messages: all messages after it. The first one is the assistant's and includes the prompt's prefill.
             tokens: the ids after the prompt so far, those of ``after`` included. They are returned if they spell what
-                the template writes, and where the errors below would be raised without them: what the policy wrote,
-                such as a malformed call, must not end the run.
+                the template writes, and if it refuses the conversation or writes the prompt itself differently: what
+                the policy wrote, such as a malformed call, must not end the run.
 
         Raises:
-            DataError: the template refuses the conversation, or writes the prompt itself differently.
             ConfigError: the template does something unknown to the texts.
         """
         guard = Guard(self._encoder, messages)
@@ -181,14 +160,12 @@ class Bridge:
         start = self._render(_conversation(prompt), prompt)
         try:
             text, marked_text = (self._render([*before, *after], prompt) for after in (plain, marked))
-            if not text.startswith(start):
-                raise DataError(_prompt_changes(start, text))
         except DataError:
-            if not tokens:
-                raise
+            return list(tokens)
+        if not text.startswith(start):
             return list(tokens)
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
-        if self._decode([*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
+        if raw_text(self._tokenizer, [*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
             return list(tokens)
         return self._encoder.encode(pieces, inner=True)
 
@@ -212,20 +189,16 @@ class Bridge:
         if key not in self._continuations:
             if len(self._continuations) == MAX_CONTINUATIONS:
                 self._continuations.clear()
-            self._continuations[key] = self._probe.continuation(roles, variables)
+            self._continuations[key] = replace(self._probe, variables=variables).continuation(roles)
         return self._continuations[key]
 
     def _render(self, messages: Sequence[Message], prompt: Prompt) -> str:
         """A conversation with the template's arguments of a prompt."""
         option = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
         try:
-            return self._probe.render(messages, prompt.template_arguments, **{option: True})
+            return render(self._tokenizer, messages, **prompt.template_arguments, **{option: True})
         except Exception as error:  # templates raise Jinja errors of many kinds
             raise DataError(f"row {prompt.row_index}: the chat template refused the messages: {error}") from error
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-        return text
 
 
 class Guard:
@@ -276,10 +249,6 @@ def _conversation(prompt: Prompt) -> Sequence[Message]:
     return prompt.prompt
 
 
-def _variables(prompt: Prompt) -> Mapping[str, Any]:
-    return {name: value for name, value in prompt.template_arguments.items() if name != "tools"}
-
-
 def _text(message: Message) -> str:
     """The text of a message's content: a string, or parts of type "text"."""
     content = message.get("content")
@@ -288,11 +257,3 @@ def _text(message: Message) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"a message's content must be text, got {content!r:.100}")
     return "".join(map(str, texts))
-
-
-def _prompt_changes(start: str, text: str) -> str:
-    return (
-        f"the chat template writes the prompt differently when turns follow it: instead of {start[-60:]!r}, it writes "
-        f"{text[max(0, len(start) - 60) : len(start) + 20]!r}. Segments follow the prompt as it is, so "
-        'environment.history must be "append" with this template, or data.chat_template another one'
-    )

@@ -6,19 +6,21 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from cohort.data.chat import SENTINEL
 from cohort.environments.bodies import Rendering
 from cohort.environments.contract import ToolCall
-from cohort.environments.formats import Format, content_of_channels, learn
+from cohort.environments.encoding import special_tokens
+from cohort.environments.formats import Format, formats_of, read_channels
 from cohort.environments.renderings import CallForm, CallRenderings, thoughts_end
-from cohort.environments.schemas import read
+from cohort.environments.schemas import value_of
 from cohort.environments.tools import SURROGATES
 from cohort.errors import ConfigError
 from cohort.types import Message
 
-_USER_FUNCTION = "environment.parser"
+_USER_FUNCTION, _LEARNED = "environment.parser", "the chat template's format"
 _TYPES = {
     "text": "string",
     "count": "integer",
@@ -27,18 +29,12 @@ _TYPES = {
     "items": "array",
     "table": "object",
 }
+_PARAMETERS = {
+    "type": "object",
+    "properties": {key: {"type": kind, "description": "x"} for key, kind in _TYPES.items()},
+}
 _PROOF_SCHEMAS: list[Mapping[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "x",
-            "parameters": {
-                "type": "object",
-                "properties": {key: {"type": kind, "description": "x"} for key, kind in _TYPES.items()},
-            },
-        },
-    }
+    {"type": "function", "function": {"name": name, "description": "x", "parameters": _PARAMETERS}}
     for name in ("sentinel_add", "sentinel_find")
 ]
 _PROOF = (
@@ -84,27 +80,19 @@ class ParsedTurn:
         return tuple(answers)
 
 
+@dataclass(frozen=True, slots=True)
 class CallParser:
-    """Finds calls of tools in a turn's text. ``CallParser.of`` makes it.
+    """Finds calls of tools in a turn's text. ``CallParser.of`` makes it."""
 
-    Args:
-        name: where the format comes from.
-        reader: what finds the calls.
-        form: how the template takes calls.
-        prompt: a prompt with the generation prompt.
-    """
-
-    def __init__(self, name: str, reader: Reader, form: CallForm, prompt: str) -> None:
-        self.name = name
-        self._reader, self._form, self._prompt = reader, form, prompt
+    name: str
+    """Where the format comes from."""
+    reader: Reader
+    form: CallForm
+    """How the template takes calls."""
 
     @classmethod
     def of(
-        cls,
-        tokenizer: Any,
-        template: str | None,
-        tools: Sequence[Mapping[str, Any]],
-        user_function: Callable[..., Any] | None = None,
+        cls, tokenizer: Any, tools: Sequence[Mapping[str, Any]], user_function: Callable[..., Any] | None = None
     ) -> CallParser:
         """The parser for a chat template, proved on calls that the template renders.
 
@@ -112,8 +100,7 @@ class CallParser:
         calls; else a format learned from the rendering.
 
         Args:
-            tokenizer: the tokenizer.
-            template: a chat template that replaces the tokenizer's.
+            tokenizer: the tokenizer, with the chat template in use.
             tools: the JSON schemas of the tools, as ``Toolbox.schemas``.
             user_function: takes a turn's text and returns its calls: a list of ``ToolCall`` or of ``{"name": ...,
                 "arguments": {...}}``, empty if there are none. What it raises makes a malformed call. It is not proved
@@ -122,45 +109,44 @@ class CallParser:
         Raises:
             ConfigError: no parser finds the calls in what the template renders.
         """
-        renderings = CallRenderings(tokenizer, template, tools)
-        strip = _SpecialTokens(tokenizer)
-        user = None if user_function is None else _by_user(user_function, strip)
+        renderings = CallRenderings(tokenizer, tools)
+        strip = partial(special_tokens(tokenizer).sub, "")
+        user = _by_user(user_function, strip) if user_function else None
         if user and not renderings.learned:
-            return cls(_USER_FUNCTION, user, CallForm(), renderings.prompt)
+            return cls(_USER_FUNCTION, user, CallForm())
         reason = "its format is not known"
         for form, rendering in renderings.learned:
             readers = _readers(tokenizer, rendering, [*tools, *_PROOF_SCHEMAS], strip)
             for name, reader in [(_USER_FUNCTION, user)] if user else readers:
-                parser = cls(name, reader, form, renderings.prompt)
+                parser = cls(name, reader, form)
                 failure = parser._failure(renderings)
                 if not failure:
                     return parser
                 reason = f"{name} {failure}"
         raise _not_found(reason, renderings)
 
-    def parse(self, text: str, prefix: str | None = None) -> ParsedTurn:
+    def parse(self, text: str, prefix: str) -> ParsedTurn:
         """The calls in a turn's text. Never raises: a malformed call has an ``error``.
 
         Args:
             text: the drawn tokens of the turn, decoded with special tokens, without the end token.
-            prefix: the text before the turn, which may have opened the thoughts: at least its end. None: the generation
-                prompt that the template writes by default.
+            prefix: the text before the turn, which may have opened the thoughts: at least its end.
         """
         try:
-            content, calls, more = self._reader(text, self._prompt if prefix is None else prefix)
+            content, calls, more = self.reader(text, prefix)
         except Exception as error:  # of the user's function, or of a response template
             content, calls, more = text, [ToolCall("", error=f"invalid tool call: {str(error)[:200]}")], {}
         calls = [_as_json(call) for call in calls]
         message: dict[str, Any] = {"role": "assistant", "content": content, **more}
         if valid := [call for call in calls if not call.error]:
-            message["tool_calls"] = self._form.tables(valid)
+            message["tool_calls"] = self.form.tables(valid)
         return ParsedTurn(content, tuple(calls), message)
 
     def _failure(self, renderings: CallRenderings) -> str:
         """What goes wrong with calls that the template renders. Empty: nothing."""
         turns = [*(((call,), "") for call in _PROOF), (_PROOF[:1], SENTINEL), (_PROOF[:3], ""), (_PROOF[:2], SENTINEL)]
         for number, (calls, content) in enumerate(turns):
-            rendered = renderings.turn(self._form, calls, content)
+            rendered = renderings.turn(self.form, calls, content)
             if rendered is None and number < len(_PROOF):
                 return f"cannot be tried, because the template refuses {calls[0]}"
             if rendered is None:  # the template shows one call per turn, or no content beside calls
@@ -204,20 +190,6 @@ def _as_json(call: ToolCall) -> ToolCall:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-class _SpecialTokens:
-    """Removes the tokenizer's special tokens from a text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        tokens = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
-        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)
-
-    def __call__(self, text: str) -> str:
-        for token in self._tokens:
-            text = text.replace(token, "")
-        return text
-
-
 def _readers(
     tokenizer: Any, rendering: Rendering, schemas: Sequence[Mapping[str, Any]], strip: Callable[[str], str]
 ) -> Iterator[tuple[str, Reader]]:
@@ -226,8 +198,10 @@ def _readers(
     accepted = inspect.signature(getattr(tokenizer, "parse_response", _readers)).parameters
     if getattr(tokenizer, "response_template", None) is not None and "prefix" in accepted:
         yield "response_template", _by_response_template(tokenizer, schemas if "tools" in accepted else None, strip)
-    for one in learn(rendering):
-        yield "the chat template's format", _by_format(one, schemas, strip)
+    if "<|channel|>" in rendering.text:
+        yield _LEARNED, _by_channels(strip)
+    for form in formats_of(rendering):
+        yield _LEARNED, _by_format(form, schemas, strip)
 
 
 def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callable[[str], str]) -> Reader:
@@ -238,7 +212,7 @@ def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callab
 
     def typed(call: ToolCall) -> ToolCall:
         known = properties.get(call.name, {})
-        return replace(call, arguments={key: read(value, known.get(key)) for key, value in call.arguments.items()})
+        return replace(call, arguments={key: value_of(value, known.get(key)) for key, value in call.arguments.items()})
 
     def reader(text: str, prefix: str) -> Parts:
         start = thoughts_end(text, prefix)
@@ -251,11 +225,17 @@ def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callab
                 position = one.end
         content += text[position:]
         content = content.strip() if position else content
-        calls = [typed(call) if form.textual and not call.error else call for one in found for call in one.calls]
-        if form.channels:
-            content, thoughts = content_of_channels(content)
-            return strip(content), calls, {"thinking": strip(thoughts)} if thoughts else {}
+        textual = form.bodies.textual
+        calls = [typed(call) if textual and not call.error else call for one in found for call in one.calls]
         return strip(content), calls, {}
+
+    return reader
+
+
+def _by_channels(strip: Callable[[str], str]) -> Reader:
+    def reader(text: str, _prefix: str) -> Parts:
+        content, thoughts, calls = read_channels(text)
+        return strip(content), calls, {"thinking": strip(thoughts)} if thoughts else {}
 
     return reader
 

@@ -70,7 +70,7 @@ class Ended:
     """What an environment leaves behind at the end of its episode."""
 
     reward: float | None = None
-    """What ``get_reward`` returned; None if there is no such method."""
+    """What ``get_reward`` returned. Without that method: 0 if there is ``step``, else None."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Copies of its public attributes, without those that cannot be pickled."""
 

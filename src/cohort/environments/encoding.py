@@ -51,7 +51,7 @@ class Encoder:
         self._control = {number: token.content for number, token in added}
         self._unknown = tokenizer.unk_token_id
         self._pattern = _any_of(self._control.values())
-        self._special = _any_of(token.content for _, token in added if token.special)
+        self._special = special_tokens(tokenizer)
         self._anchor = next((token.content for _, token in added if not (token.rstrip or token.lstrip)), "")
         """A control token to put before text that follows other text: some tokenizers add a space to the first word."""
 
@@ -107,6 +107,18 @@ class Encoder:
         start = span[0] + len(matched) - len(matched.lstrip())  # some control tokens take the whitespace beside them
         end = start + len(matched.strip())
         return (start, end) if any(a < end and start < b for a, b in given) else None
+
+
+def raw_text(tokenizer: Any, token_ids: Iterable[int]) -> str:
+    """Text of token ids: special tokens included, spaces not cleaned up."""
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
+def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """A pattern of one group for the special tokens of a tokenizer."""
+    added = tokenizer.added_tokens_decoder.values()
+    return _any_of({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
 
 
 def _is_control(token: Any) -> bool:

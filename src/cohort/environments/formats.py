@@ -12,7 +12,7 @@ gpt-oss's channels have a reader of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cohort.environments.bodies import (
@@ -39,71 +39,48 @@ class Found:
     calls: tuple[ToolCall, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format of tool calls."""
-
-    find: Callable[[str], list[Found]]
-    """Finds the calls in a text, malformed ones included. Never raises."""
-    textual: bool = False
-    """Whether the format writes all values as text, which is to be read by the tool's schema."""
-    channels: bool = False
-    """Whether the text consists of gpt-oss's channels."""
-
-
-def learn(rendering: Rendering) -> Iterator[Format]:
+def formats_of(rendering: Rendering) -> Iterator[Format]:
     """The formats that a rendering may be in. Whether one reads other calls too is for the caller to check."""
-    if "<|channel|>" in rendering.text:
-        yield Format(_find_in_channels, channels=True)
-    for bodies in locate(rendering):
-        yield _delimited(rendering.text, bodies)
+    return (Format(rendering.text, bodies) for bodies in locate(rendering))
 
 
-# -- literals ----------------------------------------------------------------------------------------------------------
-
-
-def _delimited(text: str, bodies: Bodies) -> Format:
-    """The format of bodies between the literals that surround them in the text."""
-    (first, first_end), (_, last_end) = bodies.places[0], bodies.places[-1]
-    before, after = text[:first], text[last_end:]
-    opening, closing = before, after
-    if len(bodies.places) > 1:
-        between = text[first_end : bodies.places[1][0]]
-        closing = common_start(between, after)
-        opening = common_end(before, between.removeprefix(closing))
-    outer = before.removesuffix(opening).strip(), after.removeprefix(closing).strip()
-    return Format(_Delimited(opening, closing, outer, bodies).find, bodies.textual)
-
-
-class _Delimited:
-    """Finds bodies between an opening and a closing literal.
+class Format:
+    """A format of calls: bodies between an opening and a closing literal, which are found in a turn with calls.
 
     An opening begins a call if a body seems to follow, or if the closing follows and the opening has the whitespace
-    that the template writes. Otherwise it is text that mentions the opening.
+    that the template writes. Otherwise it is text that mentions the opening. Without an opening, a call is at the start
+    of the text.
 
     Args:
-        opening, closing: the literals. Without an opening, a call is at the start of the text.
-        outer: what is before the first and after the last call of a turn.
-        bodies: what reads a body.
+        turn: what a template renders.
+        bodies: those in the turn, and what reads others.
     """
 
-    def __init__(self, opening: str, closing: str, outer: tuple[str, str], bodies: Bodies) -> None:
-        self._bodies, self._closing = bodies, closing.strip()
+    def __init__(self, turn: str, bodies: Bodies) -> None:
+        (first, first_end), (_, last_end) = bodies.places[0], bodies.places[-1]
+        before, after = turn[:first], turn[last_end:]
+        opening, closing = before, after
+        if len(bodies.places) > 1:
+            between = turn[first_end : bodies.places[1][0]]
+            closing = common_start(between, after)
+            opening = common_end(before, between.removeprefix(closing))
+        self.bodies, self._closing = bodies, closing.strip()
         self._word = opening.split(maxsplit=1)[0] if opening.strip() else ""
-        first = rf"(?:{flexible(outer[0])}\s*)?" if outer[0] else ""
+        begin, end = before.removesuffix(opening).strip(), after.removeprefix(closing).strip()
+        first_literal = rf"(?:{flexible(begin)}\s*)?" if begin else ""
+        last_literal = rf"(?:\s*{flexible(end)})?" if end else ""
         if opening.strip():
             exact = rf"(?P<exact>{re.escape(opening.lstrip())})"
-            pattern = rf"{first}(?:{exact}|{flexible(opening)})"
+            pattern = rf"{first_literal}(?:{exact}|{flexible(opening)})"
         else:
-            pattern = rf"\A\s*+{first}(?:<\|python_tag\|>\s*+)?(?P<exact>)(?={bodies.begins})"
+            pattern = rf"\A\s*+{first_literal}(?:<\|python_tag\|>\s*+)?(?P<exact>)(?={bodies.begins})"
         self._opens = re.compile(pattern)
         self._begins = re.compile(rf"\s*+(?={bodies.begins})")
         self._closes = re.compile(flexible(closing))
-        last = rf"(?:\s*{flexible(outer[1])})?" if outer[1] else ""
-        self._ends = re.compile((rf"\s*+{flexible(closing)}" if closing.strip() else "") + last)
+        self._ends = re.compile((rf"\s*+{flexible(closing)}" if closing.strip() else "") + last_literal)
 
     def find(self, text: str) -> list[Found]:
-        """The calls in a text."""
+        """The calls in a text, malformed ones included. Never raises."""
         found: list[Found] = []
         position = 0 if self._word in text else len(text)
         while (opened := self._opens.search(text, position)) is not None:
@@ -120,10 +97,10 @@ class _Delimited:
         if begun is None and (closed is None or opened["exact"] is None):
             return None
         try:
-            calls, end = self._bodies.read(text, start)
+            calls, end = self.bodies.read(text, start)
             ends = self._ends.match(text, end)
             rest = text[end:].strip()
-            if ends is None and (rest or self._bodies.textual):
+            if ends is None and (rest or self.bodies.textual):
                 raise Malformed(f"expected {self._closing or 'nothing'} after it, got {rest[:MAX_SHOWN]!r}")
         except Malformed as error:
             calls = [ToolCall("", error=f"invalid tool call: {error}")]
@@ -137,28 +114,25 @@ _MESSAGE = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|sta
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]{1,64})")
 
 
-def _find_in_channels(text: str) -> list[Found]:
-    found, position = [], 0
+def read_channels(text: str) -> tuple[str, str, list[ToolCall]]:
+    """What the policy wrote to the user, its thoughts, and its calls."""
+    said, thoughts, calls, position = list[str](), list[str](), list[ToolCall](), 0
     for match in _MESSAGE.finditer(text):
-        recipient = _RECIPIENT.search(text, position, match.start())
+        header, position = text[position : match.start()], match.end()
+        recipient = _RECIPIENT.search(header)
         if recipient:
-            try:
-                value, end = decoded(match[1].strip(), 0)
-                if end < len(match[1].strip()):
-                    raise Malformed("more text after the JSON object")
-                call = ToolCall(recipient[1], arguments_of(value))
-            except Malformed as error:
-                call = ToolCall(recipient[1], error=f"invalid tool call: {error}")
-            found.append(Found(position, match.end(), (call,)))
-        position = match.end()
-    return found
+            calls.append(_call(recipient[1], match[1].strip()))
+        if not recipient or calls[-1].error:
+            (thoughts if "<|channel|>analysis" in header else said).append(match[1])
+    rest = text[position:].strip() if position else text
+    return "\n".join(said) if said or thoughts else rest, "\n".join(thoughts), calls
 
 
-def content_of_channels(text: str) -> tuple[str, str]:
-    """What the policy wrote to the user, and its thoughts, in a text of gpt-oss's channels without calls."""
-    parts: tuple[list[str], list[str]] = ([], [])
-    position = 0
-    for match in _MESSAGE.finditer(text):
-        parts["<|channel|>analysis" in text[position : match.start()]].append(match[1])
-        position = match.end()
-    return "\n".join(parts[0]) if position else text, "\n".join(parts[1])
+def _call(name: str, body: str) -> ToolCall:
+    try:
+        value, end = decoded(body, 0)
+        if end < len(body):
+            raise Malformed("more text after the JSON object")
+        return ToolCall(name, arguments_of(value))
+    except Malformed as error:
+        return ToolCall(name, error=f"invalid tool call: {error}")

@@ -11,6 +11,7 @@ from typing import Any
 from cohort.data.chat import ANSWER, SENTINEL, USER
 from cohort.environments.bodies import Rendering, common_start
 from cohort.environments.contract import ToolCall
+from cohort.environments.skeleton import attempt
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """What surrounds thoughts."""
@@ -34,10 +35,8 @@ class CallForm:
         tables: list[Mapping[str, Any]] = []
         for index, call in enumerate(calls):
             arguments = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else dict(call.arguments)
-            table: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
-            if self.with_ids:
-                table["id"] = f"call{index:05d}"  # Mistral's template wants 9 letters and digits
-            tables.append(table)
+            call_id = {"id": f"call{index:05d}"} if self.with_ids else {}  # Mistral's wants 9 letters and digits
+            tables.append({"type": "function", "function": {"name": call.name, "arguments": arguments}, **call_id})
         return tables
 
 
@@ -45,17 +44,14 @@ class CallRenderings:
     """Renders turns of the assistant.
 
     Args:
-        tokenizer: the tokenizer.
-        template: a chat template that replaces the tokenizer's.
+        tokenizer: the tokenizer, with the chat template in use.
         schemas: the JSON schemas of the tools, which the template may show.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._tokenizer, self._template, self._schemas = tokenizer, template, list(schemas)
-        self.prompt = self._apply([USER], add_generation_prompt=True) or ""
-        """A prompt with the generation prompt. Empty if the template refuses one message of a user."""
-        plain = self._apply([USER, ANSWER]) or ""
-        self._end = plain.rpartition(SENTINEL)[2]
+    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._tokenizer, self._schemas = tokenizer, list(schemas)
+        self._prompt = attempt(tokenizer, [USER], tools=self._schemas, add_generation_prompt=True)
+        self._end = attempt(tokenizer, [USER, ANSWER], tools=self._schemas).rpartition(SENTINEL)[2]
         forms = [CallForm(*flags) for flags in itertools.product((False, True), repeat=2)]
         self.learned = [(form, rendering) for form in forms if (rendering := self._learned(form)) is not None]
         """The forms in which the template takes calls, and turns to learn the format from. Empty: it shows no calls."""
@@ -65,13 +61,10 @@ class CallRenderings:
         the turn, or does not show the calls or the content.
         """
         message = {"role": "assistant", "content": content, "tool_calls": form.tables(calls)}
-        text = self._apply([USER, message])
-        if text is None:
-            return None
-        before = common_start(self.prompt, text)
-        turn = text.removeprefix(before).removesuffix(self._end)
-        shown, position = (content, *(call.name for call in calls)), 0
-        for part in shown:
+        text = attempt(self._tokenizer, [USER, message], tools=self._schemas)
+        before = common_start(self._prompt, text)
+        turn, position = text.removeprefix(before).removesuffix(self._end), 0
+        for part in (content, *(call.name for call in calls)):
             position = turn.find(part, position) + len(part)
             if position < len(part):
                 return None
@@ -79,26 +72,12 @@ class CallRenderings:
 
     def _learned(self, form: CallForm) -> Rendering | None:
         for calls in (_LEARNED, _LEARNED[:1]):  # some templates take one call per turn
-            rendered = self.turn(form, calls)
-            if rendered is not None:
-                text = rendered[1][thoughts_end(rendered[1], rendered[0]) :]
-                values = [value for call in calls for value in call.arguments.values()]
-                if all(value in text for value in values):
-                    return Rendering(text, tuple((call.name, dict(call.arguments)) for call in calls))
+            if rendered := self.turn(form, calls):
+                before, turn = rendered
+                text = turn[thoughts_end(turn, before) :]
+                if all(value in text for call in calls for value in call.arguments.values()):
+                    return Rendering(text, calls)
         return None
-
-    def _apply(self, messages: Sequence[Mapping[str, Any]], **options: bool) -> str | None:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=self._schemas or None,
-                chat_template=self._template,
-                tokenize=False,
-                **options,
-            )
-        except Exception:  # templates raise errors of many kinds
-            return None
-        return text
 
 
 def thoughts_end(text: str, prefix: str) -> int:

@@ -11,28 +11,21 @@ import ast
 import json
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "array": (list, tuple),
-    "object": (dict,),
+_TYPES: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "string": ("a string", str),
+    "integer": ("an integer", int),
+    "number": ("a number", (int, float)),
+    "boolean": ("true or false", bool),
+    "null": ("null", type(None)),
+    "array": ("a list", (list, tuple)),
+    "object": ("an object", dict),
 }
+"""What errors call a type, and its Python types."""
 MAX_LITERAL = 10_000
 """Maximum length of Python literals, whose parser is slow."""
-_NAMES = {
-    "string": "a string",
-    "integer": "an integer",
-    "number": "a number",
-    "boolean": "true or false",
-    "null": "null",
-    "array": "a list",
-    "object": "an object",
-}
 
 
 def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
@@ -42,13 +35,11 @@ def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str
     >>> problem_with({"n": 3}, schema), problem_with({"n": "3"}, schema)
     ('', "the argument 'n' must be an integer, got '3'")
     """
-    properties = schema.get("properties") or {}
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
     found = [f"the argument {key!r} is missing" for key in schema.get("required") or () if key not in arguments]
     for key, value in arguments.items():
-        if key in properties:
-            found += _problems(value, properties[key], f"the argument {key!r}")
-        elif schema.get("additionalProperties"):
-            found += _problems(value, schema["additionalProperties"], f"the argument {key!r}")
+        if key in properties or rest:
+            found += _problems(value, properties.get(key, rest), f"the argument {key!r}")
         else:
             found.append(f"unknown argument {key[:64]!r}")
     return "; ".join(found[:4])
@@ -85,28 +76,30 @@ def _problems_of_object(value: Mapping[str, Any], schema: Mapping[str, Any], wha
     return found
 
 
+def _own_types(schema: Mapping[str, Any]) -> list[str]:
+    given = schema.get("type")
+    return [given] if isinstance(given, str) else list(given or ())
+
+
 def _types(schema: Any) -> list[str]:
     """The types that a schema accepts; none: all, or those of its ``enum``."""
     if not isinstance(schema, Mapping):
         return []
-    given = schema.get("type")
-    types = [given] if isinstance(given, str) else list(given or ())
+    types = _own_types(schema)
     for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
         types += _types(choice)
     return [*types, "null"] if types and schema.get("nullable") else types
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
-    given = schema.get("type")
-    names = [given] if isinstance(given, str) else list(given or ())
-    known = [name for name in names if name in _TYPES]
+    known = [name for name in _own_types(schema) if name in _TYPES]
     return not known or any(
-        isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)) for name in known
+        isinstance(value, _TYPES[name][1]) and (name == "boolean" or not isinstance(value, bool)) for name in known
     )
 
 
 def _expected(schema: Mapping[str, Any]) -> str:
-    return " or ".join(dict.fromkeys(_NAMES.get(name, name) for name in _types(schema))) or "another value"
+    return " or ".join(dict.fromkeys(_TYPES.get(name, (name,))[0] for name in _types(schema))) or "another value"
 
 
 def _shown(value: Any) -> str:
@@ -114,20 +107,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read(text: str, schema: Any) -> Any:
+def value_of(text: str, schema: Any) -> Any:
     """The value that a text means, for formats of calls that write every value as text.
 
     The text is read as JSON, or else as a Python literal, which templates write where they print a value. A result that
     has one of the schema's types is returned, unless it is a string; otherwise the text as it is.
 
     >>> integer, text = {"type": "integer"}, {"type": "string"}
-    >>> read("3", integer), read("3", text), read("three", integer), read("True", {"type": "boolean"})
+    >>> value_of("3", integer), value_of("3", text), value_of("three", integer), value_of("True", {"type": "boolean"})
     (3, '3', 'three', True)
     """
-    types = [name for name in _types(schema) if name != "string"] or ["string"]
-    if not _types(schema):
-        types = list(_TYPES)
-    for parse in (_json, _literal):
+    accepted = _types(schema)
+    types = [name for name in accepted if name != "string"] or (["string"] if accepted else list(_TYPES))
+    for parse in (partial(json.loads, parse_constant=no_constant), _literal):
         try:
             value = parse(text.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -138,10 +130,6 @@ def read(text: str, schema: Any) -> Any:
     return text
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, parse_constant=_no_constant)
-
-
 def _literal(text: str) -> Any:
     if len(text) > MAX_LITERAL:
         raise ValueError("too long")
@@ -149,5 +137,6 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def no_constant(name: str) -> Any:
+    """For ``parse_constant``: refuses NaN and infinities."""
+    raise ValueError(f"{name} is not a JSON value")

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 from cohort.config import EnvironmentConfig
+from cohort.environments.adapters import mcp
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
 from cohort.environments.episode import EpisodeSampler
 from cohort.environments.host import Host
-from cohort.environments.named import OpenToolbox
-from cohort.environments.shapes import Shape, find_environments
+from cohort.environments.shapes import Shape, choose, find_environments
+from cohort.environments.tools import Toolbox
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
+from cohort.rewards import environment_reward
 from cohort.rollout import Engine
+
+
+def reward_functions(acting: Acting | None, given: Sequence[Any]) -> Sequence[Any]:
+    """The reward functions of a run: those given, or without any, the environments' own reward.
+
+    Raises:
+        ConfigError: ``environment_reward`` is given, and no environment gives rewards.
+    """
+    gives_rewards = acting is not None and acting.gives_rewards
+    if not gives_rewards and any(one in ("environment_reward", environment_reward) for one in given):
+        raise ConfigError(
+            "the reward function environment_reward needs an environment that gives rewards: set environment.factory "
+            "to one whose class has `step` or `get_reward`"
+        )
+    return given or (("environment_reward",) if gives_rewards else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +42,11 @@ class Acting:
     """The tools and environments of a run, and where they run."""
 
     settings: EnvironmentConfig
-    toolbox: OpenToolbox
+    toolbox: Toolbox
     shapes: Mapping[str, Shape]
     host: Host
+    servers: ExitStack
+    """The connections to servers of tools."""
 
     @classmethod
     def of(
@@ -50,19 +70,19 @@ class Acting:
                 f"environment.max_environments ({settings.max_environments}) must be at least the {group_size} "
                 "completions of a prompt: their environments begin together"
             )
-        toolbox = OpenToolbox([*settings.tools, *tools])
-        if not toolbox and not shapes:
-            return None
-        try:
-            return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings))
-        except BaseException:
-            toolbox.close()
-            raise
+        given: list[Any] = []
+        with ExitStack() as servers:
+            for one in (*settings.tools, *tools):
+                given += servers.enter_context(closing(mcp.Server(one))).tools if mcp.is_server(one) else [one]
+            toolbox = Toolbox(given)
+            if not toolbox and not shapes:
+                return None
+            return cls(settings, toolbox, shapes, Host(toolbox, shapes, settings), servers.pop_all())
 
     def close(self) -> None:
         """End all episodes, stop the worker processes, and close the connections to servers of tools. Idempotent."""
         self.host.close()
-        self.toolbox.close()
+        self.servers.close()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -75,7 +95,13 @@ class Acting:
         return any(shape.gives_rewards for shape in self.shapes.values())
 
     def schemas_of(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The JSON schemas of the tools that the policy can call in an episode of a row."""
+        """The JSON schemas of the tools that the policy can call in an episode of a row.
+
+        Raises:
+            DataError: the row names no tool or environment that exists, or lacks a column that ``reset`` needs.
+        """
+        if shape := choose(self.shapes, row):
+            shape.arguments(row, 0)  # refuses a row without a column that reset needs
         return self.host.tools(row).schemas
 
     def turn_format(
@@ -94,16 +120,11 @@ class Acting:
         settings, schemas = self.settings, self.schemas
         roles = {"tool"} if schemas else set()
         roles |= {"user"} if any(shape.steps for shape in self.shapes.values()) else set()
-        bridge = Bridge.of(
-            tokenizer,
-            end_token_ids,
-            variables=variables or {},
-            tools=schemas or None,
-            roles=roles,
-            history=settings.history,
+        bridge = Bridge(
+            tokenizer, end_token_ids, variables=variables, tools=schemas, roles=roles, history=settings.history
         )
-        function = settings.parser and load_function(settings.parser, what="parser")
-        parser = CallParser.of(tokenizer, None, schemas, function or None) if schemas else None
+        function = load_function(settings.parser, what="parser") if settings.parser else None
+        parser = CallParser.of(tokenizer, schemas, function) if schemas else None
         is_function = settings.history not in ("append", "template")
         rewrite = load_function(settings.history, what="history") if is_function else None
         return TurnFormat(tokenizer, bridge, parser, rewrite)

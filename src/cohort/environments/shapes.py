@@ -4,17 +4,16 @@ loop, or in a worker process."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 import pickle
 import reprlib
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.calls import partial_layers, run_on_loop
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step, ToolError
 from cohort.environments.tools import Toolbox, text_of
 from cohort.errors import ConfigError, DataError
@@ -57,16 +56,7 @@ class Shape:
     """Whether it may give rewards: it has ``step`` or ``get_reward``."""
 
     def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The arguments of ``reset``. A column ``seed`` takes precedence over the given seed.
-
-        Raises:
-            DataError: the row lacks a column that ``reset`` needs.
-        """
-        if missing := self.required - row.keys():
-            raise DataError(
-                f"{self.name}.reset needs the column {min(missing)!r}; the data has {', '.join(row) or 'no columns'}. "
-                "Give the parameter a default, or add the column"
-            )
+        """The arguments of ``reset``. A column ``seed`` takes precedence over the given seed."""
         seeds = {"seed": seed} if self.seeded else {}
         return seeds | {name: row[name] for name in row if self.columns is None or name in self.columns}
 
@@ -74,7 +64,7 @@ class Shape:
 def find_environments(factory: str | Factory | Mapping[str, str | Factory]) -> dict[str, Shape]:
     """Load factories and recognise the shapes of their environments.
 
-    A class is inspected. Any other factory is called once, and its environment closed.
+    A class is inspected. Any other factory is called twice, and its environments are closed.
 
     Args:
         factory: a class or function, or "module:name" or "file.py:name"; or several by name. The column ``environment``
@@ -97,14 +87,20 @@ def choose(shapes: Mapping[str, Shape], row: Mapping[str, Any]) -> Shape | None:
     """The environment of a row.
 
     Raises:
-        DataError: the row names none of several environments.
+        DataError: the row names none of several environments, or lacks a column that ``reset`` needs.
     """
-    if not shapes or "" in shapes:
-        return shapes.get("")
-    name = row.get("environment")
+    if not shapes:
+        return None
+    name = "" if "" in shapes else row.get("environment")
     if not isinstance(name, str) or name not in shapes:
         raise DataError(f"the column 'environment' must name one of {', '.join(shapes)}; a row has {name!r:.80}")
-    return shapes[name]
+    shape = shapes[name]
+    if missing := shape.required - row.keys():
+        raise DataError(
+            f"{shape.name}.reset needs the column {min(missing)!r}; the data has {', '.join(row) or 'no columns'}. "
+            "Give the parameter a default, or add the column"
+        )
+    return shape
 
 
 def recognise(factory: Factory) -> Shape:
@@ -118,9 +114,7 @@ def recognise(factory: Factory) -> Shape:
             f"environment.factory must be a class or a function that makes an environment for each completion, got an "
             f"object of the class {type(factory).__name__}: pass the class, or a function that returns a new object"
         )
-    inner: Any = factory
-    while isinstance(inner, functools.partial):
-        inner = inner.func
+    inner: Any = partial_layers(factory)[-1]
     try:
         inspect.signature(factory).bind()
     except (TypeError, ValueError) as error:
@@ -132,24 +126,22 @@ def recognise(factory: Factory) -> Shape:
 
 
 def _class_made_by(factory: Factory) -> type:
-    """The class of what a factory makes. One environment is made and closed."""
-    what = getattr(factory, "__name__", str(factory))
+    """The class of what a factory makes. Two environments are made and closed."""
+    what = f"environment.factory {getattr(factory, '__name__', str(factory))}"
     try:
-        made = factory()
+        made, other = factory(), factory()
     except Exception as error:
-        raise ConfigError(f"environment.factory {what} {describe_error(error)}") from error
+        raise ConfigError(f"{what} {describe_error(error)}") from error
     if inspect.isawaitable(made):
-        made.close() if inspect.iscoroutine(made) else None
-        raise ConfigError(f"environment.factory {what} must not be async: connect in `async def reset` instead")
-    closed: list[str] = []
-    if inspect.iscoroutinefunction(getattr(made, "close", None)):  # a notebook has a loop in this thread
-        thread = threading.Thread(target=lambda: closed.append(asyncio.run(_close(made, "close"))))
-        thread.start()
-        thread.join()
-    else:
-        closed.append(run_plain(_close, made, "close"))
-    if closed[0]:
-        raise ConfigError(f"environment {type(made).__name__} cannot be closed: {closed[0]}")
+        for one in (made, other):
+            one.close() if inspect.iscoroutine(one) else None
+        raise ConfigError(f"{what} must not be async: connect in `async def reset` instead")
+    is_async = inspect.iscoroutinefunction(getattr(made, "close", None))
+    for one in (made, other):
+        if problem := run_on_loop(_close(one, "close")).result() if is_async else run_plain(_close, one, "close"):
+            raise ConfigError(f"environment {type(one).__name__} cannot be closed: {problem}")
+    if made is other is not None:
+        raise ConfigError(f"{what} returned the same object twice: each completion needs its own, so make a new one")
     return type(made)
 
 
@@ -180,7 +172,7 @@ def _shape_of_class(found: type, factory: Factory) -> Shape:
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ConfigError(f"{what}: reset gets the columns of a row by name, so it cannot have positional parameters")
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    called = {"reset", "step", "get_reward", "close"} & functions.keys() | set(() if steps else public)
+    called = NOT_TOOLS & functions.keys() | set(() if steps else public)
     return Shape(
         name=found.__name__,
         factory=factory,
@@ -231,7 +223,7 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
             case "step":
                 return _answer(await _value(environment.step(*given.values())), what)
             case "get_reward":
-                return await _ended(environment, what)
+                return await _ended(environment, what, steps)
             case "close":
                 return await _close(LIVE.pop(number), what)
             case _:
@@ -286,8 +278,8 @@ async def _value(returned: Any) -> Any:
     return await returned
 
 
-async def _ended(environment: Any, what: str) -> Ended:
-    reward = None
+async def _ended(environment: Any, what: str, steps: bool) -> Ended:
+    reward = 0.0 if steps else None  # of an episode without any reward, the sum
     if callable(get_reward := getattr(environment, "get_reward", None)):
         reward = _number(await _value(get_reward()), what)
     state = {name: value for name, value in getattr(environment, "__dict__", {}).items() if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""The template's own text in a rendering, and the holes that texts of messages fill.
+"""Renderings of a chat template: its own text, and the holes that texts of messages fill.
 
 A chat template renders placeholders instead of the texts of tools and environments:
 
@@ -15,7 +15,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from cohort.data.chat import render
 from cohort.environments.encoding import Given
 from cohort.errors import ConfigError
 
@@ -32,6 +34,14 @@ _CHANGES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
 )
 """What templates do to the text of a message."""
+
+
+def attempt(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
+    """What a chat template renders; empty if it refuses the messages."""
+    try:
+        return render(tokenizer, messages, **arguments)
+    except Exception:  # templates raise errors of many kinds
+        return ""
 
 
 def placeholder(number: int) -> str:

@@ -12,6 +12,8 @@ import numpy as np
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import Answer
+from cohort.environments.encoding import raw_text
+from cohort.rollout.trajectory import decode
 from cohort.types import Group, Message
 
 
@@ -27,6 +29,13 @@ class TurnFormat:
     rewrite: Callable[[list[Message]], list[Message]] | None = None
     """What the policy is to read instead of all messages so far; None: as ``environment.history`` says."""
 
+    def describe(self) -> str:
+        """What stands between turns, and how calls are found, for the start of the run."""
+        lines = [self.bridge.describe()]
+        if self.parser:
+            lines.append(f"calls are found by {self.parser.name}")
+        return "\n".join(lines)
+
     def parse(self, token_ids: Sequence[int], prefix: str) -> ParsedTurn:
         """What the policy wrote in a turn.
 
@@ -35,7 +44,7 @@ class TurnFormat:
             prefix: the text before them.
         """
         if self.parser is None:
-            text = self.text(token_ids, skip_special_tokens=True)
+            text = decode(self.tokenizer, token_ids)
             return ParsedTurn(text, (), {"role": "assistant", "content": text})
         return self.parser.parse(self.text(token_ids), prefix)
 
@@ -54,12 +63,13 @@ class TurnFormat:
         note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
-    def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Token ids decoded, with special tokens unless they are skipped."""
-        text: str = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
+    def prefix(self, token_ids: Sequence[int]) -> str:
+        """The text before a turn, for ``parse``; empty where that needs none."""
+        return self.text(token_ids) if self.parser else ""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids decoded, special tokens included."""
+        return raw_text(self.tokenizer, token_ids)
 
 
 def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:

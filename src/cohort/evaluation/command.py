@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
+from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.show import compared, show, write_rows, write_summary
@@ -69,7 +70,7 @@ class Request(EvalFlags):
         where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
-        if not config.reward.functions:
+        if not config.reward.functions and not config.environment.factory:
             raise ConfigError(f"no reward function: give --reward NAME{where}")
         return config
 
@@ -186,9 +187,8 @@ def evaluate(request: Request) -> int:
     settings = request.settings()
     request.check_files(settings)
     acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
-    functions = settings.reward.functions or (["environment_reward"] if acting and acting.gives_rewards else [])
     rewards = RewardRunner(
-        [as_reward_function(name) for name in functions],
+        [as_reward_function(name) for name in reward_functions(acting, settings.reward.functions)],
         settings.reward.weights,
         settings.reward,
         per_token=settings.resolved_objective.credit in ("process", "given"),

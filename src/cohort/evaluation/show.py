@@ -28,13 +28,12 @@ OUTPUT_COLUMNS = ("set", "samples", "pass_rate")
 def compared(first: Evaluations, second: Evaluations, settings: GRPOConfig) -> Comparisons:
     """Compare two models prompt by prompt, metric by metric."""
     numbers = (settings.eval.confidence, settings.eval.bootstrap_samples, settings.run.seed)
-    return {
-        name: {
-            metric: compare(values_P, second[name].values[metric], *numbers, proportion=metric not in NOT_PROPORTIONS)
-            for metric, values_P in evaluation.values.items()
-        }
-        for name, evaluation in first.items()
-    }
+    found: dict[str, dict[str, Comparison]] = {name: {} for name in first}
+    for name, evaluation in first.items():
+        for metric, values_P in evaluation.values.items():
+            proportion = metric not in NOT_PROPORTIONS
+            found[name][metric] = compare(values_P, second[name].values[metric], *numbers, proportion=proportion)
+    return found
 
 
 def show(console: Console, found: Sequence[Evaluations], comparisons: Comparisons, settings: GRPOConfig) -> None:

@@ -230,7 +230,7 @@ def headline(prompt: Prompt | None, sample: int | None, completion: Completion) 
         parts.append(f"prompt {prompt.uid} {shortened(content)!r}")
     if sample is not None:
         parts.append(f"completion {sample}")
-    return f"--- {', '.join(parts)} ({completion.finish_reason}, {completion.num_tokens} tokens)"
+    return f"--- {', '.join(parts) or 'completion'} ({completion.finish_reason}, {completion.num_tokens} tokens)"
 
 
 def write_stdout(text: str) -> None:

@@ -156,7 +156,7 @@ def process_advantages(token_rewards_N: Tensor, group_S: Tensor, sequence_N: Ten
 
 
 def turn_advantages(rewards_S: Tensor, group_S: Tensor, turns: Turns) -> Tensor:
-    """``A_ik = G_ik - mean of G_jk over the others j of the group that reached turn k``, shape ``[E]``.
+    """``A_ik = G_ik - mean of G_jk over the others j of the group that reached turn k``, shape ``[Y]``.
 
         G_ik = R_i - (rewards of turns 0..k-1 of trajectory i)          the return from turn k on
 
@@ -177,13 +177,13 @@ def turn_advantages(rewards_S: Tensor, group_S: Tensor, turns: Turns) -> Tensor:
     >>> turn_advantages(torch.tensor([2.0, 5.0]), torch.tensor([0, 0]), turns)
     tensor([-3.,  3.,  4.], dtype=torch.float64)
     """
-    earned_E = turns.rewards_E.double()
-    returns_E = rewards_S.double()[turns.sequence_E] - (prefix_sums(earned_E, turns.sequence_E) - earned_E)
-    places_E2 = torch.stack([group_S[turns.sequence_E], index_in_run(turns.sequence_E)], dim=1)
-    place_E = torch.unique(places_E2, dim=0, return_inverse=True)[1]
-    alone_E = torch.bincount(place_E[~returns_E.isnan()], minlength=len(place_E))[place_E] == 1
-    compared_E = outcome_advantages(returns_E, place_E, baseline="leave_one_out", scale=None)
-    return torch.where(alone_E, returns_E.nan_to_num(nan=0.0), compared_E)
+    earned_Y = turns.rewards_Y.double()
+    returns_Y = rewards_S.double()[turns.sequence_Y] - (prefix_sums(earned_Y, turns.sequence_Y) - earned_Y)
+    places_E2 = torch.stack([group_S[turns.sequence_Y], index_in_run(turns.sequence_Y)], dim=1)
+    position_Y = torch.unique(places_E2, dim=0, return_inverse=True)[1]
+    alone_Y = torch.bincount(position_Y[~returns_Y.isnan()], minlength=len(position_Y))[position_Y] == 1
+    compared_Y = outcome_advantages(returns_Y, position_Y, baseline="leave_one_out", scale=None)
+    return torch.where(alone_Y, returns_Y.nan_to_num(nan=0.0), compared_Y)
 
 
 def one_turn_each(num_sequences: int, sequence_N: Tensor) -> Turns:

@@ -92,11 +92,12 @@ def apply(rule: rules.Rule | None, at: Ratios) -> Trusted:
 
 @apply.register
 def _ppo_clip(rule: rules.PPOClip, at: Ratios) -> Trusted:
-    bounds = rule.low, rule.high, rule.dual
-    below_N, above_N = ppo_clip_sides(at.ratio_N, at.advantages_N, *bounds)
-    phi_N = at.ratio_N.masked_fill(below_N | above_N, 0)
-    value_N = ppo_clip_value(at.ratio_N, at.advantages_N, *bounds)
-    return Trusted(phi_N, value_N, _sides(at.ratio_N, below_N, above_N))
+    ratio_N, a_N = at.ratio_N, at.advantages_N
+    below_N, above_N = ppo_clip_sides(ratio_N, a_N, rule.low, rule.high, rule.dual)
+    value_N = torch.minimum(ratio_N * a_N, ratio_N.clamp(rule.low, rule.high) * a_N)
+    if rule.dual is not None:
+        value_N = torch.where(a_N < 0, torch.maximum(value_N, rule.dual * a_N), value_N)
+    return Trusted(ratio_N.masked_fill(below_N | above_N, 0), value_N, _sides(ratio_N, below_N, above_N))
 
 
 @apply.register
@@ -219,19 +220,6 @@ def ppo_clip_multiplier(
     """
     clipped_low_N, clipped_high_N = ppo_clip_sides(ratio_N, advantages_N, low, high, dual)
     return ratio_N.masked_fill(clipped_low_N | clipped_high_N, 0)
-
-
-def ppo_clip_value(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """The clipped surrogate per token, ``min(r A, clip(r, low, high) A)``, and where A < 0 at least ``dual A``. For the
-    log only. Shape ``[N]``.
-
-    >>> ppo_clip_value(torch.tensor([1.5, 1.5, 0.5]), torch.tensor([1.0, -1.0, -1.0]), 0.8, 1.2)
-    tensor([ 1.2000, -1.5000, -0.8000])
-    """
-    value_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
-    if dual is None:
-        return value_N
-    return torch.where(advantages_N < 0, torch.maximum(value_N, dual * advantages_N), value_N)
 
 
 def bernoulli_kl(anchor_logps_N: Tensor, logps_N: Tensor) -> Tensor:

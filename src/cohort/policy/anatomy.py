@@ -25,6 +25,12 @@ class UnsupportedModel(Exception):  # noqa: N818 - not an error: another impleme
     """An implementation cannot run a model; the message says why."""
 
 
+def need(holds: bool, reason: str) -> None:
+    """Raise ``UnsupportedModel`` for a reason, unless it does not hold."""
+    if not holds:
+        raise UnsupportedModel(reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA adapter: ``y += scale * (x A^T) B^T``."""
@@ -48,10 +54,8 @@ class Linear:
         if type(module) is nn.Linear:
             return cls(module.weight, module.bias)
         base: Any = getattr(module, "base_layer", None)
-        if type(base) is not nn.Linear or not hasattr(module, "lora_A"):
-            raise UnsupportedModel(f"{name} is a {type(module).__name__}")
-        if getattr(module, "merged", False):
-            raise UnsupportedModel(f"{name} has its adapter merged")
+        need(type(base) is nn.Linear and hasattr(module, "lora_A"), f"{name} is a {type(module).__name__}")
+        need(not getattr(module, "merged", False), f"{name} has its adapter merged")
         adapters = []
         for active in () if module.disable_adapters else module.active_adapters:
             if active not in module.lora_A:
@@ -59,8 +63,7 @@ class Linear:
             a, b = module.lora_A[active], module.lora_B[active]
             special = bool(getattr(module, "use_dora", {}).get(active)) or active in getattr(module, "lora_variant", {})
             plain = type(a) is nn.Linear and type(b) is nn.Linear and getattr(b, "bias", None) is None
-            if special or not plain:
-                raise UnsupportedModel(f"{name} has an adapter that is not plain LoRA")
+            need(plain and not special, f"{name} has an adapter that is not plain LoRA")
             adapters.append(Adapter(a.weight, b.weight, float(module.scaling[active])))
         return cls(base.weight, base.bias, tuple(adapters))
 
@@ -76,12 +79,11 @@ class Norm:
     @classmethod
     def of(cls, module: Any, *, shifted: bool) -> Norm:
         """Read a norm of transformers, which has two names for eps."""
-        if hasattr(module, "modules_to_save"):
-            raise UnsupportedModel("a norm is trained by an adapter")
+        need(not hasattr(module, "modules_to_save"), "a norm is trained by an adapter")
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        if eps is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
-            raise UnsupportedModel(f"a norm is a {type(module).__name__}")
-        return cls(module.weight, float(eps), shifted)
+        known = eps is not None and isinstance(getattr(module, "weight", None), nn.Parameter)
+        need(known, f"a norm is a {type(module).__name__}")
+        return cls(module.weight, float(eps), shifted)  # type: ignore[arg-type]
 
     def factor(self, dtype: torch.dtype) -> Tensor:
         """What normed values are multiplied by."""
@@ -143,19 +145,16 @@ class Anatomy:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = model.config
         family = config.model_type
-        if family not in FAMILIES:
-            raise UnsupportedModel(f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
+        need(family in FAMILIES, f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
         shifted, body = family in SHIFTED_NORMS, model.model
-        if not isinstance(body.embed_tokens, nn.Embedding):
-            raise UnsupportedModel(f"its embedding is a {type(body.embed_tokens).__name__}")
+        embedding = body.embed_tokens
+        need(isinstance(embedding, nn.Embedding), f"its embedding is a {type(embedding).__name__}")
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
-        if activation not in {"silu", "gelu_pytorch_tanh"}:
-            raise UnsupportedModel(f"the activation is {activation!r}")
-        if getattr(config, "use_bidirectional_attention", False):
-            raise UnsupportedModel("attention is bidirectional")
+        need(activation in {"silu", "gelu_pytorch_tanh"}, f"the activation is {activation!r}")
+        need(not getattr(config, "use_bidirectional_attention", False), "attention is bidirectional")
         attention = body.layers[0].self_attn
         return cls(
-            embedding=body.embed_tokens,
+            embedding=embedding,
             layers=tuple(_layer(layer, config, shifted) for layer in body.layers),
             norm=Norm.of(body.norm, shifted=shifted),
             head=Linear.of(model.lm_head, "lm_head"),
@@ -210,8 +209,8 @@ class Anatomy:
 def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     for module in (layer, attention, mlp):
-        if not type(module).__module__.startswith("transformers."):
-            raise UnsupportedModel(f"{type(module).__name__} is not a class of transformers")
+        own = type(module).__module__.startswith("transformers.")
+        need(own, f"{type(module).__name__} is not a class of transformers")
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
 
     def norm(name: str) -> Norm:
@@ -241,8 +240,7 @@ def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
 def _static_rotary(rotary: Any) -> Any:
     kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     for kind in kinds:
-        if kind not in STATIC_ROPES:
-            raise UnsupportedModel(f"its rotary embedding is {kind!r}, which changes with the sequence's length")
+        need(kind in STATIC_ROPES, f"its rotary embedding is {kind!r}, which changes with the sequence's length")
     return rotary
 
 

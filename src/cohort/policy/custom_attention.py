@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cohort.policy.anatomy import UnsupportedModel
+from cohort.policy.anatomy import UnsupportedModel, need
 from cohort.policy.compute import ComputeModel
 from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
 
@@ -36,12 +36,9 @@ class CustomAttention:
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
         self._base = base_of(model.model)
-        if not getattr(self._base, "_supports_attention_backend", False):
-            raise UnsupportedModel("its attention cannot be replaced")
-        if changing := LENGTH_ROPES & _rotary_types(self._base):
-            raise UnsupportedModel(
-                f"its rotary embedding is {min(changing)!r}, which changes with the sequence's length"
-            )
+        need(getattr(self._base, "_supports_attention_backend", False), "its attention cannot be replaced")
+        for name in sorted(LENGTH_ROPES & _rotary_types(self._base)):
+            raise UnsupportedModel(f"its rotary embedding is {name!r}, which changes with the sequence's length")
         from transformers import AttentionInterface
 
         AttentionInterface.register(INTERFACE, _attention)
@@ -90,16 +87,14 @@ def _attention(
     packed: PackedPass | None = others.get(INTERFACE)
     if packed is None:
         raise UnsupportedModel("it does not hand arguments on to its attention")
-    if dropout:
-        raise UnsupportedModel("attention has dropout")
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModel("attention is not causal")
-    if any(others.get(name) is not None for name in ("s_aux", "position_bias", "head_mask")):
-        raise UnsupportedModel("attention has sinks or biases")
+    need(not dropout, "attention has dropout")
+    need(getattr(module, "is_causal", True), "attention is not causal")
+    biases = [name for name in ("s_aux", "position_bias", "head_mask") if others.get(name) is not None]
+    need(not biases, "attention has sinks or biases")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = others.get("sliding_window")
-    if "sliding_window" not in others and any(getattr(module.config, name, None) for name in WINDOWS):
-        raise UnsupportedModel("which of its layers see only part of the tokens is not known")
+    known = "sliding_window" in others or not any(getattr(module.config, name, None) for name in WINDOWS)
+    need(known, "which of its layers see only part of the tokens is not known")
     out_ATD = packed.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap)
     return out_ATD.transpose(0, 1)[None].contiguous(), None
 

@@ -87,7 +87,7 @@ class LeanLayers:
         if layer.rope is not None:
             q, k = (fused.rotate(part, *angles[layer.rope]) for part in (q, k))
         q, k, v = (part.to(fused.narrow).transpose(0, 1) for part in (q, k, v))
-        if packed.reads and number + 1 == len(anatomy.layers):
+        if packed.read is not None and number + 1 == len(anatomy.layers):
             packed.record(number, k, v)  # nothing reads the rest of the layer
             return x, None
         out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap)

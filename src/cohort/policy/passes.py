@@ -19,6 +19,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -156,47 +157,33 @@ class SharedPasses:
         return self.body(in_like_shapes(ids_T), in_like_shapes(packed.layout.positions_T), packed)
 
 
+@dataclass(frozen=True, slots=True)
 class PackedPass:
-    """The attention of one forward pass.
+    """The attention of one forward pass."""
 
-    Args:
-        layout: which token belongs to which row and prompt.
-        native: whether to use native kernels.
-        read: receives the keys and values of each layer, if this pass reads prompts.
-        prefixes: keys and values that the rows attend to besides their own.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        native: bool,
-        read: KeysValues | None = None,
-        prefixes: KeysValues | None = None,
-    ) -> None:
-        self.layout = layout
-        self._native = native
-        self._read = read
-        self._prefixes = prefixes or {}
-
-    @property
-    def reads(self) -> bool:
-        """Whether only keys and values are needed."""
-        return self._read is not None
+    layout: Layout
+    """Which token belongs to which row and prompt."""
+    native: bool
+    """Whether to use native kernels."""
+    read: KeysValues | None = None
+    """Receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed."""
+    prefixes: KeysValues = field(default_factory=dict)
+    """Keys and values that the rows attend to besides their own."""
 
     def record(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's keys and values if this pass reads prompts."""
-        if self._read is not None:
+        if self.read is not None:
             tokens = self.layout.tokens
-            self._read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
+            self.read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, cap: float | None
     ) -> Tensor:
         """One layer's attention; ``[A, T, D]`` each."""
         self.record(layer, k, v)
-        prefix = self._prefixes.get(layer)
+        prefix = self.prefixes.get(layer)
         return packed_attention(
-            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=self._native
+            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=self.native
         )
 
 

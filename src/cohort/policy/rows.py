@@ -62,7 +62,7 @@ class PackedRows:
             drawn_T = torch.as_tensor(drawn_T, dtype=torch.bool, device="cpu")
             if len(drawn_T) != len(ids_T):
                 raise ValueError(f"drawn_T has {len(drawn_T)} entries for {len(ids_T)} tokens")
-            row_T, position_T = _rows_and_positions(lengths_B)
+            row_T, position_T = cls(prompt_B, ids_T, lengths_B).rows_and_positions
             used_B = torch.zeros_like(lengths_B).scatter_reduce(0, row_T, (position_T + 1) * drawn_T, "amax")
             kept_T = position_T < used_B[row_T]
             ids_T, drawn_T, lengths_B = ids_T[kept_T], drawn_T[kept_T], used_B
@@ -105,7 +105,8 @@ class PackedRows:
     @property
     def rows_and_positions(self) -> tuple[Tensor, Tensor]:
         """The row of each token, and the number of tokens before it in its row. Shape ``[T]`` each."""
-        return _rows_and_positions(self.lengths_B)
+        row_T = torch.arange(len(self.lengths_B)).repeat_interleave(self.lengths_B)
+        return row_T, torch.arange(len(row_T)) - self.starts_B[row_T]
 
     def inputs_T(self, prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         """The ids after which ``ids_T`` come: rows shifted by one, each beginning with the last token of its prompt."""
@@ -113,12 +114,6 @@ class PackedRows:
         inputs_T = self.ids_T.roll(1)
         inputs_T[self.starts_B] = last_P[self.prompt_B]
         return inputs_T
-
-
-def _rows_and_positions(lengths_B: Tensor) -> tuple[Tensor, Tensor]:
-    row_T = torch.arange(len(lengths_B)).repeat_interleave(lengths_B)
-    starts_B = lengths_B.cumsum(0) - lengths_B
-    return row_T, torch.arange(len(row_T)) - starts_B[row_T]
 
 
 class Distribution:
@@ -147,14 +142,15 @@ class Distribution:
         self.targets_N = rows.targets_N.to(device)
         self._rows, self._prompt_ids = rows, prompt_ids
         self._penalty = repetition_penalty
-        self._support = None
-        if rows.support is not None and _excludes(rows.support):
-            self._support = _SupportMask(rows.support, self.targets_N.device)
+        self._support: tuple[Tensor, ...] = ()
+        if (support := rows.support) is not None and not bool((support.excluded_N & (support.counts_N == 0)).all()):
+            parts = (support.token_ids_U, support.counts_N, support.counts_N.cumsum(), support.excluded_N)
+            self._support = tuple(torch.from_numpy(part).to(self.targets_N.device) for part in parts)
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the softmax of the logits divided by the temperature, with no penalty and no support."""
-        return self._penalty == 1 and self._support is None
+        return self._penalty == 1 and not self._support
 
     def scores(self, logits_CV: Tensor, start: int) -> tuple[Tensor, Tensor | float]:
         """Scores ``z``, whose softmax is the distribution, of the tokens from ``start`` on, and the diagonal of
@@ -173,11 +169,22 @@ class Distribution:
         in_place = not logits_CV.requires_grad
         if self.temperature != 1:
             logits_CV = logits_CV.div_(self.temperature) if in_place else logits_CV / self.temperature
-        if self._support is not None:
-            outside_CV = self._support.outside(start, *logits_CV.shape)
+        if self._support:
+            outside_CV = self._outside(start, *logits_CV.shape)
             fill = logits_CV.masked_fill_ if in_place else logits_CV.masked_fill
             logits_CV = fill(outside_CV, -torch.inf)
         return logits_CV, factor
+
+    def _outside(self, start: int, count: int, vocabulary: int) -> Tensor:
+        """Which ids each of ``count`` tokens could not have been, boolean ``[count, V]``; see ``Support``."""
+        token_ids_U, counts_N, ends_N, excluded_N = self._support
+        stop = start + count
+        excluded_C, counts_C = excluded_N[start:stop], counts_N[start:stop]
+        token_ids_U = token_ids_U[int(ends_N[start] - counts_N[start]) : int(ends_N[stop - 1])]
+        row_U = torch.arange(count, device=counts_C.device).repeat_interleave(counts_C)
+        outside_CV = excluded_C.logical_not()[:, None].repeat(1, vocabulary)
+        outside_CV[row_U, token_ids_U.long()] = excluded_C[row_U]
+        return outside_CV
 
     def _seen(self, start: int, count: int, vocabulary: int) -> Tensor:
         """Which ids occur in the prompt or before each of ``count`` drawn tokens in its row, ``[count, V]``."""
@@ -203,29 +210,3 @@ def penalized_where(seen: Tensor, logits: Tensor, penalty: Tensor | float) -> Te
     """The repetition penalty of sampling and of the update: logits of seen tokens are divided by it where they are
     positive and multiplied where they are negative."""
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def _excludes(support: Support) -> bool:
-    """Whether some token could not have been drawn."""
-    return not bool((support.excluded_N & (support.counts_N == 0)).all())
-
-
-class _SupportMask:
-    """A support on the device, as a mask of a chunk's logits."""
-
-    def __init__(self, support: Support, device: torch.device) -> None:
-        self._token_ids_U, self._counts_N, self._excluded_N = (
-            torch.from_numpy(part).to(device) for part in (support.token_ids_U, support.counts_N, support.excluded_N)
-        )
-        self._ends_N = self._counts_N.cumsum(0)
-
-    def outside(self, start: int, count: int, vocabulary: int) -> Tensor:
-        """Which ids each of ``count`` tokens could not have been, boolean ``[count, V]``."""
-        stop = start + count
-        excluded_C, counts_C = self._excluded_N[start:stop], self._counts_N[start:stop]
-        first = int(self._ends_N[start] - self._counts_N[start])
-        token_ids_U = self._token_ids_U[first : int(self._ends_N[stop - 1])]
-        row_U = torch.arange(count, device=counts_C.device).repeat_interleave(counts_C)
-        outside_CV = excluded_C.logical_not()[:, None].repeat(1, vocabulary)
-        outside_CV[row_U, token_ids_U.long()] = excluded_C[row_U]
-        return outside_CV

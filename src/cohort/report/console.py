@@ -88,9 +88,7 @@ class StepDisplay:
     """
 
     def __init__(self, steps: int, *, enabled: bool = True, groups_can_die: bool = True) -> None:
-        self._steps = steps
-        self._groups_can_die = groups_can_die
-        self._enabled = enabled
+        self._steps, self._enabled, self._groups_can_die = steps, enabled, groups_can_die
         self._bar: _Bar | None = None
         self._warned = False
         if enabled and sys.stdout.isatty():
@@ -134,10 +132,8 @@ def evaluation_line(metrics: dict[str, Any], when: str) -> str:
     """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set."""
     sets: dict[str, list[str]] = {}
     for key, mean in metrics.items():
-        if not key.startswith("eval/") or not key.endswith("/mean"):
-            continue
         name, metric = split_metric(key)
-        if metric not in ("length", "cut_share"):
+        if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
             low, high = (metrics[key.removesuffix("mean") + end] for end in ("low", "high"))
             shown = f"{metric.removeprefix('rewards/')} {_number(mean)} ({_number(low)} to {_number(high)})"
             sets.setdefault(name, []).append(shown)
@@ -152,9 +148,8 @@ def best_lines(summary: dict[str, Any]) -> list[str]:
         value = f"{best['metric']} {_number(best['value'])}"
         lines.append(f"best: {value} after step {best['step']}, kept in {summary['output_dir']}/best")
     if summary.get("stopped_early"):
-        lines.append(
-            f"stopped early after step {summary['steps']}: no better evaluation within eval.early_stopping_patience"
-        )
+        patience = "no better evaluation within eval.early_stopping_patience"
+        lines.append(f"stopped early after step {summary['steps']}: {patience}")
     return lines
 
 
@@ -186,12 +181,9 @@ def why_no_gradient(metrics: dict[str, Any]) -> str:
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
         return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
     if metrics.get("reward/mean", 0.0) is None:
-        reasons = [
-            f"{name} {'failed on' if metrics.get(f'rewards/{name}/failed') else 'returned None for'} every one"
-            for name in (
-                key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1
-            )
-        ]
+        names = [key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1]
+        verbs = ["failed on" if metrics.get(f"rewards/{name}/failed") else "returned None for" for name in names]
+        reasons = [f"{name} {verb} every one" for name, verb in zip(names, verbs, strict=True)]
         return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
     shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
     if not any(shares.values()):
@@ -211,6 +203,13 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
         parts.append(f"dead groups {metrics['groups/dead_share']:.0%}")
     if metrics["groups/rounds"] > 1:
         parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")
+    if "episodes/turns" in metrics:
+        parts.append(f"turns {metrics['episodes/turns']:.1f}")
+        if metrics["episodes/calls"]:
+            failed = metrics["episodes/failed_call_share"]
+            parts.append(f"calls {metrics['episodes/calls']:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
+        if metrics["episodes/failed"]:
+            parts.append(f"{metrics['episodes/failed']} episodes failed")
     if "entropy" in metrics:
         parts.append(f"entropy {metrics['entropy']:.4f}")
     if "kl/k3" in metrics:

@@ -59,16 +59,13 @@ async def code(
 
     Args:
         completion, prefill, prompt, log_extra: as for every reward.
-        tests: the column of that name: inputs with outputs, ``assert`` statements, or a test program, in one of the
-            forms that ``docs/sandbox.md`` lists.
+        tests: the column of that name, in one of the forms that ``docs/sandbox.md`` lists.
         entry_point: the column of that name: what ``check(candidate)`` gets, for example ``Solution().name``.
         partial: return the share.
         unfenced: a completion without any code block is a program as a whole.
         continues: the completion continues the prompt, which must be a string: both together are the program.
-        timeout: seconds for all tests of a completion.
-        test_timeout: seconds per test.
-        memory: memory of the program in MB.
-        files: size in MB of the files that the program may write. 0: it can write none.
+        timeout, test_timeout: seconds for all tests of a completion, and for each.
+        memory, files: memory of the program, and size of the files that it may write, in MB. 0 files: it writes none.
         packages: whether the program may import installed packages.
         allow_unsandboxed: without bubblewrap, run programs without a sandbox. See ``Sandbox``.
 
@@ -90,8 +87,8 @@ async def code(
     errors: list[str | None] = []
     failure = "no program in the completion"
     if program is not None:
-        program = prompt + program if continues else program
-        errors = await judge(sandbox, program, task, limits, test_timeout=test_timeout, stop_early=not partial)
+        text = prompt + program if continues else program
+        errors = await judge(sandbox, text, task, limits, test_timeout=test_timeout, stop_early=not partial)
         failure = next((f"test {number}: {error}" for number, error in enumerate(errors, 1) if error is not None), "")
     passed = errors.count(None)
     if log_extra is not None:

@@ -73,6 +73,7 @@ class LocalEngine(Engine):
         self._scheduler: Scheduler | None = None  # while memory is allocated
         self._ended: deque[EndedTurn] = deque()  # not yet handed back
         self._streaming = False
+        self._tokens_read_again: int | None = None  # None: no trajectory had several turns
 
     @property
     def unfinished(self) -> int:
@@ -83,6 +84,8 @@ class LocalEngine(Engine):
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """See ``Engine``. Requests that do not fit the memory that a running stream has allocated wait for its end."""
         self._check(requests)
+        if self._tokens_read_again is None and any(request.continues for request in requests):
+            self._tokens_read_again = 0
         grammars = {sampling: self.grammar(sampling) for sampling in {request.sampling for request in requests}}
         trajectories = [
             Trajectory(
@@ -274,7 +277,14 @@ class LocalEngine(Engine):
         self._waiting = [trajectory for trajectory in self._waiting if not fits(trajectory.request)]
         return chosen
 
+    def metrics(self) -> dict[str, float]:
+        """See ``Sampler``: the tokens that trajectories of several turns had to read again."""
+        count, self._tokens_read_again = self._tokens_read_again, None
+        return {} if count is None else {"episodes/tokens_read_again": count}
+
     def _free(self) -> None:
+        if self._scheduler and self._tokens_read_again is not None:
+            self._tokens_read_again += self._scheduler.tokens_read_again
         self._scheduler = None
         self.backend.end()
 

@@ -85,6 +85,8 @@ class Scheduler:
         self.parked: dict[int, Trajectory] = {}
         """Trajectories whose turn has ended and which may continue, by number."""
         self.capacity = capacity
+        self.tokens_read_again = 0
+        """Tokens of histories that were prefilled although they had been read before."""
         self._runner, self._ends = runner, end_token_ids
         self._queue: deque[Trajectory] = deque()
         self._resumed: list[Trajectory] = []  # continued ones that keep their row
@@ -166,6 +168,8 @@ class Scheduler:
         self._queue.append(trajectory)
 
     def _enqueue_history(self, trajectory: Trajectory) -> None:
+        self.tokens_read_again += len(trajectory.request.prompt.token_ids) * bool(trajectory.logps)
+        self.tokens_read_again += len(trajectory.tokens) - len(trajectory.unread)
         trajectory.unread = []
         self._enqueue(trajectory, self._new_prefix([*trajectory.request.prompt.token_ids, *trajectory.tokens]))
 

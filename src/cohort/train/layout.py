@@ -90,9 +90,9 @@ def _turns(completions: Sequence[Completion]) -> Turns | None:
     drawn = [sum(count for count, _ in some) for some in turns]
     assert drawn == [completion.num_tokens for completion in completions], "every drawn token belongs to a turn"
     return Turns(
-        sequence_E=numbers(torch.tensor([len(some) for some in turns])),
+        sequence_Y=numbers(torch.tensor([len(some) for some in turns])),
         turn_N=numbers(torch.tensor([count for some in turns for count, _ in some], dtype=torch.long)),
-        rewards_E=torch.tensor([reward for some in turns for _, reward in some], dtype=torch.float64),
+        rewards_Y=torch.tensor([reward for some in turns for _, reward in some], dtype=torch.float64),
     )
 
 
@@ -169,7 +169,7 @@ def assign_advantages(
 def _weighted(turns: Turns, scores: Scores) -> Turns:
     """The turns with what each adds to the score: nothing unless `environment_reward` is a reward function."""
     weights = dict(zip(scores.names, scores.weights or (1.0,) * len(scores.names), strict=True))
-    return replace(turns, rewards_E=turns.rewards_E * weights.get(environment_reward.__name__, 0.0))
+    return replace(turns, rewards_Y=turns.rewards_Y * weights.get(environment_reward.__name__, 0.0))
 
 
 # Parts of it ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Tools of MCP servers: in this process, and as a command. No network."""
 
 import asyncio
+import contextlib
 import sys
 import textwrap
 import threading
@@ -18,7 +19,6 @@ from cohort.environments import Acting
 from cohort.environments.adapters.mcp import Server, is_server
 from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import EpisodeFailed, ToolCall, ToolError
-from cohort.environments.named import OpenToolbox
 from cohort.errors import ConfigError
 from cohort.types import Prompt
 
@@ -51,10 +51,16 @@ def call(toolbox, name, /, **arguments):
     return run_on_loop(toolbox[name].function(**arguments)).result(30)
 
 
+@contextlib.contextmanager
+def opened(*given):
+    with contextlib.closing(Acting.of(EnvironmentConfig(), given)) as acting:
+        yield acting.toolbox
+
+
 @pytest.fixture(scope="module")
 def toolbox():
-    with OpenToolbox([server(), "calculator"]) as opened:
-        yield opened
+    with opened(server(), "calculator") as tools:
+        yield tools
 
 
 class TestInProcess:
@@ -89,19 +95,19 @@ class TestInProcess:
         assert call(toolbox, "add", a=1) == "3"
 
     def test_a_closed_connection_fails_the_episode(self):
-        opened = OpenToolbox([server()])
-        opened.close()
-        opened.close()
+        acting = Acting.of(EnvironmentConfig(), [server()])
+        acting.close()
+        acting.close()
         with pytest.raises(EpisodeFailed, match="the MCP server 'MCPServer' ended the connection"):
-            call(opened, "add", a=1)
+            call(acting.toolbox, "add", a=1)
 
     def test_a_server_without_tools_is_refused(self):
         with pytest.raises(ConfigError, match="'MCPServer' cannot be used: it has no tools"):
-            OpenToolbox([server(tools=False)])
+            Acting.of(EnvironmentConfig(), [server(tools=False)])
 
     def test_names_that_clash_close_the_connections(self):
         with pytest.raises(ConfigError, match="two tools have the name 'add'"):
-            OpenToolbox([server(), server()])
+            Acting.of(EnvironmentConfig(), [server(), server()])
 
 
 def test_the_tools_of_a_run_come_from_servers_too():
@@ -157,18 +163,18 @@ def command(tmp_path_factory):
 class TestCommand:
     def test_calls_until_it_dies(self, command, monkeypatch):
         monkeypatch.setenv("COHORT_TEST", "inherited")
-        with OpenToolbox([command]) as opened:
-            assert list(opened) == ["double", "variable", "die"]
-            assert call(opened, "double", number=21) == "21\n42"
-            assert call(opened, "variable", name="COHORT_TEST") == "inherited"
+        with opened(command) as tools:
+            assert list(tools) == ["double", "variable", "die"]
+            assert call(tools, "double", number=21) == "21\n42"
+            assert call(tools, "variable", name="COHORT_TEST") == "inherited"
             for _ in range(2):
                 with pytest.raises(EpisodeFailed, match="ended the connection"):
-                    call(opened, "die")
+                    call(tools, "die")
 
     def test_the_end_stops_the_process(self, command):
         import psutil
 
-        with OpenToolbox([command]):
+        with opened(command):
             children = [one for one in psutil.Process().children() if "a server.py" in " ".join(one.cmdline())]
             assert len(children) == 1
         assert not children[0].is_running()
