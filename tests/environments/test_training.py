@@ -87,7 +87,7 @@ def model(family=FAMILY):
     )
 
 
-def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, **settings):
+def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, eval_rows=None, **settings):
     defaults = {"prompts_per_step": 2, "num_generations": 3, "max_steps": 2, "max_completion_length": 256}
     config = GRPOConfig(**defaults | {"output_dir": str(folder), "progress": False, "learning_rate": 1e-3} | settings)
     return GRPOTrainer(
@@ -95,7 +95,7 @@ def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, famil
         reward_funcs,
         config,
         ROWS,
-        ROWS,
+        eval_rows,
         family.tokenizer,
         tools=tools,
         environment_factory=environment_factory,
@@ -188,7 +188,8 @@ def test_a_resumed_run_is_the_run(tmp_path):
 
 
 def test_evaluation_plays_episodes(tmp_path):
-    found = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4).evaluate()
+    run = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4, eval_rows=ROWS)
+    found = run.evaluate()
     assert 0 < found["eval/reward/mean"] < 3
 
 
@@ -198,7 +199,7 @@ class Broken(Count):
 
 
 def test_environments_that_all_fail_stop_the_run_with_their_error(tmp_path):
-    run = trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]", eval_on_start=False)
+    run = trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]")
     expected = (
         r"6 of 6 episodes failed, the first: .*no connection \(test_training.py, line \d+\); in step 1; no checkpoint"
     )
