@@ -233,7 +233,7 @@ class Absent(Count):
         ({"environment_factory": Count, "credit": "process"}, "'process' is biased"),
         (
             {"environment_factory": Absent},
-            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer",
+            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer\.",
         ),
         ({"reward_funcs": "environment_reward", "tools": [add]}, "needs an environment that gives rewards"),
         ({"reward_funcs": "environment_reward"}, "needs an environment that gives rewards"),
