@@ -107,14 +107,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read(text: str, schema: Any) -> Any:
+def value_of(text: str, schema: Any) -> Any:
     """The value that a text means, for formats of calls that write every value as text.
 
     The text is read as JSON, or else as a Python literal, which templates write where they print a value. A result that
     has one of the schema's types is returned, unless it is a string; otherwise the text as it is.
 
     >>> integer, text = {"type": "integer"}, {"type": "string"}
-    >>> read("3", integer), read("3", text), read("three", integer), read("True", {"type": "boolean"})
+    >>> value_of("3", integer), value_of("3", text), value_of("three", integer), value_of("True", {"type": "boolean"})
     (3, '3', 'three', True)
     """
     accepted = _types(schema)
