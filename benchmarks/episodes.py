@@ -238,9 +238,9 @@ class Drawn:
 
 
 class Short(Talker):
-    """Has 200 turns and says the same every time."""
+    """Says the same every time."""
 
-    turns = 200
+    turns = 50
 
     def step(self, text: str) -> Step:  # noqa: ARG002
         self._turn += 1
@@ -274,18 +274,21 @@ def chat_tokenizer(template: str, control: Sequence[str] = ()) -> Any:
 def part_overhead(options: argparse.Namespace) -> None:
     tokenizer = chat_tokenizer(CHATML)
     ends = [tokenizer.eos_token_id]
-    turn_format = TurnFormat(tokenizer, Bridge.of(tokenizer, ends), None)
+    turn_format = TurnFormat(tokenizer, Bridge(tokenizer, ends), None)
     drawn = [*tokenizer.encode("I go north, then east."), *ends]
+    answer = [{"role": "user", "content": "Go on."}]
     sides = {
         "inline": (Short, {}, 0.1),
         "async": (ShortAsync, {}, 0.3),
         "worker": (Short, {"tool_workers": 1}, 1.0),
     }
     print("\nA turn through host and driver, without a model, in ms; the engine's own time is subtracted")
-    print("\n| where `step` runs | goal | one trajectory | 64 at a time |\n|---|---|---|---|")
-    found: dict[str, list[str]] = {name: [] for name in sides}
+    print("\n| where `step` runs | goal | one trajectory | processor | 64 at a time | processor |")
+    print("|---|---|---|---|---|---|")
+    found: dict[str, list[str]] = {name: [] for name in [*sides, "tokenizer"]}
     for count in (1, 64):
         prompts = [Prompt(n, n, (1, 2, 3), "", "", {}) for n in range(count)]
+        turns = count * Short.turns
 
         def engine_alone(_: int, prompts: Sequence[Prompt] = prompts) -> None:
             engine = Drawn(drawn)
@@ -294,17 +297,23 @@ def part_overhead(options: argparse.Namespace) -> None:
                 if number <= len(prompts) * (Short.turns - 1):
                     engine.extend(turn.trajectory, ())
 
+        def texts_alone(_: int, turns: int = turns, prompt: Prompt = prompts[0]) -> None:
+            for _ in range(turns):
+                turn_format.parse(drawn, "")
+                turn_format.bridge.after(answer, last_token=drawn[-1], prompt=prompt)
+
         def side(factory: Any, settings: dict[str, Any], prompts: Sequence[Prompt] = prompts) -> Callable[[int], None]:
             episodes = sampler_of(Drawn(drawn), factory, turn_format, **settings)
-            return lambda seed: episodes.generate(prompts, 1, Sampling(10), RNGKey(0, seed)) and None
+            return lambda seed: episodes.generate(prompts, 1, Sampling(10), RNGKey(0, 1 + seed)) and None
 
         runs = {name: side(factory, settings) for name, (factory, settings, _) in sides.items()}
-        seconds = alternate({"engine": engine_alone, **runs}, options.repeats)
-        for name in sides:
-            pairs = zip(seconds[name], seconds["engine"], strict=True)
-            found[name].append(spread([a - b for a, b in pairs], 1e3 / (count * Short.turns), ".3f"))
-    for name, (_, _, goal) in sides.items():
-        print(f"| {name} | {goal} | {' | '.join(found[name])} |", flush=True)
+        seconds = alternate({"engine": engine_alone, "tokenizer": texts_alone, **runs}, options.repeats)
+        for name, cells in found.items():
+            pairs = [(a - c, b - d) for (a, b), (c, d) in zip(seconds[name], seconds["engine"], strict=True)]
+            cells += [spread(own, 1e3 / turns, ".3f") for own in zip(*pairs, strict=True)]
+    for name, cells in found.items():
+        where, goal = (name, sides[name][2]) if name in sides else ("of that, reading and writing text", "")
+        print(f"| {where} | {goal} | {' | '.join(cells)} |", flush=True)
 
 
 # ---- the command

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
-from cohort.environments import Step
+from cohort.config import EnvironmentConfig
+from cohort.environments import Acting, Step
 from cohort.errors import ConfigError, DataError, EpisodeError
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
@@ -120,6 +121,14 @@ def test_a_run_with_a_tool(tmp_path):
                 assert int(message["content"]) in range(19)
 
 
+@pytest.mark.parametrize(
+    ("tools", "count"), [(None, 0), ((), 0), (add, 1), ("calculator", 1), ([add, "calculator"], 2)]
+)
+def test_tools_are_one_or_several(tools, count):
+    acting = Acting.of(EnvironmentConfig(), tools)
+    assert len(acting.schemas if acting else ()) == count
+
+
 def test_a_run_with_an_environment_needs_no_reward_function(tmp_path):
     run = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]")
     assert run.rewards.names == ("environment_reward",)
@@ -224,7 +233,7 @@ class Absent(Count):
         ({"environment_factory": Count, "credit": "process"}, "'process' is biased"),
         (
             {"environment_factory": Absent},
-            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer",
+            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer\.",
         ),
         ({"reward_funcs": "environment_reward", "tools": [add]}, "needs an environment that gives rewards"),
         ({"reward_funcs": "environment_reward"}, "needs an environment that gives rewards"),

@@ -86,5 +86,6 @@ def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
             text = tokenizer.decode(segment.token_ids[list(run)].tolist(), skip_special_tokens=False)
             pieces.append(f"⟦{text}⟧" if is_drawn else text)
     count = len(completion.episode.turns) if completion.episode else 1
-    head = f"the first episode: {count} turns, finish reason {completion.finish_reason}; the policy drew what is in ⟦ ⟧"
+    turns = "1 turn" if count == 1 else f"{count} turns"
+    head = f"the first episode: {turns}, finish reason {completion.finish_reason}; the policy drew what is in ⟦ ⟧"
     return f"{head}\n{''.join(pieces)}"
