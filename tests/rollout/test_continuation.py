@@ -132,6 +132,8 @@ def test_parked_trajectories_change_no_draw_of_the_others(backend):
         engine.extend(number, GIVEN)
     runs.append(others(engine))
     for number in parked:
+        if backend == "refill":
+            assert len(engine.backend._parked) == engine.unfinished
         engine.release(number)
     assert engine.unfinished == 0
     for run in runs:
