@@ -243,7 +243,9 @@ def quiet() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def trl_trainer(model: Any, config: Any, rows: Sequence[dict[str, Any]], tokenizer: Any, reward: Any) -> Any:
+def trl_trainer(
+    model: Any, config: Any, rows: Sequence[dict[str, Any]], tokenizer: Any, reward: Any, **more: Any
+) -> Any:
     """TRL's trainer, which also keeps what the last step took: ``parts`` in seconds, ``tokens`` and ``longest``."""
     import trl
     from datasets import Dataset
@@ -280,6 +282,7 @@ def trl_trainer(model: Any, config: Any, rows: Sequence[dict[str, Any]], tokeniz
         args=config,
         train_dataset=Dataset.from_list(list(rows)),
         processing_class=tokenizer,
+        **more,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.parts = {}

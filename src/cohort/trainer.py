@@ -58,7 +58,7 @@ class GRPOTrainer:
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        tools: Sequence[Any] = (),
+        tools: Any = None,
         environment_factory: Any = None,
     ) -> None:
         self.started = time.time()

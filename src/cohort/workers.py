@@ -140,7 +140,7 @@ class _Pool:
             while True:
                 future, *_ = self.calls.get_nowait()
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(CallFailed("the workers were stopped"))
+                    future.set_exception(CallFailed("was given up: the workers were stopped"))
         for process in self._processes:
             self.calls.put(None)
             process.stop(for_good=True)
@@ -200,7 +200,7 @@ class _Process:
         """The connection to the process, which is started if it does not run."""
         with self._lock:
             if self._closed:
-                raise CallFailed("the workers were stopped")
+                raise CallFailed("was given up: the workers were stopped")
             if self._connection is None:
                 path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100
                 self._connection, theirs = multiprocessing.Pipe()

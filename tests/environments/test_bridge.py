@@ -81,7 +81,7 @@ def test_answers_of_tools_are_the_ids_of_the_whole_rendering(name, count, ended)
 @BY_NAME
 def test_users_messages_are_the_ids_of_the_whole_rendering(name, ended):
     family, bridge = FAMILIES[name], bridge_of(name, "user")
-    last = family.end_token_ids[1 if name == "glm" else 0] if ended else None
+    last = family.end_token_ids[1 if name == "glm" else 0] if ended else -1
     for text in TEXTS:
         reply = {"role": "user", "content": text}
         expected = ids_after(family, [USER, {"role": "assistant", "content": "Forty."}], [reply], "Forty.")
@@ -93,7 +93,7 @@ def test_users_messages_are_the_ids_of_the_whole_rendering(name, ended):
 
 def text_after(name, replies, last, role="tool"):
     family = FAMILIES[name]
-    last_token = None if last is None else family.tokenizer.convert_tokens_to_ids(last)
+    last_token = -1 if last is None else family.tokenizer.convert_tokens_to_ids(last)
     return family.tokenizer.decode(bridge_of(name, role).after(replies, last_token=last_token))
 
 
@@ -130,26 +130,24 @@ def test_tools_and_the_user_may_answer_one_turn():
 def test_template_variables_of_the_run_and_of_a_row():
     family = FAMILIES["qwen3"]
     bridge = Bridge(family.tokenizer, family.end_token_ids, tools=TOOLS, variables={"enable_thinking": False})
-    closed = family.tokenizer.decode(bridge.after([answer("42")], last_token=None))
+    closed = family.tokenizer.decode(bridge.after([answer("42")], last_token=-1))
     assert closed.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    thinking = bridge.after(
-        [answer("42")], last_token=None, prompt=prompt_of("qwen3", tools=TOOLS, enable_thinking=True)
-    )
+    thinking = bridge.after([answer("42")], last_token=-1, prompt=prompt_of("qwen3", tools=TOOLS, enable_thinking=True))
     assert family.tokenizer.decode(thinking).endswith("<|im_start|>assistant\n")
 
 
 def test_parts_of_text_are_joined_and_other_contents_refused():
     bridge = bridge_of("qwen3")
     parts = {**answer(""), "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
-    assert bridge.after([parts], last_token=None) == bridge.after([answer("42")], last_token=None)
+    assert bridge.after([parts], last_token=-1) == bridge.after([answer("42")], last_token=-1)
     for content in ({"sum": 42}, [{"type": "image"}], 42):
         with pytest.raises(DataError, match="a message's content must be text"):
-            bridge.after([{**answer(""), "content": content}], last_token=None)
+            bridge.after([{**answer(""), "content": content}], last_token=-1)
 
 
 def test_half_of_a_surrogate_pair_is_shown_as_a_question_mark():
     assert "\n4?2\n" in FAMILIES["qwen3"].tokenizer.decode(
-        bridge_of("qwen3").after([answer("4\ud8002")], last_token=None)
+        bridge_of("qwen3").after([answer("4\ud8002")], last_token=-1)
     )
 
 
@@ -182,7 +180,7 @@ def test_no_answer_becomes_a_control_token(name):
             answer(text, number) if family.tools else {"role": "user", "content": text}
             for number, text in enumerate(texts)
         ]
-        return bridge.after(replies, last_token=None)
+        return bridge.after(replies, last_token=-1)
 
     harmless = control_ids(family, after("x"))
     for text in attacks(family):
@@ -201,10 +199,10 @@ def test_no_answer_becomes_a_control_token(name):
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_no_name_and_no_id_of_a_call_becomes_a_control_token(name):
     family, bridge = FAMILIES[name], bridge_of(name)
-    harmless = control_ids(family, bridge.after([answer("42")], last_token=None))
+    harmless = control_ids(family, bridge.after([answer("42")], last_token=-1))
     for text in attacks(family):
         reply = {"role": "tool", "name": text, "tool_call_id": text, "content": "42"}
-        assert control_ids(family, bridge.after([reply], last_token=None)) == harmless
+        assert control_ids(family, bridge.after([reply], last_token=-1)) == harmless
 
 
 @BY_NAME
@@ -248,8 +246,8 @@ def chatml(content, tail=""):
 def test_a_text_and_what_the_template_writes_beside_it_make_no_control_token():
     family = FAMILIES["qwen3"]
     bridge = Bridge(with_template(chatml("'<|im_' + m.content", "|>")), family.end_token_ids)
-    harmless = bridge.after([{**USER, "content": "x"}], last_token=None)
-    attack = bridge.after([{**USER, "content": "end"}], last_token=None)
+    harmless = bridge.after([{**USER, "content": "x"}], last_token=-1)
+    attack = bridge.after([{**USER, "content": "end"}], last_token=-1)
     assert "<|im_end|><|im_end|>" in family.tokenizer.decode(attack)
     assert control_ids(family, attack) == control_ids(family, harmless)
 
@@ -325,6 +323,8 @@ def test_an_opening_has_the_tools_and_variables_of_the_prompt():
     system, _, talk = opened.text.partition("<|im_start|>user")
     assert '"name": "weather"' in system
     assert talk.endswith("What is 2 + 40? Go!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nI")
+    two = [{"role": "user", "content": " Go!"}, {"role": "user", "content": "Now."}]  # only the first one is appended
+    assert bridge_of("qwen3").opening(prompt, two).prompt == [{**USER, "content": USER["content"] + " Go!"}, two[1]]
     without = prompt_of("qwen3", [USER])  # a row whose column `tools` is an empty list
     assert "weather" not in bridge_of("qwen3").opening(without, [{"role": "user", "content": "Go!"}]).text
     system = prompt_of("qwen3", [{"role": "system", "content": "Play."}])

@@ -544,7 +544,7 @@ def test_a_close_that_fails_is_reported(host, caplog):
 
     here = host(Stuck)
     here.begin(0, prompt(), 0).result(0)
-    assert here.end(0).result(0) == Ended()
+    assert here.end(0).result(0) == Ended(0.0)
     assert "Stuck.close raised OSError: still in use" in caplog.text
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cohort.environments.schemas import problem_with, read
+from cohort.environments.schemas import problem_with, value_of
 
 ANY_OF = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "string"}}]}
 NESTED = {
@@ -89,5 +89,5 @@ def test_at_most_four_problems_are_listed():
     ],
 )
 def test_the_value_that_a_text_means(text, schema, value):
-    found = read(text, schema)
+    found = value_of(text, schema)
     assert (found, type(found)) == (value, type(value))

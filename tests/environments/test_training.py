@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
-from cohort.environments import Step
+from cohort.config import EnvironmentConfig
+from cohort.environments import Acting, Step
 from cohort.errors import ConfigError, DataError, EpisodeError
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
@@ -86,7 +87,7 @@ def model(family=FAMILY):
     )
 
 
-def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, **settings):
+def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, eval_rows=None, **settings):
     defaults = {"prompts_per_step": 2, "num_generations": 3, "max_steps": 2, "max_completion_length": 256}
     config = GRPOConfig(**defaults | {"output_dir": str(folder), "progress": False, "learning_rate": 1e-3} | settings)
     return GRPOTrainer(
@@ -94,7 +95,7 @@ def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, famil
         reward_funcs,
         config,
         ROWS,
-        ROWS,
+        eval_rows,
         family.tokenizer,
         tools=tools,
         environment_factory=environment_factory,
@@ -118,6 +119,14 @@ def test_a_run_with_a_tool(tmp_path):
         for message in json.loads(row["messages"]):
             if message["role"] == "tool":
                 assert int(message["content"]) in range(19)
+
+
+@pytest.mark.parametrize(
+    ("tools", "count"), [(None, 0), ((), 0), (add, 1), ("calculator", 1), ([add, "calculator"], 2)]
+)
+def test_tools_are_one_or_several(tools, count):
+    acting = Acting.of(EnvironmentConfig(), tools)
+    assert len(acting.schemas if acting else ()) == count
 
 
 def test_a_run_with_an_environment_needs_no_reward_function(tmp_path):
@@ -179,7 +188,8 @@ def test_a_resumed_run_is_the_run(tmp_path):
 
 
 def test_evaluation_plays_episodes(tmp_path):
-    found = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4).evaluate()
+    run = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4, eval_rows=ROWS)
+    found = run.evaluate()
     assert 0 < found["eval/reward/mean"] < 3
 
 
@@ -189,7 +199,7 @@ class Broken(Count):
 
 
 def test_environments_that_all_fail_stop_the_run_with_their_error(tmp_path):
-    run = trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]", eval_on_start=False)
+    run = trainer(tmp_path / "run", environment_factory=Broken, regex="[0-9]")
     expected = (
         r"6 of 6 episodes failed, the first: .*no connection \(test_training.py, line \d+\); in step 1; no checkpoint"
     )
@@ -223,7 +233,7 @@ class Absent(Count):
         ({"environment_factory": Count, "credit": "process"}, "'process' is biased"),
         (
             {"environment_factory": Absent},
-            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer",
+            r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer\.",
         ),
         ({"reward_funcs": "environment_reward", "tools": [add]}, "needs an environment that gives rewards"),
         ({"reward_funcs": "environment_reward"}, "needs an environment that gives rewards"),

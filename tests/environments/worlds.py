@@ -125,3 +125,34 @@ class AsyncDesk(Desk):
         """Never returns."""
         await asyncio.sleep(60)
         return ""
+
+
+class Faulty(World):
+    """Three turns, each rewarded by its digit. At the digit 7 it misbehaves, in each turn in another way."""
+
+    def __init__(self, log, *faults):
+        super().__init__(log)
+        self._faults = faults
+
+    def reset(self):
+        self._plan = []
+
+    def step(self, text):
+        digit = int(text.strip()[-1:])
+        if digit == 7:
+            self._plan = [self._faults[self.turns % len(self._faults)]]
+            return super().step(text)
+        self.turns += 1
+        return Step("Go on.", digit / 10, done=self.turns == 3)
+
+    def get_reward(self):
+        return None
+
+
+class AsyncFaulty(Faulty):
+    """The same, with an ``async`` method."""
+
+    async def step(self, text):
+        if "7" in text and self._faults[self.turns % len(self._faults)] == "hang":
+            await asyncio.sleep(60)
+        return super().step(text)

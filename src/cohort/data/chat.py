@@ -163,10 +163,20 @@ class ChatTemplate:
         return jinja2.meta.find_undeclared_variables(syntax)
 
     def _apply(self, messages: Sequence[Any], variables: Mapping[str, Any], tools: Any = None, **options: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, chat_template=self._template, tokenize=False, **options, **variables
-        )
-        return text
+        arguments = {"tools": tools, "chat_template": self._template, **options, **variables}
+        return render(self._tokenizer, messages, **arguments)
+
+
+def render(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
+    """What the chat template of a tokenizer writes; raises what it raises, such as Jinja's errors.
+
+    Args:
+        tokenizer: the tokenizer.
+        messages: the conversation.
+        arguments: of ``apply_chat_template``, variables of the template included.
+    """
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+    return text
 
 
 def _between(start: str, text: str) -> str | None:

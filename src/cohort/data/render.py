@@ -191,7 +191,8 @@ class Renderer:
             )
         try:
             names = content.tools or (None if row.get("tools") in (None, "") else [])  # an empty list allows no tool
-            return replace(content, tools=self._tools_of({**row, "tools": names}) or None)
+            row = {**row, "tools": names} if "tools" in row else row
+            return replace(content, tools=self._tools_of(row) or None)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 

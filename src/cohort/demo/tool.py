@@ -91,8 +91,8 @@ def _episodes(
     after: Mapping[str, Evaluation],
     tokenizer: Any,
 ) -> Table:
-    """Episodes side by side. Of each kind: one with a garbled call before, and one in which training has changed
-    whether there is a call. Episodes that are right after the training come first.
+    """Episodes side by side. Of each kind: one with a garbled call before, and one in which the model has learnt to
+    call (hard) or not to call (easy). Episodes that are right after the training come first.
     """
     table = Table(title="The same problems and random numbers before and after", show_lines=True)
     for column in ("problem", "before", "after"):
@@ -102,7 +102,9 @@ def _episodes(
         examples = [(row, *map(tokenizer.decode, pair)) for row, *pair in zip(rows, *columns, strict=True)]
         examples.sort(key=lambda one: _last_turn(one[2]) != one[0]["answer"])
         garbled = [one for one in examples if "Error: " in one[1]]
-        changed = [one for one in examples if ("<tool_call>" in one[1]) != ("<tool_call>" in one[2])]
+        called = [tuple("<tool_call>" in text for text in one[1:]) for one in examples]
+        learnt = (False, True) if kind == "hard" else (True, False)
+        changed = [one for one, pair in zip(examples, called, strict=True) if pair == learnt and one not in garbled]
         for row, *texts in [*garbled[:1], *changed[:1]]:
             table.add_row(f"{row['question']}\n= {row['answer']}", *(_marked(text, row["answer"]) for text in texts))
     return table

@@ -12,7 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cohort.environments.contract import ToolCall
@@ -90,18 +90,17 @@ def _common(a: list[str], b: list[str]) -> list[str]:
 
 
 def _json_bodies(rendering: Rendering) -> Bodies | None:
-    places = _places(rendering, r"[\[{]", _read_json)
-    if places is None:
-        return None
-    # Without an opening, what follows must look more like a call than any JSON object does.
-    bare = not rendering.text[: places[0][0]].strip()
-    return Bodies(places, _read_json, r'\[?\s*\{\s*"(?:name|type|function|tool_name)"' if bare else r"[\[{]")
+    bodies = _bodies(rendering, r"[\[{]", _read_json, r"[\[{]")
+    if bodies and not rendering.text[: bodies.places[0][0]].strip():
+        # Without an opening, what follows must look more like a call than any JSON object does.
+        return replace(bodies, begins=r'\[?\s*\{\s*"(?:name|type|function|tool_name)"')
+    return bodies
 
 
-def _places(rendering: Rendering, begins: str, read: ReadBody) -> list[tuple[int, int]] | None:
-    """The places of bodies that can be read wherever the pattern matches. None: these are not the rendered calls."""
+def _bodies(rendering: Rendering, pattern: str, read: ReadBody, begins: str) -> Bodies | None:
+    """The bodies that can be read where the pattern matches. None: these are not the rendered calls."""
     places, found, position = [], list[ToolCall](), 0
-    while match := re.compile(begins).search(rendering.text, position):
+    while match := re.compile(pattern).search(rendering.text, position):
         try:
             calls, position = read(rendering.text, match.start())
         except Malformed:
@@ -109,7 +108,7 @@ def _places(rendering: Rendering, begins: str, read: ReadBody) -> list[tuple[int
             continue
         places.append((match.start(), position))
         found += calls
-    return places if found == list(rendering.calls) else None
+    return Bodies(places, read, begins) if found == list(rendering.calls) else None
 
 
 def _read_json(text: str, position: int) -> tuple[list[ToolCall], int]:
@@ -161,23 +160,9 @@ def arguments_of(value: Any) -> dict[str, Any]:
 
 
 def _named_bodies(rendering: Rendering) -> Bodies | None:
-    text, places, separators, position = rendering.text, [], set(), 0
-    for call in rendering.calls:
-        start = text.find(call.name, position)
-        brace = text.find("{", start)
-        if start < 0 or brace < 0:
-            return None
-        try:
-            value, position = decoded(text, brace)
-        except Malformed:
-            return None
-        if value != call.arguments:
-            return None
-        places.append((start, position))
-        separators.add(text[start + len(call.name) : brace])
-    if len(separators) > 1:
-        return None
-    head = re.compile(rf"({_NAME})\s*{flexible(separators.pop())}\s*(?=\{{)")
+    names = [call.name for call in rendering.calls]
+    separator = rendering.text.partition(names[0])[2].partition("{")[0]
+    head = re.compile(rf"({_NAME})\s*{flexible(separator)}\s*(?=\{{)")
 
     def read(text: str, position: int) -> tuple[list[ToolCall], int]:
         match = head.match(text, position)
@@ -186,7 +171,7 @@ def _named_bodies(rendering: Rendering) -> Bodies | None:
         value, end = decoded(text, match.end())
         return [ToolCall(match[1], arguments_of(value))], end
 
-    return Bodies(places, read, head.pattern)
+    return _bodies(rendering, "|".join(map(re.escape, names)), read, head.pattern)
 
 
 # -- names, then keys and values between tags --------------------------------------------------------------------------
@@ -195,20 +180,13 @@ def _named_bodies(rendering: Rendering) -> Bodies | None:
 def _tagged_bodies(rendering: Rendering) -> Bodies | None:
     """Reads ``NAME [after_name] ([open_key] KEY [to_value] VALUE [close_value])*``. Around a value, the whitespace that
     the template writes is not part of it."""
-    text, places, position = rendering.text, [], 0
-    gaps: list[str] = []  # what precedes each name, key and value
-    for call in rendering.calls:
-        for part in (call.name, *(one for pair in call.arguments.items() for one in pair)):
-            start = text.find(part, position)
-            if start < 0:
-                return None
-            gaps.append(text[position:start])
-            if part == call.name:
-                places.append((start, start))
-            position = start + len(part)
-        places[-1] = (places[-1][0], position)
-    _, to_key, to_value, to_next_key = gaps[:4]
-    close_value = common_start(to_next_key, gaps[5] if len(gaps) > 5 else text[position:])
+    text = rendering.text
+    parts = [part for call in rendering.calls for part in (call.name, *itertools.chain(*call.arguments.items()))]
+    match = re.match("".join(f"(.*?){re.escape(part)}" for part in parts), text, re.DOTALL)
+    if match is None:
+        return None
+    _, to_key, to_value, to_next_key, *gaps = match.groups()  # what precedes each name, key and value
+    close_value = common_start(to_next_key, gaps[1] if len(gaps) > 1 else text[match.end() :])
     open_key = to_next_key.removeprefix(close_value)
     if not (close_value.strip() and open_key.strip() and to_value.strip() and to_key.endswith(open_key)):
         return None
@@ -221,18 +199,20 @@ def _tagged_bodies(rendering: Rendering) -> Bodies | None:
     )
 
     def read(text: str, position: int) -> tuple[list[ToolCall], int]:
-        match = head.match(text, position)
-        if match is None:
+        named = head.match(text, position)
+        if named is None:
             raise Malformed("expected the name of a tool")
         arguments: dict[str, Any] = {}
-        end = match.end()
-        while (match_pair := pair.match(text, end)) is not None:
-            arguments[match_pair["key"]] = match_pair["value"]
-            end = match_pair.end()
-        return [ToolCall(match[1], arguments)], end
+        end = named.end()
+        while (found := pair.match(text, end)) is not None:
+            arguments[found["key"]] = found["value"]
+            end = found.end()
+        return [ToolCall(named[1], arguments)], end
 
-    with_closed_values = [(start, end + len(close_value)) for start, end in places]
-    return Bodies(with_closed_values, read, head.pattern, textual=True)
+    names = range(1, len(parts) + 1, 5)  # of a call, there are its name, two keys and two values
+    ends = [*(match.start(name) for name in names[1:]), match.end()]
+    places = [(match.end(name), end + len(close_value)) for name, end in zip(names, ends, strict=True)]
+    return Bodies(places, read, head.pattern, textual=True)
 
 
 def _edge(literal: str, side: str) -> str:
@@ -246,8 +226,7 @@ def _edge(literal: str, side: str) -> str:
 
 def _python_bodies(rendering: Rendering) -> Bodies | None:
     begins = rf"\[\s*{_NAME}\("
-    places = _places(rendering, begins, _read_python)
-    return None if places is None else Bodies(places, _read_python, begins)
+    return _bodies(rendering, begins, _read_python, begins)
 
 
 def _read_python(text: str, position: int) -> tuple[list[ToolCall], int]:

@@ -19,9 +19,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cohort.data.chat import render
 from cohort.environments.encoding import Encoder, raw_text
 from cohort.environments.probes import Continuation, Roles, TemplateProbe, fields
-from cohort.environments.skeleton import fill, free_placeholders, learn, render, surrounded
+from cohort.environments.skeleton import fill, free_placeholders, learn, surrounded
 from cohort.errors import ConfigError, DataError
 from cohort.types import Message, Prompt
 
@@ -83,7 +84,7 @@ class Bridge:
                     "data.chat_template another one"
                 )
 
-    def after(self, messages: Sequence[Message], *, last_token: int | None, prompt: Prompt | None = None) -> list[int]:
+    def after(self, messages: Sequence[Message], *, last_token: int, prompt: Prompt | None = None) -> list[int]:
         """The ids that follow a turn: the end of the turn if it is missing, the messages, and the generation prompt.
 
         Args:
@@ -96,14 +97,15 @@ class Bridge:
             DataError: the content of a message is not text.
             ConfigError: the template refuses or hides messages of these roles.
         """
-        variables = self._probe.variables if prompt is None else _without_tools(prompt.template_arguments)
+        arguments = self._probe.variables if prompt is None else prompt.template_arguments
+        variables = {name: value for name, value in arguments.items() if name != "tools"}
         found = self._continuation(tuple(message["role"] for message in messages), variables)
         texts: dict[str, str] = {}
         for index, message in enumerate(messages):
             name, call_id = message.get("name") or "tool", message.get("tool_call_id") or f"call{index:05}"
             texts.update(zip(fields(index), (_text(message), str(name), str(call_id)), strict=True))
         pieces = fill(found.pieces, texts)
-        end = None if last_token is None else self._ends.get(last_token)
+        end = self._ends.get(last_token)
         if end and found.closing and (found.always_closes or end == found.closing):
             return self._encoder.encode([pieces[0].lstrip(), *pieces[1:]])[1:]
         return self._encoder.encode(pieces, inner=True)
@@ -245,10 +247,6 @@ class Guard:
 def _conversation(prompt: Prompt) -> Sequence[Message]:
     assert not isinstance(prompt.prompt, str)  # refused when the data is read
     return prompt.prompt
-
-
-def _without_tools(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: value for name, value in arguments.items() if name != "tools"}
 
 
 def _text(message: Message) -> str:

@@ -13,9 +13,9 @@ from cohort.data.chat import SENTINEL
 from cohort.environments.bodies import Rendering
 from cohort.environments.contract import ToolCall
 from cohort.environments.encoding import special_tokens
-from cohort.environments.formats import Format, learn, read_channels
+from cohort.environments.formats import Format, formats_of, read_channels
 from cohort.environments.renderings import CallForm, CallRenderings, thoughts_end
-from cohort.environments.schemas import read
+from cohort.environments.schemas import value_of
 from cohort.environments.tools import SURROGATES
 from cohort.errors import ConfigError
 from cohort.types import Message
@@ -200,7 +200,7 @@ def _readers(
         yield "response_template", _by_response_template(tokenizer, schemas if "tools" in accepted else None, strip)
     if "<|channel|>" in rendering.text:
         yield _LEARNED, _by_channels(strip)
-    for form in learn(rendering):
+    for form in formats_of(rendering):
         yield _LEARNED, _by_format(form, schemas, strip)
 
 
@@ -212,7 +212,7 @@ def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callab
 
     def typed(call: ToolCall) -> ToolCall:
         known = properties.get(call.name, {})
-        return replace(call, arguments={key: read(value, known.get(key)) for key, value in call.arguments.items()})
+        return replace(call, arguments={key: value_of(value, known.get(key)) for key, value in call.arguments.items()})
 
     def reader(text: str, prefix: str) -> Parts:
         start = thoughts_end(text, prefix)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,28 +37,18 @@ POLL_SECONDS = 0.1
 """How often a rollout that only waits for answers looks whether it was cancelled."""
 
 
+@dataclass(eq=False)
 class EpisodeSampler(Sampler):
-    """Samples completions of several turns.
+    """Samples completions of several turns."""
 
-    Args:
-        engine: draws.
-        host: answers.
-        turn_format: of the model's chat template.
-        settings: ``[environment]`` of the settings.
-        show: called once, with the first usable episode in words.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        host: Host,
-        turn_format: TurnFormat,
-        settings: EnvironmentConfig,
-        show: Callable[[str], None] | None = None,
-    ) -> None:
-        self.engine, self.host, self.format, self.settings = engine, host, turn_format, settings
-        self.show = show
-        self.waiting = Waiting()
+    engine: Engine
+    host: Host
+    format: TurnFormat
+    """Of the model's chat template."""
+    settings: EnvironmentConfig
+    show: Callable[[str], None] | None = None
+    """Called once, with the first usable episode in words."""
+    waiting: Waiting = field(default_factory=Waiting)
 
     def generate(
         self,
@@ -115,26 +105,25 @@ class EpisodeBatch:
         self._sampler, self._engine, self._host = sampler, sampler.engine, sampler.host
         self._settings, self._waiting = sampler.settings, sampler.waiting
         self._prompts, self._samplings, self._key, self._watch = list(prompts), samplings, key, watch
-        self._groups = [[RunningEpisode(p, g, 0.0) for g in range(num_generations)] for p in range(len(prompts))]
-        self._first: list[dict[int, Answer | EpisodeFailed]] = [{} for _ in prompts]
-        self._total = len(prompts) * num_generations
+        self._groups = [[RunningEpisode(p, g) for g in range(num_generations)] for p in range(len(prompts))]
+        self._episodes = [episode for group in self._groups for episode in group]
         self._running: dict[RunningEpisode, None] = {}  # in order, as a set has none
         self._by_number: dict[int, RunningEpisode] = {}
-        self._ready: queue.SimpleQueue[tuple[RunningEpisode, Callable[[], None]]] = queue.SimpleQueue()
-        self._done: dict[tuple[int, int], Completion] = {}
+        self._ready: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._done: dict[RunningEpisode, Completion] = {}
         self._failures: list[EpisodeFailed] = []
 
     def run(self) -> list[Group]:
         """Play every episode to its end."""
-        for group in self._groups:
-            for episode in group:
-                episode.started = time.perf_counter()
-                seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
-                future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
-                self._running[episode] = None
-                self._await(episode, future, self._begun)
+        for episode in self._episodes:
+            episode.started = time.perf_counter()
+            seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
+            future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
+            self._running[episode] = None
+            self._await(episode, future, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
-        while self._not_begun() > max(0, self._total - self._settings.max_environments):
+        can_begin = min(self._settings.max_environments, len(self._episodes))
+        while sum(episode.first is not None for episode in self._episodes) < can_begin:
             self._wait()
         watch = Watch(self._watch.on_token, on_step=self._handle_ready, cancelled=self._watch.cancelled)
         while self._running:
@@ -145,11 +134,10 @@ class EpisodeBatch:
             if self._running:
                 self._wait()
         self._report_failures()
-        count = len(self._groups[0]) if self._groups else 0
-        return [Group(prompt, tuple(self._done[p, g] for g in range(count))) for p, prompt in enumerate(self._prompts)]
-
-    def _not_begun(self) -> int:
-        return self._total - sum(map(len, self._first))
+        return [
+            Group(prompt, tuple(self._done[episode] for episode in group))
+            for prompt, group in zip(self._prompts, self._groups, strict=True)
+        ]
 
     def abandon(self) -> None:
         """Close the environments of episodes that have not ended."""
@@ -173,13 +161,12 @@ class EpisodeBatch:
                 episode.pending = None
                 then(episode, future)
 
-        future.add_done_callback(lambda _: self._ready.put((episode, arrived)))
+        future.add_done_callback(lambda _: self._ready.put(arrived))
 
     def _handle_ready(self) -> None:
         """Go on with the episodes whose answers have arrived, and end those whose time is up."""
         while not self._ready.empty():
-            _, arrived = self._ready.get()
-            arrived()
+            self._ready.get()()
         if self._settings.episode_timeout is not None:
             now = time.perf_counter()
             for episode in [one for one in self._running if one.pending is not None and self._deadline(one) <= now]:
@@ -188,13 +175,14 @@ class EpisodeBatch:
     def _wait(self) -> None:
         """Wait for an answer: there is nothing to decode."""
         start = time.perf_counter()
-        limit = min((self._deadline(episode) for episode in self._running), default=math.inf) - start
+        limited = self._running if self._settings.episode_timeout is not None else ()
+        limit = min(map(self._deadline, limited), default=math.inf) - start
         if self._watch.cancelled:
             limit = min(limit, POLL_SECONDS)
         if self._settings.call_timeout is not None:
             limit = min(limit, self._settings.call_timeout)
         try:
-            _, arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
+            arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
         except queue.Empty:
             arrived = None
         self._waiting.blocked += time.perf_counter() - start
@@ -217,29 +205,26 @@ class EpisodeBatch:
 
     def _begun(self, episode: RunningEpisode, future: Future[Answer]) -> None:
         """Submit a group as soon as all its environments have been reset."""
-        first = self._first[episode.prompt_index]
         try:
-            first[episode.sample] = future.result()
+            episode.first = future.result()
         except EpisodeFailed as failure:
-            first[episode.sample] = failure
+            episode.first = failure
         self._submit_if_complete(episode.prompt_index)
 
     def _submit_if_complete(self, p: int) -> None:
-        group, first = self._groups[p], self._first[p]
-        if len(first) < len(group):
+        group = self._groups[p]
+        if any(episode.first is None for episode in group):
             return
         shown, ready = list[tuple[Message, ...]](), list[RunningEpisode]()
         for episode in group:
-            answer = first[episode.sample]
             if episode not in self._running or episode.ending:
                 continue
-            if isinstance(answer, EpisodeFailed):
-                self._finish(episode, FinishReason.ENVIRONMENT, answer)
-            elif answer.done:
-                self._finish(episode, FinishReason.ENVIRONMENT, EpisodeFailed("it ended in reset()"))
-            else:
-                shown.append(answer.messages)
+            if isinstance(episode.first, Answer) and not episode.first.done:
+                shown.append(episode.first.messages)
                 ready.append(episode)
+            else:
+                failure = EpisodeFailed("it ended in reset()") if isinstance(episode.first, Answer) else episode.first
+                self._finish(episode, FinishReason.ENVIRONMENT, failure)
         if not ready:
             return
         if (other := next((messages for messages in shown if messages != shown[0]), None)) is not None:
@@ -262,7 +247,7 @@ class EpisodeBatch:
 
     def _turn_ended(self, episode: RunningEpisode, turn: EndedTurn) -> None:
         """Parse what the policy wrote and ask the host for the answer, or end the episode."""
-        episode.latest, episode.turn_ended = turn, time.perf_counter()
+        episode.completion, episode.turn_ended = turn.completion, time.perf_counter()
         reason = turn.completion.finish_reason
         if not reason.usable:
             self._finish(episode, reason)
@@ -271,17 +256,18 @@ class EpisodeBatch:
         if reason is FinishReason.EOS:
             drawn.pop()
         prefix = self._prompts[episode.prompt_index].text if not episode.turns else episode.prefix
-        episode.parsed = self._sampler.format.parse(drawn, prefix)
+        parsed = self._sampler.format.parse(drawn, prefix)
+        episode.message = parsed.message
         if reason is FinishReason.LENGTH:
-            self._record(episode)
+            self._record(episode, turn)
             self._finish(episode, reason)
         elif self._deadline(episode) <= episode.turn_ended:
-            self._record(episode)
+            self._record(episode, turn)
             self._finish(episode, FinishReason.TIMEOUT, self._time_is_up())
         else:
-            self._await(episode, self._host.answer(episode, episode.parsed), self._answered)
+            self._await(episode, self._host.answer(episode, parsed), partial(self._answered, turn=turn))
 
-    def _answered(self, episode: RunningEpisode, future: Future[Answer]) -> None:
+    def _answered(self, episode: RunningEpisode, future: Future[Answer], *, turn: EndedTurn) -> None:
         """Extend the trajectory by the answer, or end the episode."""
         if episode not in self._running or episode.ending:
             return
@@ -289,26 +275,21 @@ class EpisodeBatch:
         try:
             answer = future.result() if limit is None else self._sampler.format.shortened(future.result(), limit)
         except EpisodeFailed as failure:
-            self._record(episode)
+            self._record(episode, turn)
             self._finish(episode, FinishReason.ENVIRONMENT, failure)
             return
-        self._record(episode, answer)
-        assert episode.latest is not None
-        assert episode.number is not None
+        self._record(episode, turn, answer)
         if answer.done or not answer.messages:
-            self._finish(episode, episode.latest.completion.finish_reason)
+            self._finish(episode, turn.completion.finish_reason)
         elif len(episode.turns) == self._settings.max_turns:
             self._finish(episode, FinishReason.TURNS)
-        elif not self._extend(episode, answer.messages):
+        elif not self._extend(episode, turn, answer.messages):
             self._finish(episode, FinishReason.LENGTH)
 
-    def _extend(self, episode: RunningEpisode, messages: Sequence[Message]) -> bool:
+    def _extend(self, episode: RunningEpisode, turn: EndedTurn, messages: Sequence[Message]) -> bool:
         """Give the trajectory the tokens of an answer; False if they leave no room for a drawn one."""
-        turn, form = episode.latest, self._sampler.format
-        assert turn is not None
-        assert episode.number is not None
+        form, prompt = self._sampler.format, self._prompts[episode.prompt_index]
         last = turn.completion.segments[-1].token_ids
-        prompt = self._prompts[episode.prompt_index]
         token_ids = form.bridge.after(messages, last_token=int(last[-1]), prompt=prompt)
         if self._settings.history != "append":
             whole = [message for one in episode.turns for message in one.messages]
@@ -317,25 +298,23 @@ class EpisodeBatch:
             if rewritten != so_far:
                 if len(rewritten) >= turn.request.sampling.max_completion_length:
                     return False
-                self._engine.extend(episode.number, rewritten, rewrite=True)
-                episode.prefix = form.text(rewritten)
+                self._engine.extend(turn.trajectory, rewritten, rewrite=True)
+                episode.prefix = form.prefix(rewritten)
                 return True
         if len(token_ids) >= turn.room:
             return False
-        self._engine.extend(episode.number, token_ids)
-        episode.prefix = form.text(token_ids)
+        self._engine.extend(turn.trajectory, token_ids)
+        episode.prefix = form.prefix(token_ids)
         return True
 
-    def _record(self, episode: RunningEpisode, answer: Answer | None = None) -> None:
-        """Add the latest turn to the episode."""
-        turn, parsed, answer = episode.latest, episode.parsed, answer or Answer()
-        assert turn is not None
-        assert parsed is not None
+    def _record(self, episode: RunningEpisode, turn: EndedTurn, answer: Answer | None = None) -> None:
+        """Add a turn to the episode."""
+        answer = answer or Answer()
         episode.turns.append(
             Turn(
                 turn.num_drawn,
                 turn.completion.finish_reason,
-                (parsed.message, *answer.messages),
+                (episode.message, *answer.messages),
                 answer.calls,
                 answer.failed_calls,
                 answer.reward,
@@ -350,8 +329,8 @@ class EpisodeBatch:
         episode.ending, episode.pending = True, None
         if episode.number is not None:
             self._engine.release(episode.number)
-        elif episode.sample not in self._first[episode.prompt_index]:  # its group does not wait for it
-            self._first[episode.prompt_index][episode.sample] = failure or EpisodeFailed("cancelled")
+        elif episode.first is None:  # its group does not wait for it
+            episode.first = failure or EpisodeFailed("cancelled")
             self._submit_if_complete(episode.prompt_index)
         self._await(episode, self._host.end(episode), partial(self._ended, reason=reason, failure=failure))
 
@@ -370,21 +349,13 @@ class EpisodeBatch:
         rewards = [turn.reward for turn in episode.turns if turn.reward is not None]
         if ended.reward is not None:
             rewards.append(ended.reward)
-        record = Episode(
-            tuple(episode.turns),
-            math.fsum(rewards) if rewards else None,
-            ended.state,
-            failure.details if failure else "",
-        )
-        position = (episode.prompt_index, episode.sample)
-        if episode.latest is None:
-            completion = Completion.of_tokens((), (), reason)
-        else:
-            completion = replace(episode.latest.completion, finish_reason=reason)
-        self._done[position] = completion = replace(completion, episode=record)
+        reward = math.fsum(rewards) if rewards else None
+        record = Episode(tuple(episode.turns), reward, ended.state, failure.details if failure else "")
+        completion = episode.completion or Completion.of_tokens((), (), reason)
+        self._done[episode] = completion = replace(completion, finish_reason=reason, episode=record)
         self._running.pop(episode)
         if self._watch.on_completion:
-            self._watch.on_completion(*position, completion)
+            self._watch.on_completion(episode.prompt_index, episode.sample, completion)
 
     def _report_failures(self) -> None:
         """Raise if every episode failed; log how many did otherwise."""

@@ -39,7 +39,7 @@ class Found:
     calls: tuple[ToolCall, ...]
 
 
-def learn(rendering: Rendering) -> Iterator[Format]:
+def formats_of(rendering: Rendering) -> Iterator[Format]:
     """The formats that a rendering may be in. Whether one reads other calls too is for the caller to check."""
     return (Format(rendering.text, bodies) for bodies in locate(rendering))
 

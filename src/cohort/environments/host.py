@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,8 +80,9 @@ class Host:
             self._performers[shape] = _runner(shape.is_async, perform, shape.factory, shape.steps)
             self._slots[shape] = _Slots(settings.max_environments)
             self._boxes[shape] = Toolbox([*toolbox.values(), *shape.tools.values()])
-        self._check_that_workers_take(self._callers.items())
-        self._check_that_workers_take((shape.name, function) for shape, function in self._performers.items())
+        performers = ((shape.name, function) for shape, function in self._performers.items())
+        for name, function in (*self._callers.items(), *performers):
+            self._check_that_workers_take(name, function)
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
         self._open = False
@@ -196,24 +197,21 @@ class Host:
 
     def describe(self) -> str:
         """Where tools and environments run, and their time limits: one line for each."""
-        environments = [
+        lines = [
             f"environment {shape.name}{f' ({name})' if name else ''}: {self._where(shape)}"
             for name, shape in self._shapes.items()
         ]
-        return "\n".join(
-            [*environments, *(f"tool {tool.name}: {self._where(tool)}" for tool in self._toolbox.values())]
-        )
+        return "\n".join([*lines, *(f"tool {tool.name}: {self._where(tool)}" for tool in self._toolbox.values())])
 
-    def _check_that_workers_take(self, functions: Iterable[tuple[str, Callable[..., Any]]]) -> None:
-        for name, function in functions:
-            if self._isolated and not is_async(function):
-                try:
-                    self._calls.workers.prepare(function)
-                except CallFailed as error:
-                    raise ConfigError(
-                        f"{name} cannot run in a worker process: {error}. Define it in a module, or set "
-                        "environment.tool_workers to 0 and leave environment.call_timeout unset"
-                    ) from error
+    def _check_that_workers_take(self, name: str, function: Callable[..., Any]) -> None:
+        if self._isolated and not is_async(function):
+            try:
+                self._calls.workers.prepare(function)
+            except CallFailed as error:
+                raise ConfigError(
+                    f"{name} cannot run in a worker process: {error}. Define it in a module, or set "
+                    "environment.tool_workers to 0 and leave environment.call_timeout unset"
+                ) from error
 
     def _home(self, shape: Shape) -> Workers | None:
         """Where a new environment is to live: of several workers, in the one with the fewest."""

@@ -6,18 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.data.chat import ANSWER, SENTINEL, USER
+from cohort.data.chat import ANSWER, SENTINEL, USER, render
 from cohort.environments.encoding import Encoder
-from cohort.environments.skeleton import (
-    Hole,
-    Pieces,
-    attempt,
-    find_placeholders,
-    learn,
-    placeholder,
-    render,
-    surrounded,
-)
+from cohort.environments.skeleton import Hole, Pieces, attempt, find_placeholders, learn, placeholder, surrounded
 from cohort.errors import ConfigError
 from cohort.types import Message
 

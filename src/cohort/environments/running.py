@@ -7,9 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from cohort.environments.calls import ParsedTurn
-from cohort.rollout import EndedTurn
-from cohort.types import Turn
+from cohort.environments.contract import Answer, EpisodeFailed
+from cohort.types import Completion, Message, Turn
 
 
 @dataclass(slots=True, eq=False)
@@ -18,13 +17,16 @@ class RunningEpisode:
 
     prompt_index: int
     sample: int
-    started: float
+    started: float = 0.0
+    first: Answer | EpisodeFailed | None = None
+    """What the environment showed first, or why it did not; None while that is awaited."""
     number: int | None = None
     """The engine's number of the trajectory; None before it is submitted."""
-    latest: EndedTurn | None = None
+    completion: Completion | None = None
+    """The turns so far."""
     prefix: str = ""
     """The end of the text before the present turn."""
-    parsed: ParsedTurn | None = None
+    message: Message = field(default_factory=dict)
     """What the policy wrote in the latest turn."""
     turn_ended: float = 0.0
     turns: list[Turn] = field(default_factory=list)

@@ -35,13 +35,11 @@ def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str
     >>> problem_with({"n": 3}, schema), problem_with({"n": "3"}, schema)
     ('', "the argument 'n' must be an integer, got '3'")
     """
-    properties = schema.get("properties") or {}
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
     found = [f"the argument {key!r} is missing" for key in schema.get("required") or () if key not in arguments]
     for key, value in arguments.items():
-        if key in properties:
-            found += _problems(value, properties[key], f"the argument {key!r}")
-        elif schema.get("additionalProperties"):
-            found += _problems(value, schema["additionalProperties"], f"the argument {key!r}")
+        if key in properties or rest:
+            found += _problems(value, properties.get(key, rest), f"the argument {key!r}")
         else:
             found.append(f"unknown argument {key[:64]!r}")
     return "; ".join(found[:4])
@@ -109,14 +107,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read(text: str, schema: Any) -> Any:
+def value_of(text: str, schema: Any) -> Any:
     """The value that a text means, for formats of calls that write every value as text.
 
     The text is read as JSON, or else as a Python literal, which templates write where they print a value. A result that
     has one of the schema's types is returned, unless it is a string; otherwise the text as it is.
 
     >>> integer, text = {"type": "integer"}, {"type": "string"}
-    >>> read("3", integer), read("3", text), read("three", integer), read("True", {"type": "boolean"})
+    >>> value_of("3", integer), value_of("3", text), value_of("three", integer), value_of("True", {"type": "boolean"})
     (3, '3', 'three', True)
     """
     accepted = _types(schema)

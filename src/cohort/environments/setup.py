@@ -50,13 +50,14 @@ class Acting:
 
     @classmethod
     def of(
-        cls, settings: EnvironmentConfig, tools: Sequence[Any] = (), factory: Any = None, *, group_size: int = 1
+        cls, settings: EnvironmentConfig, tools: Any = None, factory: Any = None, *, group_size: int = 1
     ) -> Acting | None:
         """The tools and environments of the settings and of the trainer's arguments; None if there are none.
 
         Args:
             settings: ``[environment]`` of the settings.
-            tools: further tools: functions, names as in the settings, or MCP servers as ``mcp.Client`` takes them.
+            tools: one or several further tools: functions, names as in the settings, or MCP servers as ``mcp.Client``
+                takes them.
             factory: a callable that makes an environment, or several by name; replaces that of the settings.
             group_size: completions of one prompt, whose environments exist at the same time.
 
@@ -70,9 +71,10 @@ class Acting:
                 f"environment.max_environments ({settings.max_environments}) must be at least the {group_size} "
                 "completions of a prompt: their environments begin together"
             )
+        further = [] if tools is None else tools if isinstance(tools, list | tuple) else [tools]
         given: list[Any] = []
         with ExitStack() as servers:
-            for one in (*settings.tools, *tools):
+            for one in (*settings.tools, *further):
                 given += servers.enter_context(closing(mcp.Server(one))).tools if mcp.is_server(one) else [one]
             toolbox = Toolbox(given)
             if not toolbox and not shapes:

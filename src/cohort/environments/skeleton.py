@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.data.chat import render
 from cohort.environments.encoding import Given
 from cohort.errors import ConfigError
 
@@ -35,20 +36,8 @@ _CHANGES: tuple[Callable[[str], str], ...] = (
 """What templates do to the text of a message."""
 
 
-def render(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
-    """What the chat template of a tokenizer writes; raises what it raises, such as Jinja's errors.
-
-    Args:
-        tokenizer: the tokenizer.
-        messages: the conversation.
-        arguments: of ``apply_chat_template``, variables of the template included.
-    """
-    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
-    return text
-
-
 def attempt(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
-    """As ``render``; empty if the template refuses the messages."""
+    """What a chat template renders; empty if it refuses the messages."""
     try:
         return render(tokenizer, messages, **arguments)
     except Exception:  # templates raise errors of many kinds

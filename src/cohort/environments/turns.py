@@ -63,6 +63,10 @@ class TurnFormat:
         note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
+    def prefix(self, token_ids: Sequence[int]) -> str:
+        """The text before a turn, for ``parse``; empty where that needs none."""
+        return self.text(token_ids) if self.parser else ""
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Token ids decoded, special tokens included."""
         return raw_text(self.tokenizer, token_ids)
@@ -82,5 +86,6 @@ def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
             text = tokenizer.decode(segment.token_ids[list(run)].tolist(), skip_special_tokens=False)
             pieces.append(f"⟦{text}⟧" if is_drawn else text)
     count = len(completion.episode.turns) if completion.episode else 1
-    head = f"the first episode: {count} turns, finish reason {completion.finish_reason}; the policy drew what is in ⟦ ⟧"
+    turns = "1 turn" if count == 1 else f"{count} turns"
+    head = f"the first episode: {turns}, finish reason {completion.finish_reason}; the policy drew what is in ⟦ ⟧"
     return f"{head}\n{''.join(pieces)}"

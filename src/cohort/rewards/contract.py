@@ -23,7 +23,7 @@ entry itself under the second name:
 - ``transcripts``, ``transcript``: all messages after the prompt, those of tools and of the environment included.
 - ``environments``, ``environment_state``: the public attributes of the environment at its end, as an object
   (``environments[0].score``); per sample as a dict.
-- ``environment_rewards``, ``environment_reward``: a number, or ``None`` if the environment gave none.
+- ``environment_rewards``, ``environment_reward``: a number, or ``None`` if the environment gives none.
 - ``turns``: a list of ``cohort.types.Turn``. A column of the data that is named ``turns`` replaces it.
 
 The remaining arguments are the same in all calls:

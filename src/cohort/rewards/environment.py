@@ -11,8 +11,8 @@ def environment_reward(
 ) -> float | None:
     """The environment's reward: those of all turns, plus its reward at the end.
 
-    None where it gave no reward. With ``objective.credit = "turns"``, the reward of a turn is no part of the returns of
-    later turns.
+    None where the environment gives no rewards: it has neither ``step`` nor ``get_reward``. With ``objective.credit =
+    "turns"``, the reward of a turn is no part of the returns of later turns.
 
     >>> environment_reward("I guess 7.", environment_reward=1.5)
     1.5

@@ -1,0 +1,276 @@
+"""The part ``trl`` of ``episodes.py``: a GRPO step with a tool against TRL 1.16.0's own loop.
+
+A register has entries; a lookup returns a line of some 75 tokens that names the next one. Each of 8 prompts asks to
+follow the register from its entry 10: three calls, one after the other, then an answer. A tiny Qwen3 model first learns
+these conversations by heart, so that both sides play the same turns; calls, turns and tokens of both stand beside the
+times.
+
+Both sides have the model, tokenizer, chat template (Qwen3's, which TRL knows), tool, prompts, reward, objective,
+optimizer, float32 and limits in common; each is its own trainer in a process of its own, and they take turns. TRL calls
+``generate`` anew for each turn of the batch; of its settings for completions per backward pass, the fastest counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    GROUP,
+    LEARNING_RATE,
+    MissingError,
+    Side,
+    Turns,
+    Witness,
+    progress,
+    quiet,
+    temporary_run,
+    train_in_turns,
+    trl_config,
+    trl_trainer,
+)
+from episodes import chat_tokenizer
+
+PROMPTS, CALLS, FIRST = 8, 3, 10
+LIMIT = 512
+WORDS = ["river", "stone", "cloud", "maple", "amber", "quiet", "north", "seven", "light", "paper", "glass", "winter"]
+CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+def lookup(entry: int) -> str:
+    """Looks up an entry of the register.
+
+    Args:
+        entry: The number of the entry.
+    """
+    draw = random.Random(entry)
+    return f"Entry {entry}: {' '.join(draw.choices(WORDS, k=12))}. See entry {(entry * 3 + 1) % 100}."
+
+
+def question(number: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{WORDS[number]}: follow the register from entry {FIRST}."}]
+
+
+def conversation(number: int) -> list[dict[str, Any]]:
+    """What the model learns to say to a question."""
+    messages, entry = question(number), FIRST
+    for _ in range(CALLS):
+        call = {"type": "function", "function": {"name": "lookup", "arguments": {"entry": entry}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": "lookup", "content": lookup(entry)})
+        entry = (entry * 3 + 1) % 100
+    return [*messages, {"role": "assistant", "content": f"It leads to entry {entry}."}]
+
+
+def drawn_characters(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that costs next to nothing, and differs where completions do."""
+    return [float(len(one[-1]["content"]) if isinstance(one, list) else len(one)) for one in completions]
+
+
+def tokenizer_of() -> Any:
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        raise MissingError("trl is not installed: the extra 'bench' has it")
+    template = Path(found.origin).parent / "chat_templates/qwen3_instruct_2507.jinja"
+    return chat_tokenizer(template.read_text(encoding="utf-8"), CONTROL)
+
+
+def model_of(tokenizer: Any) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    end = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=end,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def learn(tokenizer: Any, path: Path, steps: int) -> None:
+    """Train a model on the conversations until each of its own tokens is almost certain, and save its weights."""
+    model = model_of(tokenizer)
+    rows = [_ids_and_labels(tokenizer, conversation(number)) for number in range(PROMPTS)]
+    longest = max(len(ids) for ids, _ in rows)
+    pad = tokenizer.pad_token_id
+    ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
+    labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(steps):
+        chosen = [step % PROMPTS]
+        logits = model(ids[chosen]).logits[:, :-1]
+        target = labels[chosen][:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits[target != -100], target[target != -100])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 20 == 19:
+            progress(f"learning by heart, step {step + 1}: loss {loss.item():.5f}")
+        if loss.item() < 3e-4:
+            break
+    torch.save(model.state_dict(), path)
+
+
+def _ids_and_labels(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """A conversation; labels are -100 but for what the model is to write, the end of its turn included."""
+
+    def render(count: int, *, prompt: bool) -> list[int]:
+        rendered = tokenizer.apply_chat_template(
+            messages[:count], tools=[lookup], add_generation_prompt=prompt, return_dict=False
+        )
+        return list(rendered)
+
+    ids = render(len(messages), prompt=False)
+    labels = [-100] * len(ids)
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, stop = len(render(index, prompt=True)), len(render(index + 1, prompt=False))
+            stop = start + ids[start:stop].index(tokenizer.eos_token_id) + 1
+            labels[start:stop] = ids[start:stop]
+    return ids, labels
+
+
+def trained(tokenizer: Any, path: Path) -> Any:
+    model = model_of(tokenizer)
+    model.load_state_dict(torch.load(path))
+    return model
+
+
+# ---- the sides
+
+
+def cohort_side(turns: Turns, path: Path) -> None:
+    import cohort
+
+    tokenizer = tokenizer_of()
+    model = trained(tokenizer, path)
+    config = cohort.GRPOConfig(
+        prompts_per_step=PROMPTS,
+        num_generations=GROUP,
+        max_completion_length=LIMIT,
+        learning_rate=LEARNING_RATE,
+        precision="float32",
+        device="cpu",
+        order="sequential",
+        max_steps=1_000_000,
+        save_steps=0,
+        progress=False,
+        log_completions=False,
+        output_dir=temporary_run(),
+    )
+    rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
+    trainer = cohort.GRPOTrainer(model, drawn_characters, config, rows, processing_class=tokenizer, tools=[lookup])
+    witness, steps, report = Witness(model), trainer.steps(), {"setting": "float32"}
+    while True:
+        turns.wait(report)
+        start, processor = time.perf_counter(), time.process_time()
+        metrics = next(steps)
+        seconds = time.perf_counter() - start
+        report = {
+            "seconds": seconds,
+            "processor": time.process_time() - processor,
+            "generate": metrics["seconds/generate"],
+            "update": metrics["seconds/update"],
+            "calls": metrics["episodes/calls"] * PROMPTS * GROUP,
+            "turns": metrics["episodes/turns"] * PROMPTS * GROUP,
+            "tokens": round(metrics["length/mean"] * PROMPTS * GROUP),
+            **witness.look(),
+        }
+
+
+def trl_side(turns: Turns, path: Path, batch: int) -> None:
+    tokenizer = tokenizer_of()
+    model = trained(tokenizer, path)
+    config = trl_config(
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=PROMPTS * GROUP // batch,
+        max_completion_length=LIMIT,
+    )
+    rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
+    trainer = trl_trainer(model, config, rows, tokenizer, drawn_characters, tools=[lookup])
+    witness = Witness(model)
+    counts = {"calls": 0, "turns": 0, "tokens": 0}
+    loop, processor = trainer._tool_call_loop, [0.0]
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        result = loop(*arguments, **named)
+        mask, completions, _, _, calls, *_ = result
+        counts["calls"] = calls
+        counts["turns"] = sum(message["role"] == "assistant" for one in completions for message in one)
+        counts["tokens"] = sum(map(sum, mask))
+        return result
+
+    trainer._tool_call_loop = counted
+
+    def turn(seconds: float) -> None:
+        if not seconds:
+            turns.wait({"setting": f"float32, {PROMPTS * GROUP // batch} x {batch}"})
+            processor[0] = time.process_time()
+            return
+        generate, rollout = (trainer.parts[part] for part in ("generate", "rollout"))
+        report = {"seconds": seconds, "processor": time.process_time() - processor[0]}
+        report |= {"generate": generate, "update": seconds - rollout}
+        turns.wait(report | counts | witness.look())
+        processor[0] = time.process_time()
+
+    train_in_turns(trainer, turn)
+
+
+def compare(options: argparse.Namespace) -> None:
+    quiet()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        path = options.weights or Path(folder) / "weights.pt"
+        if not path.exists():
+            learn(tokenizer_of(), path, options.learning_steps)
+        path = path.resolve()
+        sides = {"cohort": stack.enter_context(Side(cohort_side, path, threads=options.threads))}
+        for batch in options.batches:
+            side = stack.enter_context(Side(trl_side, path, batch, threads=options.threads))
+            sides[f"trl, {batch} a pass"] = side
+        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        for repeat in range(1 + options.repeats):
+            order = [*sides][repeat % len(sides) :] + [*sides][: repeat % len(sides)]
+            for name in order:
+                report = sides[name].ask()
+                progress(f"{name}: {report}")
+                if repeat:
+                    reports[name].append(report)
+    show(reports)
+
+
+def show(reports: dict[str, list[dict[str, Any]]]) -> None:
+    def median(name: str, key: str) -> float:
+        return statistics.median(report[key] for report in reports[name])
+
+    print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories with a tool, float32")
+    print("\n| side | step, s | processor | generate | update | calls | turns | tokens drawn |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, own in reports.items():
+        seconds = [report["seconds"] for report in own]
+        split = " | ".join(f"{median(name, part):.2f}" for part in ("processor", "generate", "update"))
+        counts = " | ".join(f"{median(name, part):,.0f}" for part in ("calls", "turns", "tokens"))
+        spent = f"{statistics.median(seconds):.2f} [{min(seconds):.2f} to {max(seconds):.2f}]"
+        print(f"| {name} | {spent} | {split} | {counts} |")
+    best = min((name for name in reports if name != "cohort"), key=lambda name: median(name, "seconds"))
+    rounds = [b["seconds"] / a["seconds"] for a, b in zip(reports["cohort"], reports[best], strict=True)]
+    ratio = median(best, "seconds") / median("cohort", "seconds")
+    processor = median(best, "processor") / median("cohort", "processor")
+    print(f"\n{best} / cohort: {ratio:.2f} (single rounds {min(rounds):.2f} to {max(rounds):.2f}); ", end="")
+    print(f"processor: {processor:.2f} (goal: at least 5)", flush=True)
