@@ -323,6 +323,8 @@ def test_an_opening_has_the_tools_and_variables_of_the_prompt():
     system, _, talk = opened.text.partition("<|im_start|>user")
     assert '"name": "weather"' in system
     assert talk.endswith("What is 2 + 40? Go!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nI")
+    two = [{"role": "user", "content": " Go!"}, {"role": "user", "content": "Now."}]  # only the first one is appended
+    assert bridge_of("qwen3").opening(prompt, two).prompt == [{**USER, "content": USER["content"] + " Go!"}, two[1]]
     without = prompt_of("qwen3", [USER])  # a row whose column `tools` is an empty list
     assert "weather" not in bridge_of("qwen3").opening(without, [{"role": "user", "content": "Go!"}]).text
     system = prompt_of("qwen3", [{"role": "system", "content": "Play."}])

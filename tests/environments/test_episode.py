@@ -1,15 +1,17 @@
 """The driver of episodes: how they end, and what happens when tools or environments fail."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cohort.environments.contract import Answer, EpisodeFailed
-from cohort.environments.turns import TurnFormat
+from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
-from cohort.types import FinishReason
+from cohort.types import Completion, FinishReason, Group, Segment
 from tests.conftest import tiny_llama
 from tests.environments.games import LetterHost, completions_of, sampler
 from tests.environments.test_exact import FLOAT32, PROMPTS, STOPS
@@ -57,8 +59,8 @@ def test_max_turns(engine):
 
 
 def test_the_trajectory_and_the_turn_have_limits(engine):
-    """Turns are cut, or the answer leaves no room for a drawn token: one of 60 tokens does not fit after the first."""
-    for settings, sampling, length in (({"max_turn_length": 1}, Sampling(60), 1), ({}, SAMPLING, 58)):
+    """Turns are cut, or the answer leaves no room for a drawn token: 59 tokens do not fit after the first."""
+    for settings, sampling, length in (({"max_turn_length": 1}, Sampling(60), 1), ({}, SAMPLING, 57)):
         completions = play(engine, LetterHost(turns=9, length=length), sampling=sampling, **settings)
         assert set(reasons(completions)) == {"length"}
         assert all(len(completion.episode.turns) == 1 for completion in completions)
@@ -170,3 +172,26 @@ def test_long_answers_are_shortened_in_the_middle():
     assert turn_format.shortened(answer, 7) == answer
     short = turn_format.shortened(answer, 3).messages[0]["content"]
     assert short == "one two\n[4 tokens are left out here]\nseven"
+
+
+def test_seconds_of_waiting_and_what_was_not_hidden(engine):
+    episodes = sampler(engine, LetterHost(turns=2, latency=0.05))
+    episodes.generate(PROMPTS[:1], 1, SAMPLING, RNGKey(0, 3))
+    metrics = episodes.metrics()  # of one episode, during whose answers there is nothing to draw
+    assert 0 < metrics["seconds/episodes_blocked"] <= metrics["seconds/episodes_waiting"]
+    assert set(episodes.metrics().values()) == {0}
+
+
+def test_the_first_episode_in_words_is_a_usable_one_with_its_rewritten_histories():
+    failed = Completion.of_tokens((7,), (0.0,), FinishReason.ENVIRONMENT)
+    segments = (
+        Segment(np.array([4, 5, 6]), np.array([True, False, True])),
+        Segment(np.array([8, 9]), np.array([False, True])),
+    )
+    played = replace(Completion.of_tokens((4, 6, 9), (0.0,) * 3, FinishReason.STOP), segments=segments)
+    letters = LetterTokenizer()
+    a, b, c, d, e = (letters.decode([token]) for token in (4, 5, 6, 8, 9))
+    shown = first_episode([Group(PROMPTS[0], (failed, played))], letters)
+    assert shown.splitlines()[0] == "the first episode: 1 turns, finish reason stop; the policy drew what is in ⟦ ⟧"
+    assert shown.partition("\n")[2] == f"{PROMPTS[0].text}⟦{a}⟧{b}⟦{c}⟧\n--- rewritten:\n{d}⟦{e}⟧"
+    assert not first_episode([Group(PROMPTS[0], (failed,))], letters)

@@ -273,6 +273,7 @@ def test_rows_that_an_environment_cannot_begin_with_are_refused(tmp_path, monkey
 
 def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.trainer.load_policy", None)
+    monkeypatch.setattr(FAMILY.tokenizer, "chat_template", FAMILY.tokenizer.chat_template)  # the trainer replaces it
     with pytest.raises(ConfigError, match="template"):
         trainer(tmp_path / "run", few_calls, [add], chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
 
