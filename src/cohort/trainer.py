@@ -118,7 +118,9 @@ class GRPOTrainer:
         self.budget = find_budget(
             self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
         )
-        self._identity = {"prompts": self.prompts.fingerprint, "reward functions": ", ".join(self.rewards.names)}
+        acting = {"tools and environments": ", ".join(self.acting.names)} if self.acting else {}
+        rewards = ", ".join(self.rewards.names)
+        self._identity = {**acting, "prompts": self.prompts.fingerprint, "reward functions": rewards}
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.

@@ -10,7 +10,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
 from cohort.config import EnvironmentConfig
 from cohort.environments import Acting, Step
-from cohort.errors import ConfigError, DataError, EpisodeError
+from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
 
@@ -183,6 +183,9 @@ def test_a_resumed_run_is_the_run(tmp_path):
     resumed.train()
     again = trainer(tmp_path / "b", **settings)
     again.train(resume=True)
+    others = {"environment_factory": Shop, "regex": "[0-9]", "save_steps": 1, "max_steps": 3}
+    with pytest.raises(RunFolderError, match="its tools and environments were Count, now Shop"):
+        trainer(tmp_path / "b", **others).train(resume=True)
     for one, other in zip(straight.policy.model.parameters(), again.policy.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -270,6 +273,7 @@ def test_rows_that_an_environment_cannot_begin_with_are_refused(tmp_path, monkey
 
 def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.trainer.load_policy", None)
+    monkeypatch.setattr(FAMILY.tokenizer, "chat_template", FAMILY.tokenizer.chat_template)  # the trainer replaces it
     with pytest.raises(ConfigError, match="template"):
         trainer(tmp_path / "run", few_calls, [add], chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
 

@@ -92,6 +92,11 @@ class Acting:
         return [*self.toolbox.schemas, *(schema for shape in self.shapes.values() for schema in shape.tools.schemas)]
 
     @property
+    def names(self) -> list[str]:
+        """The names of the tools, and of the environments' classes."""
+        return [*self.toolbox, *(shape.name for shape in self.shapes.values())]
+
+    @property
     def gives_rewards(self) -> bool:
         """Whether environments may give rewards, so that no reward function is needed."""
         return any(shape.gives_rewards for shape in self.shapes.values())

@@ -82,9 +82,11 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -
     """
     policy = models.policy
     loop = torch.load(folder / "state" / "loop.pt", weights_only=False)
-    for what, value in loop["identity"].items():
-        if identity[what] != value:
-            raise RunFolderError(f"cannot resume from {folder}: its {what} were {value}, now {identity[what]}")
+    saved = loop["identity"]
+    for what in {**saved, **identity}:
+        before, now = saved.get(what, "none"), identity.get(what, "none")
+        if before != now:
+            raise RunFolderError(f"cannot resume from {folder}: its {what} were {before}, now {now}")
     if has_adapters(policy.model):
         load_adapter_weights(policy.model, folder)
     else:
