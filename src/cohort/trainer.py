@@ -110,17 +110,22 @@ class GRPOTrainer:
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
-        self.sampler: Sampler = self.engine
-        """The engine or, with tools or environments, what drives it through episodes."""
-        if self.acting:
-            show = announce if config.report.progress else None
-            self.sampler = self.acting.sampler(self.engine, self._turn_format, show)
+        show = announce if config.report.progress else None
+        self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self.budget = find_budget(
             self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
         )
         acting = {"tools and environments": ", ".join(self.acting.names)} if self.acting else {}
         rewards = ", ".join(self.rewards.names)
         self._identity = {**acting, "prompts": self.prompts.fingerprint, "reward functions": rewards}
+
+    @property
+    def sampler(self) -> Sampler:
+        """The engine or, with tools or environments, what drives it through episodes."""
+        if self._episodes is None:
+            return self.engine
+        self._episodes.engine = self.engine  # which may have been replaced
+        return self._episodes
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.

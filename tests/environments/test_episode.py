@@ -192,6 +192,6 @@ def test_the_first_episode_in_words_is_a_usable_one_with_its_rewritten_histories
     letters = LetterTokenizer()
     a, b, c, d, e = (letters.decode([token]) for token in (4, 5, 6, 8, 9))
     shown = first_episode([Group(PROMPTS[0], (failed, played))], letters)
-    assert shown.splitlines()[0] == "the first episode: 1 turns, finish reason stop; the policy drew what is in ⟦ ⟧"
+    assert shown.splitlines()[0] == "the first episode: 1 turn, finish reason stop; the policy drew what is in ⟦ ⟧"
     assert shown.partition("\n")[2] == f"{PROMPTS[0].text}⟦{a}⟧{b}⟦{c}⟧\n--- rewritten:\n{d}⟦{e}⟧"
     assert not first_episode([Group(PROMPTS[0], (failed,))], letters)

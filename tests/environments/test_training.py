@@ -284,3 +284,15 @@ def test_eval_of_a_run_scores_with_the_environment(tmp_path, capsys):
     arguments = ["--data", f"{tmp_path}/rows.jsonl", "--n", "2", "--json", f"{tmp_path}/found.json"]
     assert main(["eval", str(tmp_path / "run"), *arguments]) == 0, capsys.readouterr().err
     assert "environment_reward" in (tmp_path / "found.json").read_text()
+
+
+def test_cohort_eval_asks_for_an_environment_that_was_passed_in_python(tmp_path, capsys):
+    trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", max_steps=1).train()
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    command = ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "rows.jsonl"), "--quiet"]
+    assert main(command) == 2
+    assert "passed in Python (Count): name them, as in --environment.tools" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+    assert main([*command, "--environment.factory", f"{__name__}:Count"]) == 0
+    assert "environment_reward" in capsys.readouterr().out

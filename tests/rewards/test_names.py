@@ -129,6 +129,8 @@ def test_a_setting_is_never_read_from_a_column(tmp_path, runner_of):
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)
 def test_every_built_in_reward_is_per_sample_and_explained(name, capsys):
     row = BUILTIN_REWARDS[name]
+    if row.package == "reasoning_gym":
+        pytest.importorskip(row.package)  # of an extra that "dev" leaves out
     function = row.load()
     assert call_options(function).per == "sample"
     bound = resolve_reward(name + REQUIRED.get(name, ""))

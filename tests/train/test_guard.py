@@ -78,7 +78,7 @@ def spoil(monkeypatch, steps):
     def coefficients(*arguments, **named):
         found = real(*arguments, **named)
         calls.append(1)
-        return dataclasses.replace(found, policy_N=found.policy_N * math.nan) if len(calls) in steps else found
+        return found._replace(policy_N=found.policy_N * math.nan) if len(calls) in steps else found
 
     monkeypatch.setattr(update_module, "coefficients", coefficients)
 

@@ -35,6 +35,9 @@ class PlainEngine:
         pass
 
     @torch.no_grad()
+    def metrics(self):
+        return {}
+
     def generate(self, prompts, num_generations, sampling, key, watch=None):
         return [Group(p, tuple(self.complete(p, i, sampling, key) for i in range(num_generations))) for p in prompts]
 

@@ -28,7 +28,7 @@ from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
 from cohort.rollout import LocalEngine, Sampler, local_engine
-from cohort.runs import RunFolder
+from cohort.runs import RunFolder, saved_identity
 
 SETTINGS = {
     "data": "data.eval",
@@ -187,6 +187,8 @@ def evaluate(request: Request) -> int:
     settings = request.settings()
     request.check_files(settings)
     acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
+    if acting is None and request.config is None:
+        _check_single_turns(request.model)
     rewards = RewardRunner(
         [as_reward_function(name) for name in reward_functions(acting, settings.reward.functions)],
         settings.reward.weights,
@@ -211,6 +213,24 @@ def evaluate(request: Request) -> int:
         write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)
     show(Console(width=None if Console().is_terminal else 120), found, comparisons, settings)
     return 0
+
+
+def _check_single_turns(model: str) -> None:
+    """Refuse the model of a run whose tools and environments are not in its settings.
+
+    Raises:
+        ConfigError: they were passed in Python.
+    """
+    path = run_of(Path(model).expanduser())
+    run = RunFolder(path) if path else None
+    if run is None or not (steps := run.checkpoint_steps()):
+        return
+    if names := saved_identity(run.checkpoint(steps[-1])).get("tools and environments"):
+        raise ConfigError(
+            f"{model} was trained with tools or environments that were passed in Python ({names}): name them, as in "
+            "--environment.tools file.py:function or --environment.factory file.py:Class; or give --config to evaluate "
+            "without them"
+        )
 
 
 @dataclass(frozen=True, slots=True)

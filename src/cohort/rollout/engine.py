@@ -136,13 +136,13 @@ class Watch:
     on_completion: Callable[[int, int, Completion], None] | None = None
     """Called by ``generate`` with prompt index, sample and completion when a completion ends. Not called for
     completions that were cancelled before their first token."""
+    cancelled: Callable[[], bool] | None = None
+    """Called before each decode step. If it returns True, every trajectory that is queued or being decoded ends with
+    finish reason ``cancelled``."""
     on_step: Callable[[], None] | None = None
     """Called before each decode step; a place to ``extend`` and ``release`` parked trajectories."""
     on_prompt: Callable[[int, Prompt], None] | None = None
     """Called with prompt index and prompt when an environment has added its first observation to a prompt."""
-    cancelled: Callable[[], bool] | None = None
-    """Called before each decode step. If it returns True, every trajectory that is queued or being decoded ends with
-    finish reason ``cancelled``."""
 
 
 class Sampler(Protocol):

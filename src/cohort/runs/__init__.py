@@ -1,4 +1,13 @@
 """A run's folder: settings, metrics, completions, checkpoints."""
 
-from cohort.runs.checkpoints import Models, SavedState, check_saved, load_checkpoint, save_model, seeded, set_seed
+from cohort.runs.checkpoints import (
+    Models,
+    SavedState,
+    check_saved,
+    load_checkpoint,
+    save_model,
+    saved_identity,
+    seeded,
+    set_seed,
+)
 from cohort.runs.folder import RunFolder, as_json, completion_columns, score_columns, write_atomically

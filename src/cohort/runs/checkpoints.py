@@ -69,6 +69,12 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState) -> None:
     torch.save(loop, folder / "state" / "loop.pt")
 
 
+def saved_identity(folder: Path) -> Mapping[str, str]:
+    """The facts about its run that a checkpoint stores besides the settings: ``SavedState.identity``."""
+    identity: Mapping[str, str] = torch.load(folder / "state" / "loop.pt", weights_only=False)["identity"]
+    return identity
+
+
 def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -> SavedState:
     """Load the weights into the models, restore the random generators, and return the rest of the state.
 
