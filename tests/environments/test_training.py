@@ -290,7 +290,7 @@ def test_cohort_eval_asks_for_an_environment_that_was_passed_in_python(tmp_path,
     trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", max_steps=1).train()
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
     command = ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "rows.jsonl"), "--quiet"]
-    assert main(command) == 2
+    assert main([*command, "--reward", "environment_reward"]) == 2
     assert "passed in Python (Count): name them, as in --environment.tools" in capsys.readouterr().err.replace(
         "\n", " "
     )

@@ -34,10 +34,10 @@ class PlainEngine:
     def update_weights(self, version):
         pass
 
-    @torch.no_grad()
     def metrics(self):
         return {}
 
+    @torch.no_grad()
     def generate(self, prompts, num_generations, sampling, key, watch=None):
         return [Group(p, tuple(self.complete(p, i, sampling, key) for i in range(num_generations))) for p in prompts]
 
