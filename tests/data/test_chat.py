@@ -89,6 +89,13 @@ def test_tools_of_a_row(given):
 OTHER_TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
 
 
+def test_no_tools_are_none_for_the_template():
+    """Templates may tell None from an empty list."""
+    template = "{{ 'none' if tools is none else 'some' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = [{"prompt": [USER], "tools": tools} for tools in ([], "[]", None, "")]
+    assert all(prompt.text.startswith("none") for prompt in prompts_of(template, rows))
+
+
 def prompts_with_tools(rows, tools, template=QWEN3, **settings):
     named = {tool["function"]["name"]: tool for tool in tools or []}
 

@@ -184,14 +184,15 @@ class Renderer:
                     f"{where}: column 'tools' names {content.tools[0]!r}, and the run has no tools: set "
                     "environment.tools, or rename the column with data.columns if it is something else"
                 )
+            if isinstance(content, Conversation) and not content.tools:
+                return replace(content, tools=None)  # templates may tell an empty list from None
             return content
         if not isinstance(content, Conversation):
             raise DataError(
                 f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
             )
         try:
-            names = content.tools or (None if row.get("tools") in (None, "") else [])  # an empty list allows no tool
-            row = {**row, "tools": names} if "tools" in row else row
+            row = {**row, "tools": content.tools} if "tools" in row else row  # an empty list allows no tool
             return replace(content, tools=self._tools_of(row) or None)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
