@@ -181,6 +181,11 @@ class Segment(ArrayEquality):
     """One flag per token. None: the policy drew all of them."""
 
     @property
+    def is_drawn(self) -> NDArray[np.bool_]:
+        """One flag per token, also where ``drawn`` is None."""
+        return np.ones(len(self.token_ids), np.bool_) if self.drawn is None else self.drawn
+
+    @property
     def drawn_ids(self) -> NDArray[np.int64]:
         """The drawn tokens."""
         return self.token_ids if self.drawn is None else self.token_ids[self.drawn]

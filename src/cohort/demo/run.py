@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cohort.config import load_config
+from cohort.config import GRPOConfig, load_config
 from cohort.demo.task import accuracy, problems
 from cohort.evaluation import Estimate, Evaluation
 from cohort.report.console import announce
@@ -36,8 +36,7 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     Raises:
         RunFolderError: the output folder holds another run.
     """
-    folder = demo_folder(output_dir)
-    config = load_config(SETTINGS, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])
+    folder, config = prepare(SETTINGS, seed, output_dir)
     trainer = GRPOTrainer(str(MODEL), accuracy, config, problems(TRAIN_PROBLEMS, held_out=False, seed=0))
     held_out = problems(EVAL_PROBLEMS, held_out=True, seed=0)
     trainer.started = started
@@ -58,9 +57,9 @@ def run_demo(*, seed: int, output_dir: str | None, started: float) -> dict[str, 
     return summary
 
 
-def demo_folder(output_dir: str | None) -> RunFolder:
-    """The free run folder of a demo. Also sets torch's threads: matrices this small gain nothing from more than two,
-    and the rounding of sums depends on their number.
+def prepare(settings: Path, seed: int, output_dir: str | None) -> tuple[RunFolder, GRPOConfig]:
+    """The free run folder of a demo, and its settings. Also sets torch's threads: matrices this small gain nothing from
+    more than two, and the rounding of sums depends on their number.
 
     Raises:
         RunFolderError: the folder holds another run.
@@ -68,7 +67,7 @@ def demo_folder(output_dir: str | None) -> RunFolder:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     folder = RunFolder(output_dir) if output_dir else RunFolder.next_free("demo")
     folder.check_free()
-    return folder
+    return folder, load_config(settings, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])
 
 
 def show_results(
@@ -92,25 +91,25 @@ def show_results(
         f"  before  {_percent(before.reward)}\n"
         f"  after   {_percent(after.reward)}"
     )
-    show_end(console, summary, folder)
-    console.print(
-        "\nNext, with your own model, data and reward:\n"
+    show_end(
+        console,
+        summary,
+        folder,
+        "Next, with your own model, data and reward:\n"
         "  cohort config > my.toml        every setting with its meaning\n"
         "  cohort train my.toml --model.path MODEL --data.train FILE.jsonl \\\n"
         "      --reward.functions FILE.py:FUNCTION",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
 
 
-def show_end(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    """Print what the run did, and where it is."""
+def show_end(console: Console, summary: dict[str, Any], folder: Path, next_steps: str) -> None:
+    """Print what the run did, where it is, and what to do next."""
     console.print(
         f"{summary['updates']} updates on {summary['completions']:,} completions in {summary['seconds']:.0f} s, "
         f"the first after {summary['seconds_to_first_update']:.1f} s\n"
         f"run folder: {folder} (metrics.jsonl, rollouts/, checkpoints/)"
     )
+    console.print(f"\n{next_steps}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _marked(text: str, answer: str) -> str:

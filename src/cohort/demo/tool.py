@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.config import load_config
-from cohort.demo.run import demo_folder, show_end
+from cohort.demo.run import prepare, show_end
 from cohort.demo.tool_task import Row, calls, products, right, sums
 from cohort.evaluation import Evaluation
 from cohort.report.console import announce
@@ -34,8 +33,7 @@ def run_tool_demo(*, seed: int, output_dir: str | None, started: float) -> dict[
     Raises:
         RunFolderError: the output folder holds another run.
     """
-    folder = demo_folder(output_dir)
-    config = load_config(SETTINGS, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])
+    folder, config = prepare(SETTINGS, seed, output_dir)
     easy, hard = sums(), products(TRAIN_PRODUCTS, held_out=False, seed=0)
     rows = [*easy * (len(hard) // len(easy)), *hard]  # about half of each kind; the trainer shuffles them
     trainer = GRPOTrainer(str(MODEL), [right, calls], config, rows)
@@ -54,13 +52,12 @@ def run_tool_demo(*, seed: int, output_dir: str | None, started: float) -> dict[
     console = Console(width=None if Console().is_terminal else 100)
     console.print(_episodes(evaluated, before, after, trainer.tokenizer))
     console.print(_numbers(before, after))
-    show_end(console, summary, folder.path)
-    console.print(
-        "\nNext, with your own model, data, reward and tools (docs/episodes.md):\n"
+    show_end(
+        console,
+        summary,
+        folder.path,
+        "Next, with your own model, data, reward and tools (docs/episodes.md):\n"
         "  cohort train my.toml --environment.tools FILE.py:FUNCTION",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return summary
 

@@ -30,6 +30,7 @@ from cohort.environments.running import RunningEpisode, Waiting
 from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampler, Sampling, Watch
+from cohort.rollout.engine import samplings_of
 from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
 
 log = logging.getLogger("cohort.environments")
@@ -66,8 +67,8 @@ class EpisodeSampler(Sampler):
             EpisodeError: every episode failed, or the environments of a group showed different things first.
             DataError, ConfigError: as ``Engine.generate``.
         """
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        samplings = [replace(one, max_turn_length=self.settings.max_turn_length) for one in samplings]
+        limit = self.settings.max_turn_length
+        samplings = [replace(one, max_turn_length=limit) for one in samplings_of(prompts, num_generations, sampling)]
         batch = EpisodeBatch(self, prompts, num_generations, samplings, key, watch or Watch())
         try:
             groups = batch.run()

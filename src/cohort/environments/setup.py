@@ -13,7 +13,7 @@ from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
 from cohort.environments.episode import EpisodeSampler
 from cohort.environments.host import Host
-from cohort.environments.shapes import Shape, choose, find_environments
+from cohort.environments.shapes import Shape, find_environments
 from cohort.environments.tools import Toolbox
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
@@ -107,8 +107,6 @@ class Acting:
         Raises:
             DataError: the row names no tool or environment that exists, or lacks a column that ``reset`` needs.
         """
-        if shape := choose(self.shapes, row):
-            shape.arguments(row, 0)  # refuses a row without a column that reset needs
         return self.host.tools(row).schemas
 
     def turn_format(

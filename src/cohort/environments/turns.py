@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import Answer
@@ -80,10 +78,10 @@ def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
     prompt, completion = pairs[0]
     pieces = [prompt.text]
     for number, segment in enumerate(completion.segments):
-        drawn = np.ones(len(segment.token_ids), np.bool_) if segment.drawn is None else segment.drawn
+        drawn = segment.is_drawn.tolist()
         pieces += ["\n--- rewritten:\n"] if number else []
-        for is_drawn, run in groupby(range(len(drawn)), key=lambda n: bool(drawn[n])):
-            text = tokenizer.decode(segment.token_ids[list(run)].tolist(), skip_special_tokens=False)
+        for is_drawn, run in groupby(range(len(drawn)), key=drawn.__getitem__):
+            text = raw_text(tokenizer, segment.token_ids[list(run)].tolist())
             pieces.append(f"⟦{text}⟧" if is_drawn else text)
     count = len(completion.episode.turns) if completion.episode else 1
     turns = "1 turn" if count == 1 else f"{count} turns"

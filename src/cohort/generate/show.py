@@ -198,8 +198,7 @@ def record(row: Row, index: int, sample: int, completion: Completion) -> dict[st
 def _by_token(logps_N: NDArray[np.float64], segments: Sequence[Segment]) -> list[float | None]:
     """One entry per token of the segments; null for tokens that were not drawn: of a prefix, or of answers."""
     drawn = iter(logps_N.tolist())
-    flags = [[True] * len(s.token_ids) if s.drawn is None else s.drawn.tolist() for s in segments]
-    return [next(drawn) if flag else None for one in flags for flag in one]
+    return [next(drawn) if is_drawn else None for segment in segments for is_drawn in segment.is_drawn]
 
 
 def transcript(completion: Completion) -> str:

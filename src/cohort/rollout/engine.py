@@ -145,6 +145,22 @@ class Watch:
     """Called with prompt index and prompt when an environment has added its first observation to a prompt."""
 
 
+def samplings_of(
+    prompts: Sequence[Prompt], num_generations: int, sampling: Sampling | Sequence[Sampling]
+) -> list[Sampling]:
+    """The sampling settings of each prompt, from the arguments of ``Sampler.generate``.
+
+    Raises:
+        ConfigError: ``num_generations`` is below 1, or the settings are neither one nor one per prompt.
+    """
+    if num_generations < 1:
+        raise ConfigError(f"num_generations must be at least 1, got {num_generations}")
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(samplings) != len(prompts):
+        raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts: give one, or one each")
+    return samplings
+
+
 class Sampler(Protocol):
     """What the loop and the evaluation sample from: an engine, or ``environments.EpisodeSampler`` over one."""
 
@@ -254,11 +270,7 @@ class Engine(Sampler, Protocol):
         Raises:
             DataError, ConfigError: see ``submit``; or the engine has unfinished trajectories.
         """
-        if num_generations < 1:
-            raise ConfigError(f"num_generations must be at least 1, got {num_generations}")
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(samplings) != len(prompts):
-            raise ConfigError(f"{len(samplings)} sampling settings for {len(prompts)} prompts: give one, or one each")
+        samplings = samplings_of(prompts, num_generations, sampling)
         if self.unfinished:
             raise ConfigError(
                 f"this engine is sampling already ({self.unfinished} unfinished trajectories): generate() is not "

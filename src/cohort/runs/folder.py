@@ -291,10 +291,7 @@ def _token_columns(completions: Sequence[Completion]) -> dict[str, Any]:
     ids = [[segment.token_ids for segment in completion.segments] for completion in completions]
     columns = {"token_ids": _joined(ids, np.int64)}
     if any(segment.drawn is not None for completion in completions for segment in completion.segments):
-        drawn = [
-            [np.ones(len(s.token_ids), np.bool_) if s.drawn is None else s.drawn for s in completion.segments]
-            for completion in completions
-        ]
+        drawn = [[segment.is_drawn for segment in completion.segments] for completion in completions]
         columns["drawn"] = _joined(drawn, np.bool_)
     if any(len(some) != 1 for some in ids):
         columns["segment_lengths"] = [[len(one) for one in some] for some in ids]

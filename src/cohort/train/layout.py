@@ -57,7 +57,7 @@ def lay_out(groups: Sequence[Group], device: torch.device, repetition_penalty: f
         full_logps_N = _joined([c.sampler_logps if c.full_logps is None else c.full_logps for c in completions], device)
     drawn_T = None
     if any(segment.drawn is not None for segment in flat):
-        flags = [np.ones(len(s.token_ids), np.bool_) if s.drawn is None else s.drawn for s in flat]
+        flags = [segment.is_drawn for segment in flat]
         drawn_T = torch.from_numpy(np.concatenate(flags))
     num_tokens = int(lengths_S.sum())
     return TokenBatch(
