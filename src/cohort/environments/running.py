@@ -47,13 +47,13 @@ class Waiting:
     since: float = 0.0
 
     def begin(self) -> None:
-        """An answer is awaited."""
+        """Count one more answer that is awaited."""
         if not self.pending:
             self.since = time.perf_counter()
         self.pending += 1
 
     def end(self) -> None:
-        """It is there."""
+        """Count one answer that has arrived."""
         self.pending -= 1
         if not self.pending:
             self.seconds += time.perf_counter() - self.since
