@@ -9,6 +9,7 @@
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
+    ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
@@ -51,6 +52,10 @@ class RunFolderError(CohortError, ValueError):
 
 class PolicyMismatchError(CohortError, RuntimeError):
     """The sampler and the trainer give different log-probabilities to the same tokens under the same weights."""
+
+
+class RankError(CohortError, RuntimeError):
+    """Another rank of the run has ended or does not answer."""
 
 
 class NonFiniteError(CohortError, FloatingPointError):

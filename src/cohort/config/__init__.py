@@ -9,6 +9,7 @@ from cohort.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RewardConfig,
     RolloutConfig,
 )

@@ -39,6 +39,7 @@ class GRPOConfig(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: schema.OptimConfig = schema.OptimConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
+    parallel: schema.ParallelConfig = schema.ParallelConfig()
     run: schema.RunConfig = schema.RunConfig()
     report: schema.ReportConfig = schema.ReportConfig()
 

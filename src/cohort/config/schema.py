@@ -254,6 +254,16 @@ class OptimConfig(Section):
     nonfinite/ in the run folder. This many in a row stop the run."""
 
 
+class ParallelConfig(Section):
+    """Several processes (ranks) that train together: `torchrun` or `cohort launch` starts them (docs/scale.md)."""
+
+    layout: Literal["replicate", "optimizer", "full"] = "replicate"
+    """How the ranks hold what is trained. "replicate": each holds everything. "optimizer": gradients and the
+    optimizer's state are divided. "full": the weights too, which are gathered layer by layer in each pass."""
+    rank_timeout: PositiveFloat = 3600.0
+    """Seconds that a rank waits for the others before the run ends. A rank that dies is noticed at once."""
+
+
 class EvalConfig(Section):
     """Evaluation on fresh samples of `data.eval`'s prompts, with the same random numbers every time
     (docs/evaluation.md)."""
