@@ -12,3 +12,4 @@ from cohort.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
+from cohort.config.vllm import VLLMConfig
