@@ -8,6 +8,7 @@
     ├── SandboxError         a sandbox could not be created, or was killed             (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
+    ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
@@ -48,6 +49,10 @@ class ModelError(CohortError, ValueError):
 
 class RunFolderError(CohortError, ValueError):
     """The output folder already holds another run, or there is nothing in it to resume."""
+
+
+class EngineError(CohortError, RuntimeError):
+    """The servers that sample cannot be reached, or answer what they must not."""
 
 
 class PolicyMismatchError(CohortError, RuntimeError):

@@ -13,3 +13,4 @@ from cohort.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
+from cohort.config.vllm import VLLMConfig

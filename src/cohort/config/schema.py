@@ -89,6 +89,8 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """Sampling."""
 
+    engine: Literal["local", "vllm"] = "local"
+    """"local" samples in the trainer's process with the trainer's weights; "vllm" on the servers of `[vllm]`."""
     prompts_per_step: PositiveInt = 8
     """Prompts in a rollout (P)."""
     num_generations: PositiveInt = 8
