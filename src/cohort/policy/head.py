@@ -181,7 +181,7 @@ class _DrawnLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = hidden_NH.dtype if weight_VH is None else weight_VH.dtype
         found = hidden_NH.new_empty(5, len(hidden_NH), dtype=torch.promote_types(wide, torch.float32))
-        targets_N = states.distribution.targets_N
+        targets_N = states.distribution.host_targets_N
         if weight_VH is not None and len(targets_N):
             lowest, highest = targets_N.aminmax()
             if lowest < 0 or highest >= len(weight_VH):
