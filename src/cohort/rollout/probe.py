@@ -15,9 +15,9 @@ from cohort.rollout.server import Probe, Server, ServerError
 
 GENERATE = "/inference/v1/generate"
 THRESHOLDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Mean gap in nats above which two engines do not compute the same function, by the coarser of their dtypes. Kernels that
-add in another order differ by about 1e-5 in float32, 0.003 in float16 and 0.03 in bfloat16, whose mantissas have 24, 11
-and 8 bits; wrong weights, positions or temperatures by 0.5 to 15."""
+"""Mean gap in nats above which two engines do not compute the same function, by the coarser of their dtypes. Kernels
+that add in another order differ by about 1e-5 in float32, 0.003 in float16 and 0.03 in bfloat16, whose mantissas have
+24, 11 and 8 bits; wrong weights, positions or temperatures by 0.5 to 15."""
 SCORED_TOKENS = 160
 """More than the 128 tokens of a block of vLLM's prefix cache on CPUs, so that a stale one shows."""
 DRAWN_TOKENS = 8
