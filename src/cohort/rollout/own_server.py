@@ -88,17 +88,17 @@ class OwnServer:
                 continue
             problem = f"did not answer within {seconds:g} s" if code is None else f"ended with exit code {code}"
             hint = "raise vllm.startup_timeout, or see below" if code is None else "see below"
-            tail = self.tail()
             self.close()
-            raise EngineError(f"the vLLM server {problem}: {hint}. The end of {self.log}:\n{tail}")
+            raise EngineError(f"the vLLM server {problem}: {hint}.\n{self.tail()}")
 
     def tail(self) -> str:
-        """The last lines of the log."""
+        """The first error in the log, which is the cause of others, and the last lines."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(lines[-TAIL_LINES:])
+        first = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)][:1]
+        return "\n".join([*first, f"The end of {self.log}:", *lines[-TAIL_LINES:]])
 
     def move_log(self, path: Path) -> None:
         """Write the log to another file from now on, with what it holds so far."""
