@@ -18,12 +18,15 @@ from cohort.rollout.engine import (
     required_capabilities,
 )
 from cohort.rollout.philox import Purpose, RNGKey, philox4x32
+from cohort.rollout.server import Server
 from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
+    from cohort.rollout.connect import check_servers, servers_of
     from cohort.rollout.local import LocalEngine
     from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
-    from cohort.rollout.setup import local_engine
+    from cohort.rollout.setup import local_engine, vllm_engine, weight_transport
+    from cohort.rollout.vllm import VLLMEngine
 
 __all__ = [
     "Capabilities",
@@ -37,21 +40,32 @@ __all__ = [
     "RowSettings",
     "Sampler",
     "Sampling",
+    "Server",
     "TokenEvent",
+    "VLLMEngine",
     "Watch",
     "check_capabilities",
+    "check_servers",
     "draw_tokens",
     "local_engine",
     "philox4x32",
     "required_capabilities",
+    "servers_of",
+    "vllm_engine",
+    "weight_transport",
 ]
 
 _WITH_TORCH = {
     "Drawn": "sampling",
     "LocalEngine": "local",
     "RowSettings": "sampling",
+    "VLLMEngine": "vllm",
+    "check_servers": "connect",
     "draw_tokens": "sampling",
     "local_engine": "setup",
+    "servers_of": "connect",
+    "vllm_engine": "setup",
+    "weight_transport": "setup",
 }
 
 
