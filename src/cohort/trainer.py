@@ -19,17 +19,7 @@ from cohort.policy import context_length, end_token_ids, load_policy, load_token
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import (
-    LocalEngine,
-    Sampler,
-    VLLMEngine,
-    check_capabilities,
-    check_servers,
-    local_engine,
-    servers_of,
-    vllm_engine,
-    weight_transport,
-)
+from cohort.rollout import EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 
@@ -84,9 +74,7 @@ class GRPOTrainer:
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
-        served = config.rollout.engine == "vllm"
-        check_capabilities(VLLMEngine if served else LocalEngine, config)
-        self._servers = servers_of(config.vllm) if served else []
+        self._engine_setup = EngineSetup(config)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
@@ -117,21 +105,13 @@ class GRPOTrainer:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
         show = announce if config.report.progress else None
-        if self._servers:
-            longest = longest_prompt + config.rollout.max_completion_length
-            context = check_servers(self._servers, config.vllm, self._model_config.vocab_size, longest, show)
-            transport = weight_transport(config)
-            transport.check(self._servers)
+        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
-        self.engine: LocalEngine | VLLMEngine = (
-            vllm_engine(self.policy, self.tokenizer, config, self._servers, transport, context)
-            if self._servers
-            else local_engine(self.policy, self.tokenizer, config.rollout)
-        )
+        self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self.budget = find_budget(
             self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ import torch
 GENERATE = "/inference/v1/generate"
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An answer with an error's status."""
 
     def __init__(self, status, message):
@@ -45,7 +44,7 @@ class StandIn:
         """Routes that it does not have."""
         self.fault = lambda number, body, answer: answer
         """Called with the number of each generate request, its body and the answer; returns the answer, bytes, or
-        raises ``Refused``."""
+        raises ``RefusedError``."""
         self.calls: list[tuple[str, dict]] = []
         """Every POST: path and body."""
         self._lock, self._sockets = threading.Lock(), set()
@@ -82,7 +81,7 @@ class StandIn:
     def answer(self, method, path, query, body):
         """The answer to a request."""
         if path in self.missing:
-            raise Refused(404, "Not Found")
+            raise RefusedError(404, "Not Found")
         if method == "GET":
             return {
                 "/health": None,
@@ -96,7 +95,7 @@ class StandIn:
             number = len(self.requests())
         if path == GENERATE:
             if not body:
-                raise Refused(400, "token_ids: Field required")
+                raise RefusedError(400, "token_ids: Field required")
             assert not self.paused
             return self.fault(number, body, self._device.submit(self.generated, body).result())
         if path in ("/pause", "/resume"):
@@ -112,8 +111,9 @@ class StandIn:
         ids = torch.tensor([body["token_ids"]])
         assert 0 <= int(ids.min()) <= int(ids.max()) < vocabulary, "this kills vLLM 0.32"
         if unknown := [int(token) for token in parameters.get("logit_bias", {}) if int(token) >= vocabulary]:
-            raise Refused(
-                400, f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids. Vocabulary size: {vocabulary}"
+            raise RefusedError(
+                400,
+                f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids. Vocabulary size: {vocabulary}",
             )
         generator = torch.Generator().manual_seed(parameters["seed"])
         tokens, logps, reason, stop = [], [], "length", None
@@ -157,7 +157,9 @@ class StandIn:
         text = self.tokenizer.decode(tokens)
         return next((one for one in parameters["stop"] if one in text), None)
 
-    def _handler(stand_in):
+    def _handler(self):
+        stand_in = self
+
         class Handler(BaseHTTPRequestHandler):
             def setup(self):
                 super().setup()
@@ -179,7 +181,7 @@ class StandIn:
                     status, content = 200, answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                     if answer is None:
                         content = b""
-                except Refused as refused:
+                except RefusedError as refused:
                     status, content = refused.status, json.dumps({"error": {"message": str(refused)}}).encode()
                 try:
                     self.send_response(status)

@@ -13,7 +13,7 @@ from cohort.rollout import Request, RNGKey, Sampling, Server, VLLMEngine, Watch,
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.rollout.conftest import drawn_ids
-from tests.rollout.stand_in import DirectTransport, Refused, StandIn, slow
+from tests.rollout.stand_in import DirectTransport, RefusedError, StandIn, slow
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 PROMPTS = prompts((5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3))
@@ -69,7 +69,7 @@ def sampler_logps(groups):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
 def test_sampler_and_trainer_log_probs_agree(policy, start, temperature):
-    engine, server = start(policy)
+    engine, _ = start(policy)
     groups = engine.generate(PROMPTS, 4, Sampling(12, temperature), KEY)
     assert [group.prompt.uid for group in groups] == [0, 1, 2, 3]
     # float32: two orders of summation.
@@ -109,7 +109,9 @@ def test_a_draw_depends_on_its_key_alone(policy, start):
 
 def test_what_is_asked_for(policy, start):
     engine, server = start(policy)
-    sampling = Sampling(9, 0.8, stop=("b",), top_p=0.9, min_completion_length=4, record_support=False, forced_ids=(8, 9))
+    sampling = Sampling(
+        9, 0.8, stop=("b",), top_p=0.9, min_completion_length=4, record_support=False, forced_ids=(8, 9)
+    )
     engine.generate(PROMPTS[:1], 1, sampling, KEY)
     (body,) = server.requests()
     assert body["token_ids"] == [5, 9, 20, 8, 9]
@@ -159,7 +161,9 @@ def test_truncated_draws_have_no_full_log_probs(policy, start):
 def play(engine, replies, rewrite=False, samples=3, watch=None):
     """After turn n of each trajectory comes ``replies[n]``. Returns the last turn of each, by number."""
     sampling = Sampling(60, max_turn_length=5)
-    submitted = engine.submit([Request(p, n, sampling, KEY, i, True) for i, p in enumerate(PROMPTS) for n in range(samples)])
+    submitted = engine.submit(
+        [Request(p, n, sampling, KEY, i, True) for i, p in enumerate(PROMPTS) for n in range(samples)]
+    )
     turns, ended = dict.fromkeys(submitted, 0), {}
     for turn in engine.stream(watch):
         ended[turn.trajectory] = turn
@@ -180,7 +184,9 @@ def test_turns_continue_after_given_tokens(policy, start):
         (segment,) = turn.completion.segments
         assert (~segment.is_drawn).sum() == 4
         assert turn.num_drawn <= 5
-    logps = trainer_logps(policy, [type("G", (), {"prompt": t.request.prompt, "completions": (t.completion,)}) for t in turns])
+    logps = trainer_logps(
+        policy, [type("G", (), {"prompt": t.request.prompt, "completions": (t.completion,)}) for t in turns]
+    )
     mine = torch.tensor(np.concatenate([c.sampler_logps for c in completions]))
     torch.testing.assert_close(mine, logps, rtol=0, atol=1e-5)
     seeds = [body["sampling_params"]["seed"] for body in server.requests()]
@@ -266,7 +272,7 @@ def test_cancelled_requests_are_aborted(policy, start):
 
 
 def test_an_error_in_a_callback_ends_the_requests(policy, start):
-    engine, server = start(policy)
+    engine, _ = start(policy)
 
     def broken(*_):
         raise RuntimeError("mine")
@@ -291,7 +297,7 @@ def changed(**fields):
 def refused(status):
     def fault(number, body, answer):
         if number == 1:
-            raise Refused(status, "out of order")
+            raise RefusedError(status, "out of order")
         return answer
 
     return fault
@@ -306,7 +312,9 @@ FAULTS = {
     "other tokens": (changed(logprobs={"content": [{"token_id": 3, "logprob": -1.0}] * 99}), "other tokens"),
     "aborted": (changed(finish_reason="abort"), "ended with 'abort'"),
     "cut early": (
-        lambda n, b, a: changed(finish_reason="length", token_ids=[4], logprobs={"content": [{"token_id": 4, "logprob": -1.0}]})(n, b, a),
+        lambda n, b, a: changed(
+            finish_reason="length", token_ids=[4], logprobs={"content": [{"token_id": 4, "logprob": -1.0}]}
+        )(n, b, a),
         "cut after 1 of 6 tokens",
     ),
     "unknown tokens": (changed(token_ids=[99]), "outside the vocabulary"),
@@ -320,7 +328,7 @@ FAULTS = {
 def test_a_server_that_fails_is_left_out_and_its_requests_are_repeated(policy, start, name):
     fault, reason = FAULTS[name]
     sound, _ = start(policy)
-    engine, first, second = start(policy, 2, request_timeout=2 if name == "late" else 60)
+    engine, first, _ = start(policy, 2, request_timeout=2 if name == "late" else 60)
     first.fault = fault
     groups = engine.generate(PROMPTS, 2, Sampling(6), KEY)
     assert groups == sound.generate(PROMPTS, 2, Sampling(6), KEY)  # same seeds, same weights: the same bits here
@@ -379,7 +387,7 @@ def test_requests_are_given_up_when_a_server_always_fails(policy, start):
 
 def test_a_server_is_taken_back_with_the_right_weights_only(policy, start, monkeypatch):
     monkeypatch.setattr(fleet, "RECHECK_SECONDS", 0.0)
-    engine, first, second = start(policy, 2)
+    engine, first, _ = start(policy, 2)
     server = engine.fleet.servers[0]
     engine.fleet.leave_out(server, "lost its cable")
     engine.generate(PROMPTS, 1, Sampling(2), KEY)
@@ -431,7 +439,7 @@ def test_weights_are_sent_once_per_version(policy, start):
 
 
 def test_a_server_that_cannot_load_is_left_out(policy, start):
-    engine, first, second = start(policy, 2, version=None)
+    engine, first, _ = start(policy, 2, version=None)
     engine.transport.failing[first.url] = EngineError("no space left")
     engine.update_weights(0)
     assert engine.fleet.left_out == {first.url: "no space left"}

@@ -22,10 +22,9 @@ from cohort.rollout.server import Server
 from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
-    from cohort.rollout.connect import check_servers, servers_of
     from cohort.rollout.local import LocalEngine
     from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
-    from cohort.rollout.setup import local_engine, vllm_engine, weight_transport
+    from cohort.rollout.setup import EngineSetup, local_engine
     from cohort.rollout.vllm import VLLMEngine
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
     "Drawn",
     "EndedTurn",
     "Engine",
+    "EngineSetup",
     "LocalEngine",
     "Purpose",
     "RNGKey",
@@ -45,27 +45,20 @@ __all__ = [
     "VLLMEngine",
     "Watch",
     "check_capabilities",
-    "check_servers",
     "draw_tokens",
     "local_engine",
     "philox4x32",
     "required_capabilities",
-    "servers_of",
-    "vllm_engine",
-    "weight_transport",
 ]
 
 _WITH_TORCH = {
     "Drawn": "sampling",
+    "EngineSetup": "setup",
     "LocalEngine": "local",
     "RowSettings": "sampling",
     "VLLMEngine": "vllm",
-    "check_servers": "connect",
     "draw_tokens": "sampling",
     "local_engine": "setup",
-    "servers_of": "connect",
-    "vllm_engine": "setup",
-    "weight_transport": "setup",
 }
 
 
