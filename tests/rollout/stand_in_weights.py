@@ -43,8 +43,11 @@ class WeightStandIn(StandIn):
         if path == "/start_weight_update" and self.group is None:
             raise RefusedError(500, "this worker is in no group")
         if path == "/update_weights":
-            self.update_fault()
-            self.receive(body["update_info"])
+            try:
+                self.update_fault()
+                self.receive(body["update_info"])
+            except RuntimeError as error:  # of the group
+                raise RefusedError(500, f"Worker failed with error {error}") from None
         if path == "/sleep":
             self.awake.clear()
         if path == "/wake_up":

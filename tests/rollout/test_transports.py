@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -100,7 +101,7 @@ def test_a_server_that_takes_too_long_is_reported(transport, servers, stand_ins,
     failed = transport.send(servers, weights.items(), "1")
     released.set()
     assert list(failed) == [servers[0]]
-    assert "within 1 s" in str(failed[servers[0]])
+    assert re.search("within 1 s|did not get there", str(failed[servers[0]]))
     assert stand_ins[1].received.keys() == weights.keys()
 
 
@@ -148,8 +149,9 @@ def test_large_models_are_written_in_several_files(servers, stand_ins, weights, 
     assert stand_ins[0].received.keys() == weights.keys()
 
 
-def test_servers_of_several_dtypes_are_refused(transport, servers, stand_ins, weights):
+def test_files_for_servers_of_several_dtypes_are_refused(servers, stand_ins, weights, tmp_path):
     stand_ins[1].description["dtype"] = "bfloat16"
+    transport = FileTransport(20.0, str(tmp_path))
     transport.check(servers)
     with pytest.raises(EngineError, match="different dtypes.*start all with one --dtype"):
         transport.send(servers, weights.items(), "1")

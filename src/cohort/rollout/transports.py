@@ -6,6 +6,7 @@ Both need the plugin in the servers; see ``plugin``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import socket
@@ -127,56 +128,31 @@ class GroupTransport(WeightTransport):
 
     def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
         """See ``WeightTransport``."""
-        dtype = _common_dtype(self._descriptions, servers)
-        named = [(name, tensor.dtype if not tensor.is_floating_point() else dtype, tensor) for name, tensor in weights]
-        body = {
-            "update_info": {
-                "names": [name for name, _, _ in named],
-                "dtypes": [str(kind).removeprefix("torch.") for _, kind, _ in named],
-                "shapes": [list(tensor.shape) for _, _, tensor in named],
-            }
-        }
-        failed = _to_each(servers, self._begin)
-        ready = _without(servers, failed)
-        with ThreadPoolExecutor(max(1, len(ready))) as threads:
-            loading = {
-                server: threads.submit(server.post, "/update_weights", body, timeout=self.timeout) for server in ready
-            }
-            failed |= self._broadcast(loading, (tensor.to(kind) for _, kind, tensor in named))
-        for server in failed:
-            self._groups.pop(server, None)  # what is left of it cannot be used again
-        finish = {"weight_version": version}
-        return failed | _to_each(
-            _without(servers, failed),
-            lambda server: server.post("/finish_weight_update", finish, timeout=self.timeout),
-        )
+        named = list(weights)
+        return _to_each(servers, lambda server: self._update(server, named, version))
 
-    def _broadcast(self, loading: Mapping[Server, Future[Any]], tensors: Iterable[Tensor]) -> Failures:
-        """Broadcast tensors to servers that are receiving. Waits for nothing that a failed server would have to do."""
-        failed: Failures = {}
-        until = time.monotonic() + self.timeout
-        for tensor in tensors:
-            kept = tensor.detach().contiguous()
-            works = {}
-            for server in _without(list(loading), failed):
-                where = "cpu" if self._descriptions[server].device == "cpu" else self.device
-                with _recorded(server, failed):
-                    works[server] = self._groups[server].broadcast(kept.to(where), 0)
-            for server, work in works.items():
-                with _recorded(server, failed):
-                    while not work.is_completed():
-                        if loading[server].done():
-                            loading[server].result()  # raises what the server reported
-                        if time.monotonic() > until:
-                            raise EngineError(f"took no weights within {self.timeout:g} s (vllm.update_timeout)")
-                        time.sleep(POLL_SECONDS)
-                    work.wait()
-        for server in failed:
-            server.disconnect()  # ends the request that waits for its answer
-        for server in _without(list(loading), failed):
-            with _recorded(server, failed):
-                loading[server].result()
-        return failed
+    def _update(self, server: Server, weights: Sequence[tuple[str, Tensor]], version: str) -> None:
+        """Send weights to one server, in a thread of its own: a slow server delays no other."""
+        found = self._descriptions[server]
+        dtypes = [found.dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in weights]
+        info = {
+            "names": [name for name, _ in weights],
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "shapes": [list(tensor.shape) for _, tensor in weights],
+        }
+        self._begin(server)
+        where = torch.device("cpu") if found.device == "cpu" else self.device
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                loading = threads.submit(server.post, "/update_weights", {"update_info": info}, timeout=self.timeout)
+                for (_, tensor), dtype in zip(weights, dtypes, strict=True):
+                    kept = tensor.detach().to(where, dtype).contiguous()
+                    _wait(self._groups[server].broadcast(kept, 0), loading)
+                loading.result()
+        except BaseException:
+            self._leave(server)
+            raise
+        server.post("/finish_weight_update", {"weight_version": version}, timeout=self.timeout)
 
     def _begin(self, server: Server) -> None:
         """Begin an update of a server, in a group with it."""
@@ -184,7 +160,7 @@ class GroupTransport(WeightTransport):
             try:
                 server.post("/start_weight_update", timeout=self.timeout)
             except ServerError:  # it was started again, so it is in no group
-                del self._groups[server]
+                self._leave(server)
             else:
                 return
         self._groups[server] = self._join(server)
@@ -212,12 +188,27 @@ class GroupTransport(WeightTransport):
         server.post("/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout)
         return made.result(self.timeout)
 
+    def _leave(self, server: Server) -> None:
+        """Use the group with a server no more. It is never freed: gloo's destructor waits for what is under way, and
+        aborts the process if that ends meanwhile."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._groups.pop(server, None)))
+
     def close(self) -> None:
         """See ``WeightTransport``."""
         for server in list(self._groups):
             with contextlib.suppress(ServerError):
                 server.post("/shutdown_weight_transfer_engine", timeout=5.0)
         self._groups.clear()
+
+
+def _wait(work: Any, loading: Future[Any]) -> None:
+    """Wait for a broadcast, unless the server reports that it will not receive it."""
+    while not work.is_completed():
+        if loading.done():
+            loading.result()
+            raise EngineError("the server has ended the update before it had all weights")
+        time.sleep(POLL_SECONDS)
+    work.wait()
 
 
 def _fulfil(made: Future[Any], *arguments: Any) -> None:
@@ -274,28 +265,17 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 def _to_each(servers: Sequence[Server], act: Callable[[Server], object]) -> Failures:
     """Do something with all servers at the same time; returns the errors."""
     failed: Failures = {}
-    if servers:
-        with ThreadPoolExecutor(len(servers)) as threads:
-            running = {server: threads.submit(act, server) for server in servers}
-            for server, future in running.items():
-                with _recorded(server, failed):
-                    future.result()
+    with ThreadPoolExecutor(len(servers) or 1) as threads:
+        running = {server: threads.submit(act, server) for server in servers}
+        for server, future in running.items():
+            try:
+                future.result()
+            except EngineError as error:
+                failed[server] = error
+            except (RuntimeError, TimeoutError) as error:  # of a process group
+                first_line = next(iter(str(error).splitlines()), type(error).__name__)
+                failed[server] = EngineError(f"{server.url}: the weights did not get there ({first_line})")
     return failed
-
-
-@contextlib.contextmanager
-def _recorded(server: Server, failed: Failures) -> Iterator[None]:
-    """Record what goes wrong with a server."""
-    try:
-        yield
-    except EngineError as error:
-        failed[server] = error
-    except RuntimeError as error:  # of a process group
-        failed[server] = EngineError(f"{server.url}: the weights did not get there ({str(error).splitlines()[0]})")
-
-
-def _without(servers: Sequence[Server], failed: Failures) -> list[Server]:
-    return [server for server in servers if server not in failed]
 
 
 def _is_here(host: str) -> bool:

@@ -128,7 +128,11 @@ class CohortTransfer(WeightTransferEngine[Meeting, Announcement]):
 
     def receive_weights(self, update_info: Announcement) -> None:
         """Receive and load."""
-        self.loaded = self.model.load_weights(self._received(update_info))
+        try:
+            self.loaded = self.model.load_weights(self._received(update_info))
+        except BaseException:
+            self.group = None  # so that the trainer's end fails too, instead of waiting
+            raise
 
     def _received(self, update_info: Announcement) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
