@@ -30,7 +30,7 @@ from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import Models, RunFolder, SavedState, check_saved
+from cohort.runs import Models, RunFolder, SavedState, check_saved, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.check import check_sampler_gap
 from cohort.train.context import StepContext
@@ -85,6 +85,7 @@ class TrainerParts:
             self.adaptive.state_dict(),
             self.best.state_dict(),
             self.identity,
+            [random_state()],
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
