@@ -8,7 +8,9 @@
     ├── SandboxError         a sandbox could not be created, or was killed             (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
+    ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
+    ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
@@ -49,8 +51,16 @@ class RunFolderError(CohortError, ValueError):
     """The output folder already holds another run, or there is nothing in it to resume."""
 
 
+class EngineError(CohortError, RuntimeError):
+    """The servers that sample cannot be reached, or answer what they must not."""
+
+
 class PolicyMismatchError(CohortError, RuntimeError):
     """The sampler and the trainer give different log-probabilities to the same tokens under the same weights."""
+
+
+class RankError(CohortError, RuntimeError):
+    """Another rank of the run has ended or does not answer."""
 
 
 class NonFiniteError(CohortError, FloatingPointError):

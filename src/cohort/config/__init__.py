@@ -9,6 +9,8 @@ from cohort.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RewardConfig,
     RolloutConfig,
 )
+from cohort.config.vllm import VLLMConfig

@@ -16,6 +16,7 @@ from cohort.config import schema
 from cohort.config.data import DataConfig
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.section import Section, explain_errors, setting_paths, suggestion
+from cohort.config.vllm import VLLMConfig
 from cohort.errors import ConfigError, DataError
 from cohort.presets import Objective, optional_parts
 from cohort.presets.parts import BatchStd, DynamicSampling, GroupMean, TopK
@@ -34,11 +35,13 @@ class GRPOConfig(Section):
     model: schema.ModelConfig = schema.ModelConfig()
     data: DataConfig = DataConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
+    vllm: VLLMConfig = VLLMConfig()
     environment: schema.EnvironmentConfig = schema.EnvironmentConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: schema.OptimConfig = schema.OptimConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
+    parallel: schema.ParallelConfig = schema.ParallelConfig()
     run: schema.RunConfig = schema.RunConfig()
     report: schema.ReportConfig = schema.ReportConfig()
 

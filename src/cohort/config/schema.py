@@ -89,6 +89,8 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """Sampling."""
 
+    engine: Literal["local", "vllm"] = "local"
+    """"local" samples in the trainer's process with the trainer's weights; "vllm" on the servers of `[vllm]`."""
     prompts_per_step: PositiveInt = 8
     """Prompts in a rollout (P)."""
     num_generations: PositiveInt = 8
@@ -252,6 +254,16 @@ class OptimConfig(Section):
     max_nonfinite_updates: PositiveInt = 3
     """An update with non-finite log-probabilities, coefficients or gradient is skipped, and its batch is written to
     nonfinite/ in the run folder. This many in a row stop the run."""
+
+
+class ParallelConfig(Section):
+    """Several processes (ranks) that train together: `torchrun` or `cohort launch` starts them (docs/scale.md)."""
+
+    layout: Literal["replicate", "optimizer", "full"] = "replicate"
+    """How the ranks hold what is trained. "replicate": each holds everything. "optimizer": gradients and the
+    optimizer's state are divided. "full": the weights too, which are gathered layer by layer in each pass."""
+    rank_timeout: PositiveFloat = 3600.0
+    """Seconds that a rank waits for the others before the run ends. A rank that dies is noticed at once."""
 
 
 class EvalConfig(Section):

@@ -41,6 +41,7 @@ MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
     "optim": {"microbatch_tokens"},
     "eval": True,
+    "parallel": True,
     "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
     "report": True,
 }

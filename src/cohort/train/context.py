@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cohort.objective import Objective
+from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
 from cohort.rollout import Sampling
 from cohort.train.clock import PhaseClock
@@ -27,7 +28,14 @@ class StepContext:
     """Tokens of one forward or backward pass. It shrinks when memory runs out."""
     reference: Policy | None = None
     """The policy of the KL term."""
+    layout: Layout = field(default_factory=Replicate)
+    """How the ranks hold the policy."""
     clock: PhaseClock = field(default_factory=PhaseClock)
+
+    @property
+    def world(self) -> World:
+        """The ranks that share the step's work."""
+        return self.layout.world
 
     @property
     def temperature(self) -> float:

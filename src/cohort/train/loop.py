@@ -26,6 +26,7 @@ from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
 from cohort.evaluation import Best, Evaluator
 from cohort.objective import Objective
+from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
@@ -68,8 +69,15 @@ class TrainerParts:
     """The best evaluation so far."""
     identity: dict[str, str]
     """Facts that are not settings and must be the same in a resumed run: a hash of the prompts, names of rewards."""
+    layout: Layout = field(default_factory=Replicate)
+    """The ranks, and how they hold the policy."""
     cursor: DataCursor = field(default_factory=DataCursor)
     """Position in the data after the last complete step. The loop advances it once per step."""
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together."""
+        return self.layout.world
 
     @property
     def models(self) -> Models:
@@ -107,7 +115,7 @@ def run(
 
     for step in range(first_step, schedule.steps):
         objective = adaptive.applied_to(parts.objective)
-        context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, reference)
+        context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, reference, parts.layout)
         clock = context.clock
 
         # Sample a group of completions for each prompt with the policy's present weights, and score them.

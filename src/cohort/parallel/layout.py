@@ -1,0 +1,109 @@
+"""How the ranks hold parameters, gradients and optimizer state.
+
+The loop asks a layout at four places: after loading, after a rank's passes, before the optimizer's step, and where the
+whole weights are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cohort.errors import ConfigError
+from cohort.parallel.world import World
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients are added up over ranks in pieces of this size: few enough messages, little memory."""
+
+
+class Layout(Protocol):
+    """How the ranks hold what is trained."""
+
+    world: World
+    passes_exchange: bool
+    """Whether forward and backward passes exchange weights, so that every rank must make the same number of them, and
+    a rank cannot stop in the middle of them."""
+
+    def shard(self, model: nn.Module) -> None:
+        """Divide a loaded model over the ranks, in place: after the reference was copied from it, before the optimizer
+        is made."""
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up the gradients of all ranks, in place, after every rank has made its passes. A rank that made none has
+        no gradients; a parameter that has none on any rank keeps none."""
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the summed gradients to a norm of at most ``max_norm``, in place; returns the norm before, the same on
+        every rank."""
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block in which every rank has the model's whole weights: to sample, evaluate, save. Entered on every
+        rank."""
+
+
+class Replicate:
+    """Every rank holds everything. Gradients are added up after the passes; each rank makes the same step."""
+
+    passes_exchange = False
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or World()
+
+    def shard(self, model: nn.Module) -> None:
+        """See ``Layout``."""
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See ``Layout``."""
+        if self.world.size == 1:
+            return
+        known = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        some = [p for p, count in zip(parameters, self.world.sum_(known).tolist(), strict=True) if count]
+        for bucket in _buckets(some):
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
+            self.world.sum_(flat)
+            for parameter, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                if parameter.grad is None:
+                    parameter.grad = grad.view_as(parameter).clone()
+                else:
+                    parameter.grad.copy_(grad.view_as(parameter))
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See ``Layout``."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """See ``Layout``."""
+        return nullcontext()
+
+
+def layout_of(name: str, world: World) -> Layout:
+    """The layout of ``parallel.layout``.
+
+    Raises:
+        ConfigError: it does not exist yet.
+    """
+    if name == "replicate":
+        return Replicate(world)
+    raise ConfigError(f"parallel.layout {name!r} is not available yet: set 'replicate'")
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters whose gradients are added up in one message: of one type and device, at most ``BUCKET_BYTES`` unless
+    one alone is larger."""
+    bucket: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        alike = not bucket or (parameter.dtype, parameter.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (filled + size > BUCKET_BYTES or not alike):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size
+    if bucket:
+        yield bucket

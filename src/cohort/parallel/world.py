@@ -1,0 +1,187 @@
+"""The ranks of a run: who they are, and how they exchange values.
+
+A rank is a process. ``torchrun`` and ``cohort launch`` start one for each GPU and tell it its number by environment
+variables. Python values travel over a control group on gloo, tensors over the default group (NCCL where there is CUDA).
+Every exchange begins with a barrier of the control group: so the time that a rank waits for slower ones is known apart
+from the time of the exchange, and a rank that has died is noticed before a collective of NCCL could hang.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cohort.errors import ConfigError, RankError
+
+T = TypeVar("T")
+TIMEOUT = 3600.0
+"""Seconds that ranks wait for each other before they give up. A rank that dies is noticed at once."""
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """What exchanges between ranks have cost since the last ``World.costs``."""
+
+    waiting: float = 0.0
+    """Seconds of waiting for slower ranks."""
+    seconds: float = 0.0
+    """Seconds of the exchanges themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The place of this process among the ranks of a run. ``World()`` is a single process, in which every method is
+    the identity.
+
+    Methods that exchange are to be called on every rank, in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Number among the ranks of this machine: the index of its GPU."""
+    local_size: int = 1
+    """Ranks of this machine, which share its memory."""
+    control: Any = field(default=None, repr=False, compare=False)
+    """The process group of Python values; None for a single process."""
+    exchanged: Exchanged = field(default_factory=Exchanged, repr=False, compare=False)
+
+    @classmethod
+    def of_environment(cls, variables: Mapping[str, str] = os.environ, timeout: float = TIMEOUT) -> World:
+        """The world that ``torchrun`` describes by RANK, WORLD_SIZE and LOCAL_RANK. Without these variables, or with a
+        size of 1, nothing is initialised.
+
+        Args:
+            variables: the environment variables.
+            timeout: seconds after which ranks that wait for each other give up.
+
+        Raises:
+            ConfigError: the variables are incomplete or contradict each other.
+            RankError: the other ranks cannot be reached.
+        """
+        size = _number(variables, "WORLD_SIZE", 1)
+        if size == 1:
+            return cls()
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in variables:
+                raise ConfigError(f"WORLD_SIZE is {size}, but {name} is not set: start with torchrun or cohort launch")
+        rank, local_rank = _number(variables, "RANK", 0), _number(variables, "LOCAL_RANK", 0)
+        if not 0 <= rank < size:
+            raise ConfigError(f"RANK is {rank} and WORLD_SIZE {size}: ranks count from 0")
+        if torch.cuda.is_available():
+            if local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"LOCAL_RANK is {local_rank}, and this machine has {torch.cuda.device_count()} CUDA devices: start "
+                    "one rank for each device"
+                )
+            torch.cuda.set_device(local_rank)
+        return cls(rank, size, local_rank, _number(variables, "LOCAL_WORLD_SIZE", size), _control_group(timeout))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone prints and writes the run folder."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Values are pickled; tensors in them are to be on the CPU.
+
+        Raises:
+            RankError: a rank has ended or does not answer.
+        """
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        with self._exchange():
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size > 1:
+            with self._exchange():
+                pass
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the ranks, in place; returns it. Every rank gets the same bits.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return tensor
+        import torch.distributed as dist
+
+        with self._exchange():
+            dist.all_reduce(tensor)
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+        return tensor
+
+    def costs(self) -> Exchanged:
+        """What the exchanges since the last call have cost this rank."""
+        found = Exchanged(self.exchanged.waiting, self.exchanged.seconds)
+        self.exchanged.waiting = self.exchanged.seconds = 0.0
+        return found
+
+    def close(self) -> None:
+        """Leave the process groups. Idempotent."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Wait for the other ranks, then run the block; count the seconds of both."""
+        import torch.distributed as dist
+
+        start = time.perf_counter()
+        try:
+            dist.barrier(group=self.control)
+            met = time.perf_counter()
+            yield
+        except RuntimeError as error:  # of gloo or NCCL
+            raise RankError(
+                f"rank {self.rank} of {self.size} lost the others: another rank has ended, or does not answer. Its log "
+                f"says why (logs/ in the run folder); here: {str(error).splitlines()[0]}"
+            ) from error
+        self.exchanged.waiting += met - start
+        self.exchanged.seconds += time.perf_counter() - met
+
+
+def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(f"the environment variable {name} must be a number, got {text!r}")
+    return int(text) if text else default
+
+
+def _control_group(timeout: float) -> Any:
+    """Join the default group, unless the process has, and make one on gloo for Python values."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=timeout)
+    try:
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
+        return dist.new_group(backend="gloo", timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"cannot reach the other ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error

@@ -1,0 +1,231 @@
+"""A vLLM server over HTTP, and how weights get to it. Imports neither vLLM nor torch.
+
+The client is ``http.client`` from the standard library. A request takes as long as a completion, so a connection of its
+own costs nothing, and closing the connection from another thread is how a request is cancelled. No HTTP library is a
+dependency of Cohort.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
+from typing import Any, Protocol
+from urllib.parse import urlencode, urlsplit
+
+from cohort.errors import ConfigError, EngineError
+
+
+class ServerError(EngineError):
+    """A server did not answer a request, or refused it.
+
+    Args:
+        server: its address.
+        path: the route.
+        reason: what happened.
+        status: the HTTP status; None when there was no answer.
+    """
+
+    def __init__(self, server: str, path: str, reason: str, status: int | None = None) -> None:
+        super().__init__(f"{server}{path}: {reason}")
+        self.reason = reason
+        self.status = status
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the server failed, so that another may succeed. False: it refused this request."""
+        return self.status is None or self.status >= 500
+
+
+class Server:
+    """One vLLM server. Its methods may be called from several threads at the same time.
+
+    Args:
+        url: ``http://HOST:PORT``.
+        timeout: time limit of a request in seconds, where the call sets none.
+
+    Raises:
+        ConfigError: the address is malformed.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 60.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/") or parts.query:
+            raise ConfigError(f"vllm.url: expected an address such as 'http://127.0.0.1:8000', got {url!r}")
+        self.host, self.port = parts.hostname, port or 80
+        self.timeout = timeout
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        self.url = f"http://{shown}:{self.port}"
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"Server({self.url!r})"
+
+    def get(self, path: str, *, timeout: float | None = None, **query: str) -> Any:
+        """``request`` with the method GET."""
+        return self.request("GET", path, query=query, timeout=timeout)
+
+    def post(self, path: str, body: Any = None, *, timeout: float | None = None, **query: str) -> Any:
+        """``request`` with the method POST."""
+        return self.request("POST", path, body, query=query, timeout=timeout)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send a request; return the decoded JSON of the answer, None if it is empty.
+
+        Args:
+            method: of HTTP.
+            path: of the route.
+            body: is sent as JSON. None: nothing.
+            query: parameters in the address.
+            timeout: seconds without a byte from the server. None: the server's.
+
+        Raises:
+            ServerError: no connection, no answer in time, a status other than 2xx, or an answer that is not JSON.
+        """
+        limit = self.timeout if timeout is None else timeout
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=limit)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            content = None if body is None else json.dumps(body).encode()
+            headers = {"Connection": "close", "Accept": "application/json"}
+            if content is not None:
+                headers["Content-Type"] = "application/json"
+            connection.request(method, f"{path}?{urlencode(query)}" if query else path, content, headers)
+            response = connection.getresponse()
+            status, text = response.status, response.read()
+        except TimeoutError:
+            raise ServerError(self.url, path, f"no answer within {limit:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(self.url, path, _words(error)) from None
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+        if not 200 <= status < 300:
+            raise ServerError(self.url, path, f"status {status}: {_message(text)}", status)
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            raise ServerError(self.url, path, f"the answer is not JSON: {text[:80]!r}") from None
+
+    def disconnect(self) -> None:
+        """Close the connections of all requests under way, which raise ``ServerError``. vLLM then aborts them."""
+        with self._lock:
+            connections = list(self._open)
+        for connection in connections:
+            if connection.sock is not None:
+                try:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+                except OSError:  # closed already
+                    continue
+
+    def is_healthy(self, *, timeout: float = 5.0) -> bool:
+        """Whether ``/health`` answers."""
+        try:
+            self.get("/health", timeout=timeout)
+        except ServerError:
+            return False
+        return True
+
+    def weights_version(self) -> str:
+        """The label of the weights that the server samples with."""
+        answer = self.get("/weight_info")
+        if not isinstance(answer, dict) or not isinstance(answer.get("weight_version"), str):
+            raise ServerError(self.url, "/weight_info", f"expected a weight_version, got {answer!r:.80}")
+        return str(answer["weight_version"])
+
+    def check_private(self) -> None:
+        """Check that the address is on the loopback device or on a private network.
+
+        vLLM's routes for weights have no access control: whoever reaches them can replace the model or run code.
+
+        Raises:
+            ConfigError: it is not, or the name is unknown.
+        """
+        try:
+            found = {info[4][0] for info in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)}
+        except OSError as error:
+            raise ConfigError(f"vllm.url {self.url}: the name {self.host!r} is unknown ({_words(error)})") from None
+        public = sorted(str(one) for one in found if ipaddress.ip_address(str(one).partition("%")[0]).is_global)
+        if public:
+            raise ConfigError(
+                f"vllm.url {self.url} is a public address ({', '.join(public)}). Weights are sent to it through routes "
+                "without access control: use a loopback or private address, or a tunnel such as ssh -L"
+            )
+
+
+class WeightTransport(Protocol):
+    """Moves the trainer's weights to servers."""
+
+    def check(self, servers: Sequence[Server]) -> None:
+        """Check that the servers have what the transport needs. Called before the model is loaded.
+
+        Raises:
+            ConfigError: a server lacks it; says how to start the server.
+        """
+
+    def send(
+        self, servers: Sequence[Server], weights: Iterable[tuple[str, Any]], version: str
+    ) -> Mapping[Server, EngineError]:
+        """Load weights into servers, which the caller has paused and resumes afterwards.
+
+        Args:
+            servers: those to load. A server that was left out is loaded alone later.
+            weights: names as in the model's ``state_dict``, with whole tensors. Read once, by any number of servers.
+            version: the label of the weights. The caller sets it on the servers (``/update_weight_version``).
+
+        Returns:
+            the servers that failed, with the reason; the caller leaves them out.
+
+        Raises:
+            EngineError: the weights cannot be sent to any server.
+        """
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+
+
+class Probe(Protocol):
+    """Compares servers with the trainer after each update of their weights."""
+
+    def __call__(self, servers: Sequence[Server]) -> Mapping[str, float]:
+        """Score a fixed text on each server and with the trainer's policy; return metrics of the gap.
+
+        Raises:
+            PolicyMismatchError: the gap of a server is above the threshold.
+        """
+
+
+def _words(error: Exception) -> str:
+    """An exception in words."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text or type(error).__name__
+
+
+def _message(text: bytes) -> str:
+    """What an error's answer says: the message of vLLM's or FastAPI's JSON, else the text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = text.decode(errors="replace")
+    if isinstance(found, dict):
+        error = found.get("error", found.get("detail", found))
+        found = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(found).split())[:300] or "no message"

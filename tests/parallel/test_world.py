@@ -1,0 +1,133 @@
+"""Ranks, their exchanges and their agreement, in processes."""
+
+import pytest
+import torch
+
+from cohort.errors import ConfigError, RankError, RewardError
+from cohort.parallel import Replicate, World, agreed, layout_of, on_main, shares, together
+from cohort.parallel.shares import imbalance
+from tests.parallel.launching import Ranks, on_ranks
+
+
+def test_one_rank_is_the_identity_and_initialises_nothing():
+    world = World.of_environment({})
+    assert world == World()
+    assert world.gather("x") == ["x"]
+    assert world.sum_(torch.ones(2)).tolist() == [1, 1]
+    world.barrier()
+    world.close()
+    assert not torch.distributed.is_initialized()
+    error = RewardError("as it is")
+    with pytest.raises(RewardError) as raised:
+        agreed(world, lambda: (_ for _ in ()).throw(error))
+    assert raised.value is error
+    assert on_main(world, lambda: 3) == together(world, lambda: 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "must be a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "ranks count from 0"),
+    ],
+)
+def test_wrong_variables_are_refused(variables, message):
+    with pytest.raises(ConfigError, match=message):
+        World.of_environment(variables)
+
+
+def test_an_unknown_layout_is_refused():
+    assert isinstance(layout_of("replicate", World()), Replicate)
+
+
+def test_shares_are_even_and_may_be_empty():
+    costs = [7, 1, 1, 1, 4, 3, 3, 2, 2]
+    divided = shares(costs, 3)
+    assert sorted(i for some in divided for i in some) == list(range(9))
+    assert [sum(costs[i] for i in some) for some in divided] == [8, 8, 8]
+    assert imbalance(costs, divided) == 1
+    assert shares([5.0], 3) == [[0], [], []]
+    assert imbalance([5.0], shares([5.0], 3)) == 3
+    assert shares([], 2) == [[], []]
+    assert imbalance([], [[], []]) == 1
+
+
+class OddError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+def _exchanges():
+    world = World.of_environment()
+    found = {"gather": world.gather({"rank": world.rank})}
+    found["sum"] = world.sum_(torch.tensor([1.0, world.rank])).tolist()
+
+    # Gradients: only rank 0 has the first, no rank has the last.
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2]
+    for parameter in parameters[: 3 - 2 * world.rank]:
+        parameter.grad = torch.full_like(parameter, world.rank + 1)
+    Replicate(world).sum_gradients(parameters)
+    found["grads"] = [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
+
+    def errors():
+        if world.rank == 1:
+            raise RewardError("it broke")
+
+    def interrupted():
+        if world.rank == 1:
+            raise KeyboardInterrupt
+
+    def odd():
+        if world.rank == 1:
+            raise OddError("no", "text")
+
+    for function in (errors, interrupted, odd):
+        try:
+            agreed(world, function)
+        except BaseException as error:
+            found[function.__name__] = (type(error).__name__, str(error), bool(error.__notes__))
+    found["together"] = together(world, lambda: world.rank)
+    found["main"] = on_main(world, lambda: world.rank)
+    try:
+        (together if world.rank else on_main)(world, [sorted, list][world.rank])
+    except RankError as error:
+        found["places"] = str(error)
+    costs = world.costs()
+    found["costs"] = costs.seconds > 0 and costs.waiting > 0 and world.costs().seconds == 0
+    world.close()
+    return found
+
+
+def test_exchanges_and_agreement_on_two_ranks():
+    first, second = on_ranks(2, _exchanges)
+    assert (first.pop("together"), second.pop("together")) == (0, 1)
+    assert first == second
+    assert first["gather"] == [{"rank": 0}, {"rank": 1}]
+    assert first["sum"] == [2, 1]
+    assert first["grads"] == [[3], [1], [1], None]
+    assert first["errors"] == ("RewardError", "rank 1 of 2: it broke", True)
+    assert first["interrupted"] == ("KeyboardInterrupt", "rank 1 of 2", True)
+    assert first["odd"] == ("Exception", "rank 1 of 2: OddError: no text", True)
+    assert first["main"] == 0
+    assert "list" in first["places"]
+    assert "sorted" in first["places"]
+    assert first["costs"]
+
+
+def _left_alone():
+    world = World.of_environment()
+    if world.rank == 1:
+        import os
+
+        os._exit(7)
+    world.gather(1)
+
+
+def test_a_rank_that_dies_ends_the_others():
+    with Ranks(2, _left_alone) as ranks:
+        ranks.wait(60)
+        (kind, (name, text), _), died = ranks.outcomes()
+    assert (kind, name) == ("raised", "RankError")
+    assert "another rank has ended" in text
+    assert died[:2] == ("died", 7)
