@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
-from cohort.runs.durable import check_whole, write_file, write_manifest
+from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
-LOOP = Path("state", "loop.json")
+LOOP = "state/loop.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +67,43 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: b
     Args:
         folder: the folder.
         models, state: what to write.
-        write: whether this rank writes. The others take part in gathering sharded tensors.
+        write: whether this rank writes. The others take part in gathering sharded tensors, also after a failure to
+            write, which is raised at the end.
 
     Raises:
         RunFolderError: a part of the state cannot be stored.
     """
-    save_model(models.policy, models.tokenizer, folder, write=write)
-    if write:
-        (folder / "state").mkdir()
     files = {"state/optimizer.safetensors": state.optimizer["tensors"]}
     if models.stored_reference is not None:
         files["state/reference.safetensors"] = named_weights(models.stored_reference.model)
-    records = {}
+    records: dict[str, FileRecord] = {}
+    failed: list[Exception] = []
+    try:
+        save_model(models.policy, models.tokenizer, folder, write=write)
+    except Exception as error:
+        failed.append(error)
     for name, tensors in files.items():
-        if record := write_tensors(folder / name, tensors, write=write):
-            records[name] = record
-    if write:
-        loop = {
-            "step": state.step,
-            "version": models.policy.version,
-            "cursor": state.cursor,
-            "adaptive": state.adaptive,
-            "best": state.best,
-            "identity": state.identity,
-            "optimizer": state.optimizer["numbers"],
-            "random": state.random,
-        }
-        records["state/loop.json"] = write_file(folder / LOOP, [_as_json(loop)])
-        write_manifest(folder, records)
+        try:
+            if record := write_tensors(folder / name, tensors, write=write and not failed):
+                records[name] = record
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if not write:
+        return
+    loop = {
+        "step": state.step,
+        "version": models.policy.version,
+        "cursor": state.cursor,
+        "adaptive": state.adaptive,
+        "best": state.best,
+        "identity": state.identity,
+        "optimizer": state.optimizer["numbers"],
+        "random": state.random,
+    }
+    records[LOOP] = write_file(folder / LOOP, [_as_json(loop)])
+    write_manifest(folder, records)
 
 
 def _as_json(loop: Mapping[str, Any]) -> bytes:

@@ -26,6 +26,7 @@ MANIFEST, FORMAT = "manifest.json", 1
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file to the disk, and hash it on the way."""
     digest, size = hashlib.sha256(), 0
+    path.parent.mkdir(exist_ok=True)
     with path.open("xb") as file:
         for chunk in chunks:
             file.write(chunk)
@@ -98,10 +99,16 @@ def replaced(target: Path) -> Iterator[Path]:
         RunFolderError: the folder cannot be written.
     """
     part, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
+    failed: OSError | None = None
     try:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
+        try:
+            part.mkdir(parents=True)
+        except OSError as error:
+            failed = error
+        yield part  # also after a failure: other ranks may wait for what the block exchanges
+        if failed:
+            raise failed
         for folder in (*(path for path in part.rglob("*") if path.is_dir()), part):
             _sync(folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -110,7 +117,7 @@ def replaced(target: Path) -> Iterator[Path]:
         part.rename(target)
         _sync(target.parent)
     except OSError as error:
-        raise RunFolderError(f"cannot write {target}: {error}") from error
+        raise RunFolderError(f"cannot write {target}: {failed or error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

@@ -18,7 +18,9 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from torch import Tensor
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
+from cohort.parallel import World, together
 from cohort.rewards.scores import Scores
 from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, save_checkpoint, save_model
-from cohort.runs.durable import replaced, write_atomically, write_manifest
+from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
 from cohort.types import Completion, Episode, Group
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
@@ -214,11 +217,10 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
-    def save_checkpoint(self, models: Models, state: SavedState) -> None:
-        """Write a checkpoint: ``step-N`` is always complete."""
-        with replaced(self.checkpoint(state.step)) as part:
-            save_checkpoint(part, models, state)
-        for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
+    def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
+        """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
+        self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
+        for old in self.checkpoint_steps()[: -self._keep] if self._keep and (world is None or world.is_main) else []:
             shutil.rmtree(self.checkpoint(old))
 
     @property
@@ -226,13 +228,26 @@ class RunFolder:
         """The folder of the best model."""
         return self.path / "best"
 
-    def save_best(self, models: Models, record: dict[str, Any]) -> None:
+    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
         """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
-        when the new one takes its name."""
-        with replaced(self.best) as part:
-            save_model(models.policy, models.tokenizer, part)
-            (part / "best.json").write_text(as_json(record), encoding="utf-8")
-            write_manifest(part, {})
+        when the new one takes its name. Every rank must call; rank 0 writes."""
+
+        def save(folder: Path, *, write: bool) -> None:
+            save_model(models.policy, models.tokenizer, folder, write=write)
+            if write:
+                write_manifest(folder, {"best.json": write_file(folder / "best.json", [as_json(record).encode()])})
+
+        self._replace(self.best, save, world)
+
+    def _replace(self, target: Path, save: Callable[..., None], world: World | None) -> None:
+        """Run ``save(folder, write=...)`` on every rank, for rank 0 with a folder that takes the target's name."""
+        world = world or World()
+
+        def replace() -> None:
+            with replaced(target) if world.is_main else nullcontext(target) as folder:
+                save(folder, write=world.is_main)
+
+        together(world, replace)
 
     def best_record(self) -> dict[str, Any] | None:
         """The contents of ``best/best.json``; None without a best model. Recovers what a killed ``save_best`` left."""
