@@ -43,7 +43,8 @@ from cohort.train.memory import OutOfMemory, TokenBudget
 from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
-from cohort.train.update import NonFinite, UpdateResult, term_norms, update
+from cohort.train.term_norms import term_norms
+from cohort.train.update import NonFinite, UpdateResult, update
 from cohort.types import TokenBatch
 
 
