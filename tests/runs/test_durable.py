@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -60,9 +61,13 @@ def test_a_broken_folder_is_named(tmp_path, break_, message):
 
 def test_a_failure_leaves_the_old_folder_and_no_remains(tmp_path):
     folder = whole_folder(tmp_path / "best")
-    with pytest.raises(RunFolderError, match=r"cannot write .*best: .*No space left"), replaced(folder) as part:
-        (part / "model.safetensors").write_text("half")
+
+    def chunks():
+        yield b"half"
         raise OSError(28, os.strerror(28))
+
+    with pytest.raises(RunFolderError, match=r"cannot write .*best: .*No space left"), replaced(folder) as part:
+        write_file(part / "model.safetensors", chunks())
     check_whole(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     with replaced(folder) as part:
@@ -82,7 +87,7 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     synced, real = [], os.fsync
 
     def fsync(descriptor):
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
