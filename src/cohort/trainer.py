@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, ModelError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import Objective, try_user_functions
+from cohort.parallel import on_main
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
@@ -215,7 +217,7 @@ class GRPOTrainer:
         """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
         if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step))
+            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
             kept = step
         return kept or None
 
@@ -285,8 +287,8 @@ class GRPOTrainer:
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
-        step = folder.check_resumable(self.args)
-        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity)
+        step = on_main(parts.world, partial(folder.check_resumable, self.args))
+        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity, rank=parts.world.rank)
         parts.restore(saved, folder.best_record())
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:

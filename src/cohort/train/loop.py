@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +27,12 @@ from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
 from cohort.evaluation import Best, Evaluator
 from cohort.objective import Objective
-from cohort.parallel import Layout, Replicate, World
+from cohort.parallel import Layout, Replicate, World, together
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import Models, RunFolder, SavedState, check_saved
+from cohort.runs import Models, RunFolder, SavedState, check_saved, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.check import check_sampler_gap
 from cohort.train.context import StepContext
@@ -86,7 +87,7 @@ class TrainerParts:
         return Models(self.policy, self.reference, self.tokenizer)
 
     def saved_state(self, step: int) -> SavedState:
-        """Everything that a checkpoint stores besides the models."""
+        """Everything that a checkpoint stores besides the models. Every rank must call."""
         return SavedState(
             step,
             self.optimizer.state_dict(),
@@ -94,6 +95,7 @@ class TrainerParts:
             self.adaptive.state_dict(),
             self.best.state_dict(),
             self.identity,
+            self.world.gather(random_state()),
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -274,9 +276,9 @@ def finish_step(
     if config.report.log_completions:
         folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
     if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.models, parts.saved_state(step))
+        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
         if last and config.report.check_saved:
-            check_saved(parts.policy, folder.checkpoint(step))
+            together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
         raise failed
     return metrics
@@ -297,9 +299,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         if config.report.log_completions:
             folder.write_evaluation(step, name, evaluation.table)
     if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record())
+        folder.save_best(parts.models, parts.best.record(), parts.world)
         if config.report.check_saved:
-            check_saved(parts.policy, folder.best)
+            together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 
