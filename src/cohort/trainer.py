@@ -107,7 +107,7 @@ class GRPOTrainer:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
         show = announce if config.report.progress else None
-        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
+        self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
@@ -176,6 +176,7 @@ class GRPOTrainer:
         )
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
@@ -188,13 +189,7 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (
-            RewardError,
-            EpisodeError,
-            DataError,
-            ConfigError,
-            EngineError,
-        ) as error:
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)

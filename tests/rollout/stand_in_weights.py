@@ -23,6 +23,7 @@ class WeightStandIn(StandIn):
             "device": "cpu",
             "transfer": "cohort",
             "can_sleep": True,
+            "has_tokenizer": True,
             "quantization": None,
         }
         self.received = {}

@@ -59,6 +59,12 @@ def python(tmp_path):
     return str(script)
 
 
+class Tokenizer:
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+
+
 def own(python, *arguments, **more):
     return OwnServer(VLLMConfig(start=True, python=python, arguments=arguments), "some/model", dtype="float32", **more)
 
@@ -81,14 +87,14 @@ def test_a_server_answers_and_ends_with_all_it_has_started(python, tmp_path, mon
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    server = own(python, "--max-model-len", "64", tokenizer="some/tokenizer")
+    server = own(python, "--max-model-len", "64", tokenizer=Tokenizer())
     told = []
     server.wait(30, told.append)
     found = server.server.get("/anything")
     arguments, environment = found["arguments"], found["environment"]
     assert server.server.host == "127.0.0.1"
     assert arguments[arguments.index("--model") + 1] == "some/model"
-    assert arguments[arguments.index("--tokenizer") + 1] == "some/tokenizer"
+    assert (Path(arguments[arguments.index("--tokenizer") + 1]) / "tokenizer.json").exists()
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
     assert arguments[arguments.index("--max-model-len") + 1] == "64"
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()

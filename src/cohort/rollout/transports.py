@@ -63,7 +63,7 @@ class FileTransport(WeightTransport):
         self._shared = bool(folder)
         self._descriptions: dict[Server, ServerDescription] = {}
 
-    def check(self, servers: Sequence[Server]) -> None:
+    def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
         """See ``WeightTransport``."""
         self._descriptions |= {server: describe_server(server) for server in servers}
         for server in servers:
@@ -77,6 +77,7 @@ class FileTransport(WeightTransport):
             tempfile.TemporaryFile(dir=self._parent).close()
         except OSError as error:
             raise ConfigError(f"vllm.folder: cannot write to {self._parent}: {error.strerror}") from None
+        return self._descriptions
 
     def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:  # noqa: ARG002
         """See ``WeightTransport``."""
@@ -117,7 +118,7 @@ class GroupTransport(WeightTransport):
         self._descriptions: dict[Server, ServerDescription] = {}
         self._groups: dict[Server, Any] = {}
 
-    def check(self, servers: Sequence[Server]) -> None:
+    def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
         """See ``WeightTransport``."""
         for server in servers:
             found = self._descriptions[server] = describe_server(server)
@@ -125,6 +126,7 @@ class GroupTransport(WeightTransport):
                 raise ConfigError(
                     f"{server.url} lacks the weight transfer that vllm.transport 'group' needs. {how_to_start()}"
                 )
+        return self._descriptions
 
     def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
         """See ``WeightTransport``."""
@@ -206,7 +208,7 @@ def _wait(work: Any, loading: Future[Any]) -> None:
     while not work.is_completed():
         if loading.done():
             loading.result()
-            raise EngineError("the server has ended the update before it had all weights")
+            break  # it has received them
         time.sleep(POLL_SECONDS)
     work.wait()
 

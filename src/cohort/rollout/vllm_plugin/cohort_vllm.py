@@ -37,7 +37,7 @@ class CohortWorker:
             "sizes": {name: value for name, value in sizes.items() if type(value) is int},
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "device": self.device.type,
-            "logprobs": config.model_config.logprobs_mode,
+            "has_tokenizer": not config.model_config.skip_tokenizer_init,
             "transfer": getattr(transfer, "backend", None),
             "can_sleep": bool(config.model_config.enable_sleep_mode),
             "quantization": config.model_config.quantization,
