@@ -1,5 +1,6 @@
 """A run's folder: settings, metrics, completions, checkpoints."""
 
+from cohort.runs.auto import resumes
 from cohort.runs.checkpoints import (
     Models,
     SavedState,
