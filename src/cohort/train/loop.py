@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +27,12 @@ from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
 from cohort.evaluation import Best, Evaluator
 from cohort.objective import Objective
-from cohort.parallel import Layout, Replicate, World
+from cohort.parallel import Layout, Replicate, World, together
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import Models, RunFolder, SavedState, check_saved
+from cohort.runs import Models, RunFolder, SavedState, check_saved, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.check import check_sampler_gap
 from cohort.train.context import StepContext
@@ -42,7 +43,8 @@ from cohort.train.memory import OutOfMemory, TokenBudget
 from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
-from cohort.train.update import NonFinite, UpdateResult, term_norms, update
+from cohort.train.term_norms import term_norms
+from cohort.train.update import NonFinite, UpdateResult, update
 from cohort.types import TokenBatch
 
 
@@ -85,7 +87,7 @@ class TrainerParts:
         return Models(self.policy, self.reference, self.tokenizer)
 
     def saved_state(self, step: int) -> SavedState:
-        """Everything that a checkpoint stores besides the models."""
+        """Everything that a checkpoint stores besides the models. Every rank must call."""
         return SavedState(
             step,
             self.optimizer.state_dict(),
@@ -93,6 +95,7 @@ class TrainerParts:
             self.adaptive.state_dict(),
             self.best.state_dict(),
             self.identity,
+            self.world.gather(random_state()),
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -121,7 +124,8 @@ def run(
         parts.engine.update_weights(policy.version)
         rollout = sample(parts, context, schedule, config, step)
         if step == first_step:
-            check_sampler_gap(context, lay_out(rollout.usable_groups, policy.device, context.repetition_penalty))
+            checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
+            check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
@@ -272,9 +276,9 @@ def finish_step(
     if config.report.log_completions:
         folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
     if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.models, parts.saved_state(step))
+        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
         if last and config.report.check_saved:
-            check_saved(parts.policy, folder.checkpoint(step))
+            together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
         raise failed
     return metrics
@@ -287,6 +291,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     """
     if parts.evaluator is None:
         return {}
+    parts.engine.update_weights(parts.policy.version)
     evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
@@ -294,9 +299,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         if config.report.log_completions:
             folder.write_evaluation(step, name, evaluation.table)
     if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record())
+        folder.save_best(parts.models, parts.best.record(), parts.world)
         if config.report.check_saved:
-            check_saved(parts.policy, folder.best)
+            together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 
