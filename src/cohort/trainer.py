@@ -79,12 +79,8 @@ class GRPOTrainer:
         """The ranks that train together."""
         self.layout = layout_of(config.parallel.layout, self.world)
         check_ranks(config, self.world)
-        together(
-            self.world,
-            lambda: self._prepare(
-                model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory
-            ),
-        )
+        given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
+        together(self.world, lambda: self._prepare(*given))
         self.budget.tokens = min(self.world.gather(self.budget.tokens))
         facts = {"weights": fingerprint(self.policy.model)} if self.world.size > 1 else {}
         sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
@@ -233,7 +229,7 @@ class GRPOTrainer:
         ) as error:
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
-            kept = on_main(self.world, lambda: self._keep_last_step(folder, parts, can_write=unchanged))
+            kept = self._keep_last_step(folder, parts, can_write=unchanged)
             hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
             raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         finally:
@@ -251,9 +247,10 @@ class GRPOTrainer:
 
     def _keep_last_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
         """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
-        kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
+        kept = on_main(self.world, lambda: max(folder.checkpoint_steps(), default=0))
+        step = int(self.summary["steps"])
         if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step))
+            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
             kept = step
         return kept or None
 
@@ -327,8 +324,11 @@ class GRPOTrainer:
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
-        step = on_main(self.world, lambda: folder.check_resumable(self.args))
-        saved = together(self.world, lambda: load_checkpoint(folder.checkpoint(step), parts.models, parts.identity))
+        step = on_main(parts.world, partial(folder.check_resumable, self.args))
+        checkpoint = folder.checkpoint(step)
+        saved = together(
+            self.world, lambda: load_checkpoint(checkpoint, parts.models, parts.identity, rank=parts.world.rank)
+        )
         parts.restore(saved, on_main(self.world, folder.best_record))
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:

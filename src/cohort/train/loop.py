@@ -32,7 +32,7 @@ from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import Models, RunFolder, SavedState, check_saved
+from cohort.runs import Models, RunFolder, SavedState, check_saved, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.check import check_sampler_gap
 from cohort.train.context import StepContext
@@ -87,7 +87,7 @@ class TrainerParts:
         return Models(self.policy, self.reference, self.tokenizer)
 
     def saved_state(self, step: int) -> SavedState:
-        """Everything that a checkpoint stores besides the models."""
+        """Everything that a checkpoint stores besides the models. Every rank must call."""
         return SavedState(
             step,
             self.optimizer.state_dict(),
@@ -95,6 +95,7 @@ class TrainerParts:
             self.adaptive.state_dict(),
             self.best.state_dict(),
             self.identity,
+            self.world.gather(random_state()),
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -277,12 +278,12 @@ def finish_step(
         folder.append_metrics(metrics)
         if config.report.log_completions:
             folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
-        if last or due(step, config.run.save_steps):
-            folder.save_checkpoint(parts.models, parts.saved_state(step))
-            if last and config.report.check_saved:
-                check_saved(parts.policy, folder.checkpoint(step))
 
     on_main(parts.world, write)
+    if last or due(step, config.run.save_steps):
+        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
+        if last and config.report.check_saved:
+            together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
         raise failed
     return metrics
@@ -300,18 +301,12 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
-    is_best = parts.best.update(step, metrics)
-
-    def write() -> None:
         if config.report.log_completions:
-            for name, evaluation in evaluations.items():
-                folder.write_evaluation(step, name, evaluation.table)
-        if is_best:
-            folder.save_best(parts.models, parts.best.record())
-            if config.report.check_saved:
-                check_saved(parts.policy, folder.best)
-
-    on_main(parts.world, write)
+            on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
+    if parts.best.update(step, metrics):
+        folder.save_best(parts.models, parts.best.record(), parts.world)
+        if config.report.check_saved:
+            together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 
