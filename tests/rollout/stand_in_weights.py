@@ -70,6 +70,7 @@ class WeightStandIn(StandIn):
     def join(self, meeting):
         timeout = timedelta(seconds=meeting["timeout"])
         store = distributed.TCPStore(meeting["host"], meeting["port"], meeting["size"], timeout=timeout)
+        store.set("ready1", "")
         self.group = distributed.ProcessGroupGloo(store, 1, meeting["size"], timeout)
 
     def receive(self, info):

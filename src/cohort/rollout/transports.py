@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ from torch import Tensor, distributed
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.plugin import ServerDescription, describe_server, how_to_start
+from cohort.rollout.plugin import PLUGIN, ServerDescription, describe_server, how_to_start
 from cohort.rollout.server import Server, ServerError, WeightTransport
 
 FILE_BYTES = 2**30
@@ -183,12 +182,20 @@ class GroupTransport(WeightTransport):
         store = distributed.TCPStore(
             host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
         )
-        made: Future[Any] = Future()
-        # A thread of its own: making a group blocks until all members are there, and a server that cannot join says so.
-        threading.Thread(target=_fulfil, args=(made, store, size, backend, timeout, self.device), daemon=True).start()
         meeting = {"host": host, "port": port, "size": size, "backend": backend, "timeout": self.timeout}
-        server.post("/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout)
-        return made.result(self.timeout)
+        ready = [f"ready{rank}" for rank in range(1, size)]
+        with ThreadPoolExecutor(1) as threads:
+            joining = threads.submit(
+                server.post, "/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout
+            )
+            while not store.check(ready):  # making a group would wait for a server that cannot join
+                if joining.done():
+                    joining.result()
+                    raise EngineError(f"{server.url}: its plugin is of another version: copy {PLUGIN} to it")
+                time.sleep(POLL_SECONDS)
+            group = _group(store, size, backend, timeout, self.device)
+            joining.result()
+        return group
 
     def _leave(self, server: Server) -> None:
         """Use the group with a server no more. It is never freed: gloo's destructor waits for what is under way, and
@@ -211,13 +218,6 @@ def _wait(work: Any, loading: Future[Any]) -> None:
             break  # it has received them
         time.sleep(POLL_SECONDS)
     work.wait()
-
-
-def _fulfil(made: Future[Any], *arguments: Any) -> None:
-    try:
-        made.set_result(_group(*arguments))
-    except BaseException as error:
-        made.set_exception(error)
 
 
 def _group(store: Any, size: int, backend: str, timeout: timedelta, device: torch.device) -> Any:

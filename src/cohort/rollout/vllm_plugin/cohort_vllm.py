@@ -153,6 +153,7 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> Any:
     """A process group beside the default one, which is vLLM's."""
     timeout = timedelta(seconds=meeting.timeout)
     store = distributed.TCPStore(meeting.host, meeting.port, meeting.size, is_master=False, timeout=timeout)
+    store.set(f"ready{rank}", "")  # from here on, the trainer can wait without checking
     if meeting.backend == "gloo":
         return distributed.ProcessGroupGloo(store, rank, meeting.size, timeout)
     options = distributed.ProcessGroupNCCL.Options()
