@@ -131,6 +131,40 @@ class World:
                 torch.cuda.synchronize(tensor.device)
         return tensor
 
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """One row, that of this rank, of the sum of ``[size, n]`` tensors over the ranks, ``[n]``.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return parts[0]
+        import torch.distributed as dist
+
+        own = torch.empty_like(parts[0])
+        with self._exchange():
+            dist.reduce_scatter_tensor(own, parts.contiguous())
+            if own.is_cuda:
+                torch.cuda.synchronize(own.device)
+        return own
+
+    def join(self, part: Tensor) -> Tensor:
+        """Every rank's ``[n]`` tensor, ``[size, n]``.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return part[None]
+        import torch.distributed as dist
+
+        parts = part.new_empty(self.size, len(part))
+        with self._exchange():
+            dist.all_gather_into_tensor(parts, part.contiguous())
+            if part.is_cuda:
+                torch.cuda.synchronize(part.device)
+        return parts
+
     def costs(self) -> Exchanged:
         """What the exchanges since the last call have cost this rank."""
         found = Exchanged(self.exchanged.waiting, self.exchanged.seconds)

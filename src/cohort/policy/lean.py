@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, require, threads_for
+from cohort.parallel import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Norm
 from cohort.policy.compute import ComputeModel
 from cohort.policy.head import gradient_of, takes_in_place
@@ -33,6 +34,8 @@ class LeanLayers:
         UnsupportedModel: ``Anatomy`` cannot read it.
     """
 
+    returns_keys = True
+
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
         self.anatomy = Anatomy.of(model.model)
@@ -41,17 +44,27 @@ class LeanLayers:
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
+        return call_gathered(self.model.model, self._run, ids_T, positions_T, packed)
+
+    def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         with self.model.compute():
             x = self._embed(ids_T).to(self.fused.wide)
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
             for number, layer in enumerate(self.anatomy.layers):
-                arguments = number, x, update, angles, packed
-                if torch.is_grad_enabled() and _is_checkpointed(layer.module):
-                    x, update = torch.utils.checkpoint.checkpoint(self._recomputed, *arguments, use_reentrant=False)
-                else:
-                    x, update = self._layer(*arguments)
+                x, update, _ = call_gathered(layer.module, self._outputs, number, x, update, angles, packed)
             return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
+
+    def _outputs(self, number: int, *arguments: Any) -> tuple[Tensor, Tensor | None, Any]:
+        """The result of ``_layer``, and the keys and values that the pass reads: gradients come back through them."""
+        layer, packed = self.anatomy.layers[number].module, arguments[-1]
+        if torch.is_grad_enabled() and _is_checkpointed(layer):
+            x, update = torch.utils.checkpoint.checkpoint(self._recomputed, number, *arguments, use_reentrant=False)
+        else:
+            x, update = self._layer(number, *arguments)
+        if packed.read is not None and is_gathered(layer):
+            packed.read[number] = tuple(part.clone() for part in packed.read[number])  # see ``call_gathered``: no views
+        return x, update, packed.read and packed.read[number]
 
     def _embed(self, ids_T: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
