@@ -25,8 +25,9 @@ def call_gathered(module: nn.Module, function: Callable[..., T], *arguments: Any
     """``function(*arguments)``, with the module's own weights gathered as in its ``forward``, and gathered again in the
     backward pass when a gradient reaches the result. Without sharding, the call alone.
 
-    Tensors in tuples, lists and dicts of the arguments and of the result are found; the result holds every tensor
-    through which gradients come back, and none of them is a view.
+    The arguments are the tensors that the module's input gradients belong to; everything else is to be bound into the
+    function, since FSDP2 copies the containers and dataclasses in which it finds tensors. The result holds every tensor
+    through which gradients come back, and no views.
     """
     method: Callable[..., T] | None = getattr(module, METHOD, None)
     return function(*arguments) if method is None else method(function, *arguments)

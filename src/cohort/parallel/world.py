@@ -143,7 +143,7 @@ class World:
 
         own = torch.empty_like(parts[0])
         with self._exchange():
-            dist.reduce_scatter_tensor(own, parts.contiguous())
+            _newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")(own, parts.flatten())
             if own.is_cuda:
                 torch.cuda.synchronize(own.device)
         return own
@@ -158,12 +158,12 @@ class World:
             return part[None]
         import torch.distributed as dist
 
-        parts = part.new_empty(self.size, len(part))
+        parts = part.new_empty(self.size * len(part))
         with self._exchange():
-            dist.all_gather_into_tensor(parts, part.contiguous())
+            _newest(dist, "all_gather_single", "all_gather_into_tensor")(parts, part.contiguous())
             if part.is_cuda:
                 torch.cuda.synchronize(part.device)
-        return parts
+        return parts.view(self.size, -1)
 
     def costs(self) -> Exchanged:
         """What the exchanges since the last call have cost this rank."""
@@ -196,6 +196,11 @@ class World:
             ) from error
         self.exchanged.waiting += met - start
         self.exchanged.seconds += time.perf_counter() - met
+
+
+def _newest(module: Any, *names: str) -> Any:
+    """The first function of these names: torch 2.13 has renamed some and warns of the old names."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -23,6 +23,9 @@ from cohort.policy.compute import ComputeModel
 from cohort.policy.head import gradient_of, takes_in_place
 from cohort.policy.passes import Hidden, PackedPass
 
+Angles = dict[str, tuple[Tensor, Tensor]]
+"""Cosines and sines of the tokens' positions, by kind of rotation."""
+
 
 class LeanLayers:
     """See the module.
@@ -44,7 +47,7 @@ class LeanLayers:
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        return call_gathered(self.model.model, self._run, ids_T, positions_T, packed)
+        return call_gathered(self.model.model, partial(self._run, ids_T, positions_T, packed))
 
     def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         with self.model.compute():
@@ -52,19 +55,25 @@ class LeanLayers:
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
             for number, layer in enumerate(self.anatomy.layers):
-                x, update, _ = call_gathered(layer.module, self._outputs, number, x, update, angles, packed)
+                run = partial(self._outputs, number, angles, packed)
+                x, update, _ = call_gathered(layer.module, run, x, update)
             return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
 
-    def _outputs(self, number: int, *arguments: Any) -> tuple[Tensor, Tensor | None, Any]:
+    def _outputs(
+        self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """The result of ``_layer``, and the keys and values that the pass reads: gradients come back through them."""
-        layer, packed = self.anatomy.layers[number].module, arguments[-1]
+        layer, arguments = self.anatomy.layers[number].module, (number, angles, packed, x, update)
         if torch.is_grad_enabled() and _is_checkpointed(layer):
-            x, update = torch.utils.checkpoint.checkpoint(self._recomputed, number, *arguments, use_reentrant=False)
+            x, update = torch.utils.checkpoint.checkpoint(self._recomputed, *arguments, use_reentrant=False)
         else:
-            x, update = self._layer(number, *arguments)
-        if packed.read is not None and is_gathered(layer):
-            packed.read[number] = tuple(part.clone() for part in packed.read[number])  # see ``call_gathered``: no views
-        return x, update, packed.read and packed.read[number]
+            x, update = self._layer(*arguments)
+        if packed.read is None:
+            return x, update, None
+        if is_gathered(layer):  # whose results are no views
+            k, v = packed.read[number]
+            packed.read[number] = k.clone(), v.clone()
+        return x, update, packed.read[number]
 
     def _embed(self, ids_T: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
@@ -80,12 +89,7 @@ class LeanLayers:
             return self._layer(*arguments)
 
     def _layer(
-        self,
-        number: int,
-        x: Tensor,
-        update: Tensor | None,
-        angles: dict[str, tuple[Tensor, Tensor]],
-        packed: PackedPass,
+        self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream and the update that is added to it next, before and after a layer."""
         anatomy, layer, fused = self.anatomy, self.anatomy.layers[number], self.fused

@@ -19,7 +19,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -176,18 +175,23 @@ class SharedPasses:
         return self.body(in_like_shapes(ids_T), in_like_shapes(packed.layout.positions_T), packed)
 
 
-@dataclass(frozen=True, slots=True)
 class PackedPass:
-    """The attention of one forward pass."""
+    """The attention of one forward pass. (Not a dataclass: FSDP2 would copy it on the way into a layer.)
 
-    layout: Layout
-    """Which token belongs to which row and prompt."""
-    native: bool
-    """Whether to use native kernels."""
-    read: KeysValues | None = None
-    """Receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed."""
-    prefixes: KeysValues = field(default_factory=dict)
-    """Keys and values that the rows attend to besides their own."""
+    Args:
+        layout: which token belongs to which row and prompt.
+        native: whether to use native kernels.
+        read: receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed.
+        prefixes: keys and values that the rows attend to besides their own.
+    """
+
+    def __init__(
+        self, layout: Layout, native: bool, *, read: KeysValues | None = None, prefixes: KeysValues | None = None
+    ) -> None:
+        self.layout = layout
+        self.native = native
+        self.read = read
+        self.prefixes = prefixes or {}
 
     def record(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's keys and values if this pass reads prompts."""
