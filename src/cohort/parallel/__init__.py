@@ -1,9 +1,40 @@
-"""Several processes, called ranks, that train one policy. One rank initialises nothing."""
+"""Several processes, called ranks, that train one policy. One rank initialises nothing.
+
+Importing the room imports no torch: reward functions run in processes that do without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cohort.parallel.agree import agreed, on_main, together
-from cohort.parallel.choose import layout_of
-from cohort.parallel.full import Full, call_gathered, class_before_sharding, is_gathered
-from cohort.parallel.layout import Layout, Replicate
-from cohort.parallel.sharded import Sharded
-from cohort.parallel.shares import shares
+from cohort.parallel.shares import imbalance, prompt_shares, shares
 from cohort.parallel.world import World
+
+if TYPE_CHECKING:
+    from cohort.parallel.choose import layout_of
+    from cohort.parallel.full import Full
+    from cohort.parallel.layout import Layout, Replicate
+    from cohort.parallel.sharded import Sharded
+
+_MODULES = {"Full": "full", "Layout": "layout", "Replicate": "layout", "Sharded": "sharded", "layout_of": "choose"}
+
+__all__ = [
+    "Full",
+    "Layout",
+    "Replicate",
+    "Sharded",
+    "World",
+    "agreed",
+    "imbalance",
+    "layout_of",
+    "on_main",
+    "prompt_shares",
+    "shares",
+    "together",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

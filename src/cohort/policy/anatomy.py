@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cohort.parallel import class_before_sharding
+from cohort.parallel.full import class_before_sharding
 
 SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
 """Families whose norms multiply by 1 + weight."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cohort.parallel import call_gathered
+from cohort.parallel.full import call_gathered
 from cohort.policy.anatomy import UnsupportedModel, need
 from cohort.policy.compute import ComputeModel
 from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in

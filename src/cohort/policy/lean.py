@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, require, threads_for
-from cohort.parallel import call_gathered, is_gathered
+from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Norm
 from cohort.policy.compute import ComputeModel
 from cohort.policy.head import gradient_of, takes_in_place

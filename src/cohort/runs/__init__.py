@@ -11,3 +11,4 @@ from cohort.runs.checkpoints import (
     set_seed,
 )
 from cohort.runs.folder import RunFolder, as_json, completion_columns, score_columns, write_atomically
+from cohort.runs.rollouts import StoredRollout, Unstorable, load_rollout, save_rollout

@@ -42,7 +42,8 @@ from cohort.train.memory import OutOfMemory, TokenBudget
 from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
-from cohort.train.update import NonFinite, UpdateResult, term_norms, update
+from cohort.train.term_norms import term_norms
+from cohort.train.update import NonFinite, UpdateResult, update
 from cohort.types import TokenBatch
 
 
@@ -121,7 +122,8 @@ def run(
         parts.engine.update_weights(policy.version)
         rollout = sample(parts, context, schedule, config, step)
         if step == first_step:
-            check_sampler_gap(context, lay_out(rollout.usable_groups, policy.device, context.repetition_penalty))
+            checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
+            check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
@@ -287,6 +289,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     """
     if parts.evaluator is None:
         return {}
+    parts.engine.update_weights(parts.policy.version)
     evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
