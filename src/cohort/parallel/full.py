@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from cohort.errors import ModelError
-from cohort.parallel.sharded import clip_sharded
+from cohort.parallel.sharded import clip_sharded, rank_mesh
 from cohort.parallel.world import World
 
 T = TypeVar("T")
@@ -54,10 +54,9 @@ class Full:
 
     def shard(self, model: nn.Module) -> None:
         """See ``Layout``. Each decoder layer is gathered by itself; embedding, head and last norm with the root."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.world.size,))
+        mesh = rank_mesh(self.world, model)
         layers: list[Any] = decoder_layers(model)
         for module in layers:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)

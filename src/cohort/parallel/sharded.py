@@ -80,10 +80,8 @@ class Sharded:
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """See ``Layout``."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.world.size,))
+        mesh = rank_mesh(self.world, model)
         self._shards = [Shard.of(weight, self.world, mesh, name) for name, weight in wanted.items()]
         return {name: shard.part for name, shard in zip(wanted, self._shards, strict=True)}
 
@@ -123,6 +121,17 @@ class Sharded:
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """See ``Layout``."""
         return nullcontext()
+
+
+def rank_mesh(world: World, model: nn.Module) -> Any:
+    """The ranks as torch's device mesh. One rank that ``torchrun`` has not started gets a group of its own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = next(model.parameters()).device.type
+    if world.size == 1 and not dist.is_initialized():
+        dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device, (world.size,))
 
 
 def _like(part: Any, local: Tensor) -> Tensor:

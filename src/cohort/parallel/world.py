@@ -147,6 +147,7 @@ class World:
         """
         if self.size == 1:
             return parts[0]
+        import torch
         import torch.distributed as dist
 
         own = torch.empty_like(parts[0])
@@ -164,6 +165,7 @@ class World:
         """
         if self.size == 1:
             return part[None]
+        import torch
         import torch.distributed as dist
 
         parts = part.new_empty(self.size * len(part))
