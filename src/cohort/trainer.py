@@ -70,6 +70,7 @@ class GRPOTrainer:
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self._checked_folder: RunFolder | None = None
+        self._parts: TrainerParts | None = None
         self.args = config = _checked(args)
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
@@ -109,7 +110,7 @@ class GRPOTrainer:
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
-        self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
+        self.engine = local_engine(self.policy, self.tokenizer, config.rollout, ahead=config.rollout.lag > 0)
         show = announce if config.report.progress else None
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self.budget = find_budget(
@@ -153,6 +154,10 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
+        if self.args.rollout.lag and isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy:
+            raise ConfigError(
+                "rollout.lag needs an engine with weights of its own: make it with local_engine(ahead=True)"
+            )
         folder = self._checked_folder or output_folder(self.args, resume=resume)
         metric = self.args.eval.metric_for_best_model
         parts = TrainerParts(
@@ -171,6 +176,7 @@ class GRPOTrainer:
             tokenizer=self.tokenizer,
             identity=self._identity,
         )
+        self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
@@ -191,12 +197,14 @@ class GRPOTrainer:
             DataError,
             ConfigError,
         ) as error:
+            parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)
             hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
             raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         finally:
+            parts.abandon_pending()
             self.rewards.close()
             if self.acting:
                 self.acting.close()
@@ -252,6 +260,9 @@ class GRPOTrainer:
             evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
+        if self._parts is not None:
+            self._parts.wait_for_pending()
+        self.engine.update_weights(self.policy.version)
         return evaluator.evaluate(self.sampler)
 
     def save_model(self, path: str | Path, *, merge: bool = False) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import groupby
@@ -69,10 +69,18 @@ class RewardRunner:
         )
         self.calls = Calls(self.settings.workers, self.settings.max_concurrent)
         self.cache: dict[Any, Call] = {}
+        self._cache_lock = threading.Lock()  # two rollouts may be scored at a time
 
-    def begin(self, prompts: Sequence[Prompt], num_generations: int, state: TrainerState | None = None) -> Scoring:
-        """The scoring of a rollout that is about to be sampled, with ``num_generations`` completions per prompt."""
-        return Scoring(self, prompts, num_generations, state or TrainerState(), self.settings.on_error)
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        state: TrainerState | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Scoring:
+        """The scoring of a rollout that is about to be sampled, with ``num_generations`` completions per prompt.
+        ``cancelled`` is asked now and then whether its scores are still wanted."""
+        return Scoring(self, prompts, num_generations, state or TrainerState(), self.settings.on_error, cancelled)
 
     def score(self, groups: Sequence[Group], state: TrainerState | None = None) -> Scores:
         """The rewards of all completions, group after group: the weighted sum over functions.
@@ -131,6 +139,14 @@ class RewardRunner:
         finally:
             timer.cancel()
 
+    def keep(self, key: Any, call: Call) -> None:
+        """Cache a result."""
+        with self._cache_lock:
+            self.cache.pop(key, None)  # the newest are last
+            self.cache[key] = call
+            if len(self.cache) > CACHE_ENTRIES:
+                del self.cache[next(iter(self.cache))]
+
     def column(self, column: str, name: str) -> str:
         """The column of ``Scores.extras`` with the values that function ``name`` logs as ``column``."""
         return extra_column(self.functions, column, name)
@@ -167,12 +183,19 @@ class Scoring:
         num_generations: completions per prompt. 0: ``on_completion`` is not used.
         state: the progress of the run.
         on_error: as ``reward.on_error`` of the settings.
+        cancelled: whether the scores are no longer wanted. None: they always are.
     """
 
     def __init__(
-        self, runner: RewardRunner, prompts: Sequence[Prompt], num_generations: int, state: TrainerState, on_error: str
+        self,
+        runner: RewardRunner,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        state: TrainerState,
+        on_error: str,
+        cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        self._runner, self._prompts = runner, list(prompts)
+        self._runner, self._prompts, self._cancelled = runner, list(prompts), cancelled
         self._num_generations, self._state, self._on_error = num_generations, state, on_error
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
@@ -200,6 +223,7 @@ class Scoring:
         Raises:
             RewardError: a function broke its contract; all calls of a function failed; or one failed and the settings
                 stop on errors.
+            CancelledError: the scores are not wanted any more.
         """
         self._prompts = [group.prompt for group in groups]
         self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
@@ -279,18 +303,14 @@ class Scoring:
         task.call = call
         task.values = task.function.values(call.returned, [c for group in task.groups for c in group.completions])
         if task.done and task.cache_key is not None:
-            cache = self._runner.cache
-            cache.pop(task.cache_key, None)  # the newest are last
-            cache[task.cache_key] = call
-            if len(cache) > CACHE_ENTRIES:
-                del cache[next(iter(cache))]
+            self._runner.keep(task.cache_key, call)
 
     def _wait(self, tasks: Sequence[Task]) -> None:
         """Wait until all calls have ended. With a timeout, detect a function that blocks the event loop."""
         functions = [task.function for task in tasks if task.function.is_async and task.function.timeout]
         limit = max((function.timeout or 0 for function in functions), default=None)
         try:
-            wait_all([task.future for task in tasks if task.future is not None], limit)
+            wait_all([task.future for task in tasks if task.future is not None], limit, self._cancelled)
         except CallFailed as failure:
             names = ", ".join(function.name for function in self._runner.functions if function in functions)
             raise RewardError(f"the async reward functions ({names}) {failure}") from None

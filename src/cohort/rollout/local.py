@@ -31,15 +31,18 @@ class LocalEngine(Engine):
     """Samples from a ``Policy``.
 
     Args:
-        policy: its weights are read in each call, so there is nothing to synchronise.
+        policy: its weights are read in each call, so there is nothing to synchronise, unless ``trained`` is given.
         tokenizer: decodes completions, for their text and for stop strings.
         end_token_ids: tokens that end a completion.
         max_batch_size: maximum number of trajectories decoded at a time.
         cache_tokens: maximum number of tokens whose keys and values are kept at a time, prompts included. None: as many
             as half of the free memory holds when sampling begins.
         native_kernels: see ``LeanBackend``.
+        trained: the policy that is trained while this engine samples. ``update_weights`` then copies its weights into
+            ``policy``, a ``Policy.snapshot`` of it. None: ``policy`` itself is trained, between the calls.
 
-    The last three change memory and time, never a draw (``native_kernels`` changes rounding).
+    ``max_batch_size``, ``cache_tokens`` and ``native_kernels`` change memory and time, never a draw (the
+    last one changes rounding).
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -60,8 +63,10 @@ class LocalEngine(Engine):
         max_batch_size: int = 256,
         cache_tokens: int | None = None,
         native_kernels: bool = True,
+        trained: Policy | None = None,
     ) -> None:
         self.policy = policy
+        self.trained = trained or policy
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
@@ -144,8 +149,10 @@ class LocalEngine(Engine):
         self._free()
 
     def update_weights(self, version: int) -> None:  # noqa: ARG002
-        """See ``Engine``. Moves nothing: the policy's weights are read where they are."""
+        """See ``Engine``. Moves nothing if the policy's weights are read where they are trained."""
         self._refuse_unfinished("take new weights")
+        if self.trained is not self.policy:
+            self.policy.take_weights(self.trained)
 
     def sleep(self) -> None:
         """Free copies of the weights in compute precision; the next call makes them again."""
@@ -162,14 +169,22 @@ class LocalEngine(Engine):
 
     def describe_model(self) -> str:
         """Model, numerics and backend, a line each."""
-        policy = self.policy
+        policy = self.trained
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
         total, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
         size = f"{total:,} parameters" + ("" if trained == total else f" ({trained:,} of them trained)")
         return (
             f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}\n"
-            f"sampler: {self.backend.description}"
+            f"sampler: {self.backend.description}{self._describe_copy()}"
         )
+
+    def _describe_copy(self) -> str:
+        """Where the weights are, if not where they are trained."""
+        if self.trained is self.policy:
+            return ""
+        theirs = {weight.data_ptr() for weight in self.trained.model.parameters()}
+        copied = [weight for weight in self.policy.model.parameters() if weight.data_ptr() not in theirs]
+        return f", from a copy of the weights ({sum(weight.nbytes for weight in copied) / 2**20:,.1f} MiB)"
 
     def describe_ends(self) -> str:
         """The tokens that end a completion, in a line."""

@@ -2,7 +2,7 @@
 
 step-N/            weights, config and tokenizer, as ``transformers`` loads them
     state/         what the loop needs to continue: optimizer.pt, loop.pt and, if the reference has weights of its own,
-                   reference.pt
+                   reference.pt; rollout-N.json and .safetensors of the rollouts that ``rollout.lag`` has ready
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
+from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
+
+ROLLOUT = "rollout-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class SavedState:
     best: Mapping[str, Any]
     identity: Mapping[str, str]
     """Facts that are not settings and must be the same in a resumed run."""
+    rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
+    """The rollouts that are complete and not trained on, by step."""
 
 
 def save_checkpoint(folder: Path, models: Models, state: SavedState) -> None:
@@ -67,6 +72,8 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState) -> None:
         "random": random_state(),
     }
     torch.save(loop, folder / "state" / "loop.pt")
+    for step, rollout in state.rollouts.items():
+        save_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
 
 
 def saved_identity(folder: Path) -> Mapping[str, str]:
@@ -103,7 +110,20 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -
     optimizer = torch.load(folder / "state" / "optimizer.pt", map_location=policy.device)
     policy.version = loop["version"]
     set_random_state(loop["random"])
-    return SavedState(loop["step"], optimizer, loop["place"], loop["adaptive"], loop["best"], loop["identity"])
+    return SavedState(
+        loop["step"],
+        optimizer,
+        loop["place"],
+        loop["adaptive"],
+        loop["best"],
+        loop["identity"],
+        _loaded_rollouts(folder / "state"),
+    )
+
+
+def _loaded_rollouts(folder: Path) -> dict[int, StoredRollout]:
+    paths = (path.with_suffix("") for path in folder.glob(f"{ROLLOUT}*.json"))
+    return {int(path.name.removeprefix(ROLLOUT)): load_rollout(path) for path in paths}
 
 
 def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False) -> None:
