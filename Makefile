@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow mutants check format model clean
+.PHONY: demo quick test parity slow mutants check format model gpu fake-cuda clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -21,6 +21,17 @@ parity: .venv/bench.stamp
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+# On a machine with a GPU: about 20 minutes on an H100. TORCH is its build of torch.
+TORCH ?= torch
+gpu: .venv-cuda/stamp
+	.venv-cuda/bin/python -m pytest -q -m gpu tests/gpu
+	.venv-cuda/bin/python benchmarks/rollout.py --workload A --device cuda --model qwen3-0.6b --batch 256
+	.venv-cuda/bin/python benchmarks/precision.py --device cuda
+
+# On a machine without one: shapes, dtypes and devices of what runs on CUDA. The download is several gigabytes.
+fake-cuda: .venv-cuda/stamp
+	.venv-cuda/bin/python -m pytest -q -m fake_cuda tests/gpu
 
 mutants: .venv/dev.stamp
 	$(BIN)/python scripts/mutants.py
@@ -44,7 +55,7 @@ model: .venv/demo.stamp
 	$(BIN)/python scripts/build_demo_model.py tool
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-cuda
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -56,6 +67,13 @@ clean:
 .venv/dev.stamp: .venv/bin/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp
+
+.venv-cuda/stamp: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv .venv-cuda
+	grep -v '^torch==' $(CONSTRAINTS) > .venv-cuda/constraints.txt
+	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
+	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c .venv-cuda/constraints.txt -e '.[dev]'
+	touch $@
 
 .venv/bench.stamp: .venv/dev.stamp
 	$(PIP) -e '.[bench]'

@@ -1,8 +1,11 @@
 """Calls of user functions: here, on the event loop, and in worker processes."""
 
+import threading
+from concurrent.futures import Future, wait
+
 import pytest
 
-from cohort.calls import Call, Calls, as_failure, is_async, recorded
+from cohort.calls import Call, Calls, Settled, as_failure, is_async, recorded
 
 
 def double(x, log_metric=None):
@@ -30,3 +33,30 @@ def test_a_call_ends_in_a_future_wherever_it_runs(where):
         assert 'return {}["gold"]' in failure.details
         assert not failure.timed_out
     calls.close()
+
+
+def test_a_settled_future_is_like_one_that_was_set():
+    pending, failed = Future(), Settled(error=ValueError("no"))
+    settled = [Settled.of(pow, 2, 5), Settled.of(int, "x")]
+    for future, like in ((settled[0], _set(Future(), 32)), (failed, _set(Future(), error=ValueError("no")))):
+        called = []
+        future.add_done_callback(called.append)
+        assert called == [future]
+        for method in ("done", "cancelled", "running", "cancel"):
+            assert getattr(future, method)() == getattr(like, method)()
+        assert repr(future.exception()) == repr(like.exception())
+    assert settled[0].result() == 32
+    with pytest.raises(ValueError, match="invalid literal"):
+        settled[1].result()
+    done, left = wait([*settled, pending], timeout=0.01)
+    assert (done, left) == (set(settled), {pending})
+    threading.Timer(0.01, pending.set_result, [1]).start()
+    assert wait([*settled, pending], timeout=60).not_done == set()
+
+
+def _set(future, value=None, error=None):
+    if error:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+    return future

@@ -70,6 +70,59 @@ async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **
     return call
 
 
+class Settled(Future[Any]):
+    """A future that is done from the start. It takes none of the locks that another future takes at each method.
+
+    Args:
+        value: its result.
+        error: its exception, instead of a result.
+    """
+
+    # What ``concurrent.futures.wait`` uses.
+    _state, _condition, _waiters = "FINISHED", threading.Condition(), list[Any]()
+
+    def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *arguments: Any, **named: Any) -> Settled:
+        """The outcome of a call that is made now."""
+        try:
+            return cls(function(*arguments, **named))
+        except (Exception, SystemExit) as error:
+            return cls(error=error)
+
+    def done(self) -> bool:
+        """Always True."""
+        return True
+
+    def running(self) -> bool:
+        """Always False."""
+        return False
+
+    def cancel(self) -> bool:
+        """Always False."""
+        return False
+
+    def cancelled(self) -> bool:
+        """Always False."""
+        return False
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002
+        """The result; raises the exception."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:  # noqa: ARG002
+        """The exception; None if there is a result."""
+        return self._error
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Calls ``fn`` at once."""
+        fn(self)
+
+
 class Calls:
     """Starts calls: of async functions on an event loop, of others in worker processes or in this thread.
 
@@ -101,7 +154,7 @@ class Calls:
             function, arguments: must be picklable by dill to be sent to a worker. Pass the same object for the same
                 function: a worker receives it once.
             timeout: seconds for the call, from when it starts. None: no limit.
-            here: call a plain function in this thread before returning. There is no time limit then.
+            here: call the function, a plain one, in this thread before returning. There is no time limit then.
 
         Returns:
             A future of the result. Its exception is what the function raised; from a worker, and for a call that took
@@ -110,16 +163,11 @@ class Calls:
         Raises:
             CallFailed: the function cannot be sent to a worker process.
         """
+        if here:
+            return Settled.of(function, **arguments)
         if is_async(function):
             return run_on_loop(self._await(function, arguments, timeout))
-        if not here:
-            return self.workers.submit(function, arguments, timeout)
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(**arguments))
-        except (Exception, SystemExit) as error:
-            future.set_exception(error)
-        return future
+        return self.workers.submit(function, arguments, timeout)
 
     async def _await(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> Any:
         """A call that takes too long is cancelled but not awaited: it may ignore the cancellation."""

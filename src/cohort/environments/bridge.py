@@ -107,8 +107,8 @@ class Bridge:
         pieces = fill(found.pieces, texts)
         end = self._ends.get(last_token)
         if end and found.closing and (found.always_closes or end == found.closing):
-            return self._encoder.encode([pieces[0].lstrip(), *pieces[1:]])[1:]
-        return self._encoder.encode(pieces, inner=True)
+            return self._encoder.encode_framed([pieces[0].lstrip(), *pieces[1:]])[1:]
+        return self._encoder.encode_framed(pieces, inner=True)
 
     def opening(self, prompt: Prompt, shown: Sequence[Message]) -> Prompt:
         """The prompt with what an environment shows first.
@@ -252,6 +252,8 @@ def _conversation(prompt: Prompt) -> Sequence[Message]:
 def _text(message: Message) -> str:
     """The text of a message's content: a string, or parts of type "text"."""
     content = message.get("content")
+    if isinstance(content, str):
+        return content
     parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content or ""}]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cohort.errors import ConfigError
+from cohort.rollout.trajectory import decode
 
 Span = tuple[int, int]
 
@@ -20,6 +21,20 @@ class Given(str):
     """Text that no template wrote: a tool's, an environment's or the policy's."""
 
     __slots__ = ()
+
+
+class Frame(NamedTuple):
+    """A template's text around given text. Only what lies between its innermost control tokens has to be tokenized
+    with the given text."""
+
+    before: list[int]
+    """Ids up to the last control token before the given text."""
+    first: str
+    """The template's text between that token and the given text."""
+    last: str
+    """The template's text between the given text and the next control token."""
+    after: list[int]
+    """Ids from that token on."""
 
 
 class Encoder:
@@ -50,6 +65,9 @@ class Encoder:
         added = [(number, token) for number, token in tokenizer.added_tokens_decoder.items() if _is_control(token)]
         self._control = {number: token.content for number, token in added}
         self._unknown = tokenizer.unk_token_id
+        plain = [one for _, one in added if not (one.lstrip or one.rstrip or one.single_word or one.normalized)]
+        self._plain = _any_of(one.content for one in plain)
+        self._frames: dict[tuple[str, str, bool], Frame] = {}
         self._pattern = _any_of(self._control.values())
         self._special = special_tokens(tokenizer)
         self._anchor = next((token.content for _, token in added if not (token.rstrip or token.lstrip)), "")
@@ -62,13 +80,40 @@ class Encoder:
             pieces: the text.
             inner: whether other text comes before it.
         """
-        ends = list(itertools.accumulate(map(len, pieces)))
-        given = [(end - len(one), end) for one, end in zip(pieces, ends, strict=True) if isinstance(one, Given)]
+        given, end = list[Span](), 0
+        for one in pieces:
+            start, end = end, end + len(one)
+            if type(one) is Given:
+                given.append((start, end))
         text = "".join(pieces).encode(errors="replace").decode()  # half a surrogate pair becomes "?"
         self._backend.no_truncation()  # other users of the tokenizer change these settings for every call
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
         return self._encode(text, given, inner)
+
+    def encode_framed(self, pieces: Sequence[str], *, inner: bool = False) -> list[int]:
+        """``encode`` for pieces that begin and end with a template's text, of which there are few: it is tokenized
+        once."""
+        first, *texts, last = pieces
+        key = (first, last, inner)
+        if key not in self._frames:
+            self._frames[key] = self._frame(*key)
+        frame = self._frames[key]
+        middle = self.encode([frame.first, *texts, frame.last], inner=inner or bool(frame.before))
+        return [*frame.before, *middle, *frame.after]
+
+    def _frame(self, first: str, last: str, inner: bool) -> Frame:
+        start = max((found.end() for found in self._plain.finditer(first)), default=0)
+        following = self._plain.search(last)
+        end = following.start() if following else len(last)
+        before = self.encode([first[:start]], inner=inner) if start else []
+        after = self.encode([last[end:]], inner=True) if following else []
+        frame = Frame(before, first[start:], last[:end], after)
+        for text in ("x", " x \n", "\nx\t", "1"):
+            middle = self.encode([frame.first, Given(text), frame.last], inner=inner or bool(before))
+            if [*before, *middle, *after] != self.encode([first, Given(text), last], inner=inner):
+                return Frame([], first, last, [])
+        return frame
 
     def control_token(self, text: str) -> str | None:
         """The control token at the start of a text, after whitespace."""
@@ -82,12 +127,16 @@ class Encoder:
     def _encode(self, text: str, given: Sequence[Span], inner: bool) -> list[int]:
         shift = len(self._anchor) if inner else 0
         encoding = self._backend.encode(self._anchor + text if inner else text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        offsets = encoding.offsets
-        if shift:
-            ids, offsets = ids[1:], [(start - shift, end - shift) for start, end in offsets[1:]]
+        ids: list[int] = encoding.ids[1:] if shift else encoding.ids
         matches = [index for index, number in enumerate(ids) if number in self._control] if given else []
-        forged = {index: span for index in matches if (span := self._forged(ids[index], text, offsets[index], given))}
+        offsets, forged = encoding.offsets if matches else (), dict[int, Span]()
+        for index in matches:
+            start, end = offsets[index + bool(shift)]
+            start, end = start - shift, end - shift
+            if any(a < end and start < b for a, b in given) and (
+                span := self._forged(ids[index], text, (start, end), given)
+            ):
+                forged[index] = span
         if not forged:
             return ids
         cuts = [start + 1 for start, end in forged.values() if end - start > 1]
@@ -111,8 +160,7 @@ class Encoder:
 
 def raw_text(tokenizer: Any, token_ids: Iterable[int]) -> str:
     """Text of token ids: special tokens included, spaces not cleaned up."""
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+    return decode(tokenizer, list(token_ids), special=True)
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:

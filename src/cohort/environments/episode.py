@@ -253,7 +253,8 @@ class EpisodeBatch:
         if not reason.usable:
             self._finish(episode, reason)
             return
-        drawn = turn.completion.token_ids[len(turn.completion.token_ids) - turn.num_drawn :].tolist()
+        last = turn.completion.segments[-1].token_ids
+        drawn = last[len(last) - turn.num_drawn :].tolist()
         if reason is FinishReason.EOS:
             drawn.pop()
         prefix = self._prompts[episode.prompt_index].text if not episode.turns else episode.prefix

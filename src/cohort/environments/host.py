@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cohort.calls import Calls, as_failure, check_loop, is_async
+from cohort.calls import Calls, Settled, as_failure, check_loop, is_async
 from cohort.config import EnvironmentConfig
 from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, ToolCall
@@ -42,7 +42,7 @@ class _Live:
     number: int
     home: Workers | None = None
     """The one worker process in which the environment lives. None: it lives on the event loop or in this thread."""
-    last: Future[Any] = field(default_factory=lambda: _done(None))
+    last: Future[Any] = field(default_factory=lambda: Settled(None))
     """The last operation on the environment. The next one begins when it has ended."""
     running: set[Future[Any]] = field(default_factory=set)
     """Calls on the event loop and in workers."""
@@ -73,7 +73,7 @@ class Host:
         self._calls = Calls(settings.tool_workers, settings.max_environments)
         self._homes = [Workers(1) for _ in range(self._calls.workers.count)]
         self._callers = {name: _runner(tool.is_async, call_tool, tool.function) for name, tool in toolbox.items()}
-        self._performers: dict[Shape, Callable[..., Any]] = {}
+        self._performers: dict[Shape, partial[Any]] = {}
         self._slots: dict[Shape, _Slots] = {}
         self._boxes: dict[Shape | None, Toolbox] = {None: toolbox}
         for shape in shapes.values():
@@ -125,7 +125,7 @@ class Host:
         live = _Live(self.tools(row), shape, next(_numbers))
         if shape is None:
             self._live[episode] = live
-            return _done(Answer())
+            return Settled(Answer())
         if "" not in self._shapes:
             row = {name: value for name, value in row.items() if name != "environment"}
         arguments = shape.arguments(row, seed)
@@ -150,13 +150,13 @@ class Host:
         then has neither reward nor state, nor has one that failed or never began."""
         live = self._live.pop(episode, None)
         if live is None:
-            return _done(Ended())
+            return Settled(Ended())
         live.abandoned |= bool(live.running) or not live.last.done()
         for call in list(live.running):
             call.cancel()
         if live.shape is None:
-            return _done(Ended())
-        finished = _done(Ended()) if live.failed or live.abandoned else self._ask(live, "get_reward")
+            return Settled(Ended())
+        finished = Settled(Ended()) if live.failed or live.abandoned else self._ask(live, "get_reward")
         closed = self._ask(live, "close")
         slots = self._slots[live.shape]
         closed.add_done_callback(lambda _: slots.release())
@@ -230,7 +230,7 @@ class Host:
     def _call(self, live: _Live, call: ToolCall) -> Future[tuple[str, bool]]:
         """Make a call. The result is what the policy reads, and whether it is an error."""
         if problem := live.tools.problem(call):
-            return _done((error_text(problem), True))
+            return Settled((error_text(problem), True))
         if live.shape and call.name in live.shape.tools:
             return self._ask(live, call.name, call.arguments)
         outcome: Future[tuple[str, bool]] = _promise()
@@ -258,46 +258,63 @@ class Host:
     def _ask(self, live: _Live, method: str, given: Mapping[str, Any] | None = None) -> Future[Any]:
         """Call a method of an environment, as ``perform`` does, when all earlier calls have ended."""
         assert live.shape is not None
-        shape, outcome, previous = live.shape, _promise(), live.last
-        live.last = outcome
+        performer, previous = self._performers[live.shape], live.last
+        arguments = {"number": live.number, "method": method, "given": given or {}}
+
+        def begin() -> Future[Any]:
+            if live.abandoned and method != "close":
+                raise EpisodeFailed("the episode was given up")
+            return self._run(live, live.home, performer, arguments)
+
+        if previous.done() and self._is_here(performer):
+            live.last = Settled.of(lambda: self._outcome(live, method, begin()))
+            return live.last
+        live.last = outcome = _promise()
 
         def start(_: Future[Any]) -> None:
             with _errors_to(outcome):
-                if live.abandoned and method != "close":
-                    raise EpisodeFailed("the episode was given up")
-                arguments = {"number": live.number, "method": method, "given": given or {}}
-                self._run(live, live.home, self._performers[shape], arguments).add_done_callback(finish)
+                begin().add_done_callback(finish)
 
         def finish(done: Future[Any]) -> None:
-            failure = _failure(done)
-            value = done.result() if failure is None else EpisodeFailed(f"{shape.name}.{method} {failure}")
-            if method == "close":
-                if value:  # never a reason to lose an episode
-                    log.warning("%s", value)
-                outcome.set_result(None)
-            elif not isinstance(value, EpisodeFailed):
-                outcome.set_result(value)
-            elif failure and method in shape.tools and live.home is None:  # cancelled; the environment lives on
-                outcome.set_result((error_text(str(value)), True))
-            else:
-                live.failed = True
-                outcome.set_exception(value)
+            with _errors_to(outcome):
+                outcome.set_result(self._outcome(live, method, done))
 
         previous.add_done_callback(start)
         return outcome
 
+    def _outcome(self, live: _Live, method: str, done: Future[Any]) -> Any:
+        """What a method of an environment gave. Raises ``EpisodeFailed`` if the environment cannot go on."""
+        assert live.shape is not None
+        failure = _failure(done)
+        value = done.result() if failure is None else EpisodeFailed(f"{live.shape.name}.{method} {failure}")
+        if method == "close":
+            if value:  # never a reason to lose an episode
+                log.warning("%s", value)
+            return None
+        if not isinstance(value, EpisodeFailed):
+            return value
+        if failure and method in live.shape.tools and live.home is None:  # cancelled; the environment lives on
+            return error_text(str(value)), True
+        live.failed = True
+        raise value
+
+    def _is_here(self, function: partial[Any]) -> bool:
+        """Whether a function runs in this thread."""
+        return not self._isolated and function.func is run_plain
+
     def _run(
-        self, live: _Live, home: Workers | None, function: Callable[..., Any], arguments: Mapping[str, Any]
+        self, live: _Live, home: Workers | None, function: partial[Any], arguments: Mapping[str, Any]
     ) -> Future[Any]:
         if not self._open:
             raise EpisodeFailed("the workers were stopped")
         limit = self._settings.call_timeout
         if home is None:
-            call = self._calls.submit(function, arguments, limit, here=not self._isolated)
+            call = self._calls.submit(function, arguments, limit, here=self._is_here(function))
         else:
             call = home.submit(function, arguments, limit)
-        live.running.add(call)
-        call.add_done_callback(live.running.discard)
+        if not call.done():
+            live.running.add(call)
+            call.add_done_callback(live.running.discard)
         return call
 
 
@@ -314,7 +331,7 @@ class _Slots:
         with self._lock:
             if self._free:
                 self._free -= 1
-                return _done(None)
+                return Settled(None)
             self._waiting.append(_promise())
             return self._waiting[-1]
 
@@ -328,15 +345,9 @@ class _Slots:
         granted.set_result(None)
 
 
-def _runner(is_async: bool, coroutine: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+def _runner(is_async: bool, coroutine: Callable[..., Any], *arguments: Any) -> partial[Any]:
     """A function that runs a coroutine function of ``shapes``, itself ``async`` or plain."""
     return partial(coroutine, *arguments) if is_async else partial(run_plain, coroutine, *arguments)
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 def _promise() -> Future[Any]:
@@ -367,9 +378,11 @@ def _failure(done: Future[Any]) -> CallFailed | None:
 
 def _gather(futures: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
     """A future of what ``join`` makes of the results, when all futures are done."""
+    if all(future.done() for future in futures):
+        return Settled.of(lambda: join([future.result() for future in futures]))
     gathered, lock, left = _promise(), threading.Lock(), [len(futures)]
 
-    def count(_: Future[Any] | None) -> None:
+    def count(_: Future[Any]) -> None:
         with lock:
             left[0] -= 1
             if left[0] > 0:
@@ -377,7 +390,7 @@ def _gather(futures: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) ->
         with _errors_to(gathered):
             gathered.set_result(join([future.result() for future in futures]))
 
-    for future in futures or [_done(None)]:
+    for future in futures:
         future.add_done_callback(count)
     return gathered
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,9 +149,10 @@ class TemplateProbe:
         return reason
 
 
-def fields(index: int) -> list[str]:
+@functools.cache
+def fields(index: int) -> tuple[str, str, str]:
     """The placeholders of a message: its text, a tool's name, the id of its call."""
-    return [placeholder(3 * index + field) for field in range(3)]
+    return placeholder(3 * index), placeholder(3 * index + 1), placeholder(3 * index + 2)
 
 
 def contents(roles: Roles) -> list[str]:

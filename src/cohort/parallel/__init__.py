@@ -1,6 +1,33 @@
-"""Several processes, called ranks, that train one policy. One rank initialises nothing."""
+"""Several processes, called ranks, that train one policy. One rank initialises nothing.
+
+Importing the room imports no torch: reward functions run in processes that do without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from cohort.parallel.agree import agreed, on_main, together
-from cohort.parallel.layout import Layout, Replicate, layout_of
-from cohort.parallel.shares import shares
+from cohort.parallel.shares import imbalance, prompt_shares, shares
 from cohort.parallel.world import World
+
+if TYPE_CHECKING:
+    from cohort.parallel.layout import Layout, Replicate, layout_of
+
+__all__ = [
+    "Layout",
+    "Replicate",
+    "World",
+    "agreed",
+    "imbalance",
+    "layout_of",
+    "on_main",
+    "prompt_shares",
+    "shares",
+    "together",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Layout", "Replicate", "layout_of"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.layout"), name)

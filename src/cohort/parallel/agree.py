@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cohort.errors import RankError
-from cohort.parallel.world import World
+from cohort.parallel.world import World, pickled
 
 T = TypeVar("T")
 
@@ -50,16 +50,15 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
     """
     if world.size == 1:
         return [function()]
-    outcome: Any
+    place = getattr(function, "__qualname__", type(function).__qualname__)
     cause: BaseException | None = None
     try:
-        outcome = function()
+        outcome = pickled((place, function()))
     except RankError:
         raise
     except BaseException as error:
-        outcome, cause = Failure.of(world.rank, error), error
-    place = getattr(function, "__qualname__", type(function).__qualname__)
-    outcomes = world.gather((place, outcome))
+        outcome, cause = pickled((place, Failure.of(world.rank, error))), error
+    outcomes = world.gather_pickled(outcome)
     if len(places := {place for place, _ in outcomes}) > 1:
         raise RankError(f"the ranks are at different places: {', '.join(sorted(places))}")
     results: list[Any] = [outcome for _, outcome in outcomes]

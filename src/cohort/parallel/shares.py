@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from cohort.types import Prompt
+
 
 def shares(costs: Sequence[float], size: int) -> list[list[int]]:
     """Divide items over ranks, the dearest first to the rank with the least work: at most 4/3 of the best maximum
@@ -27,6 +29,13 @@ def shares(costs: Sequence[float], size: int) -> list[list[int]]:
         found[rank].append(item)
         heapq.heappush(least, (load + costs[item], rank))
     return [sorted(items) for items in found]
+
+
+def prompt_shares(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """Which rank samples and scores which prompts, by their indices: as many prompts each as possible, since the length
+    of their completions is not known, then as many tokens."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    return shares([sum(lengths) + length for length in lengths], size)
 
 
 def imbalance(costs: Sequence[float], divided: Sequence[Sequence[int]]) -> float:

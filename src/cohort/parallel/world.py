@@ -8,18 +8,21 @@ from the time of the exchange, and a rank that has died is noticed before a coll
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cohort.errors import ConfigError, RankError
+
+if TYPE_CHECKING:  # workers of reward functions import this room and need no torch
+    import torch
+    from torch import Tensor
 
 T = TypeVar("T")
 TIMEOUT = 3600.0
@@ -70,6 +73,8 @@ class World:
         size = _number(variables, "WORLD_SIZE", 1)
         if size == 1:
             return cls()
+        import torch
+
         for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
             if name not in variables:
                 raise ConfigError(f"WORLD_SIZE is {size}, but {name} is not set: start with torchrun or cohort launch")
@@ -91,19 +96,21 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank. Values are pickled; tensors in them are to be on the CPU.
+        """Every rank's value, by rank. Values are pickled; tensors in them arrive on the CPU.
 
         Raises:
             RankError: a rank has ended or does not answer.
         """
-        if self.size == 1:
-            return [value]
+        return [value] if self.size == 1 else self.gather_pickled(pickled(value))
+
+    def gather_pickled(self, data: bytes) -> list[Any]:
+        """Every rank's value, by rank, from its ``pickled``. Raises as ``gather``."""
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.size
+        each = [b""] * self.size
         with self._exchange():
-            dist.all_gather_object(values, value, group=self.control)
-        return values
+            dist.all_gather_object(each, data, group=self.control)
+        return [pickle.loads(one) for one in each]
 
     def barrier(self) -> None:
         """Wait until every rank is here.
@@ -123,6 +130,7 @@ class World:
         """
         if self.size == 1:
             return tensor
+        import torch
         import torch.distributed as dist
 
         with self._exchange():
@@ -130,6 +138,14 @@ class World:
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
         return tensor
+
+    def beside(self) -> World:
+        """The same ranks with a control group of their own, for exchanges of Python values in another thread."""
+        if self.size == 1:
+            return self
+        import torch.distributed as dist
+
+        return replace(self, control=dist.new_group(backend="gloo"), exchanged=Exchanged())
 
     def costs(self) -> Exchanged:
         """What the exchanges since the last call have cost this rank."""
@@ -164,6 +180,34 @@ class World:
         self.exchanged.seconds += time.perf_counter() - met
 
 
+def pickled(value: Any) -> bytes:
+    """A value as ``World.gather`` sends it: a tensor becomes an array, without the unused part of its storage and
+    without its device."""
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if (type(value).__module__, type(value).__name__) != ("torch", "Tensor"):
+            return NotImplemented
+        value = value.detach().cpu().contiguous()
+        return _tensor, (value.flatten().view(_bytes()).numpy(), value.dtype, tuple(value.shape))
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _bytes() -> torch.dtype:
+    import torch
+
+    return torch.uint8
+
+
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     text = variables.get(name, "")
     if text and not text.isdecimal():
@@ -173,6 +217,7 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
 
 def _control_group(timeout: float) -> Any:
     """Join the default group, unless the process has, and make one on gloo for Python values."""
+    import torch
     import torch.distributed as dist
 
     limit = timedelta(seconds=timeout)

@@ -7,7 +7,8 @@ also attends to the whole prefix, whose keys and values are computed once for al
 
 with j over the prefix's tokens and the sequence's tokens up to t. The native kernel computes both parts at once. With
 torch's kernels each part is computed by itself and the two are added by their log-sum-exps; in the backward pass each
-part receives the output and the log-sum-exp of the whole, so that its gradients are exact.
+part receives the output and the log-sum-exp of the whole, so that its gradients are exact. On CUDA, flash.py does so
+with torch's flash attention of sequences that lie end to end.
 
 Axis letters: T tokens, X prefix tokens, A attention heads (keys and values may have fewer), D head dimension, J and W
 sequences and width of a padded bucket.
@@ -27,6 +28,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, load, require
+from cohort.policy.device import kind_of
+from cohort.policy.flash import can_flash, flash_attention
 from cohort.policy.layout import NEVER, Continuation, Layout, Work
 
 
@@ -65,9 +68,12 @@ def packed_attention(
         return whole
     padding = q_ATD.shape[1] - layout.tokens
     q, k, v = (part[:, : layout.tokens] if padding else part for part in (q_ATD, k_ATD, v_ATD))
-    fused = q.device.type == "cpu" or (window is None and v.dtype in {torch.bfloat16, torch.float16})
-    if cap is None and fused:
-        out: Tensor = _TwoPart.apply(layout, scaling, window, q, k, v, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+    kind = kind_of(q.device)
+    out: Tensor
+    if cap is None and kind == "cpu":
+        out = _TwoPart.apply(layout, scaling, window, q, k, v, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+    elif cap is None and kind == "cuda" and can_flash(q, k, v):
+        out = flash_attention(q, k, v, prefix, layout, scaling, window)
     else:
         dtype, out_dtype = kernel_dtype(v), v.dtype
         q, k, v, prefix_k, prefix_v = _to(dtype, q, k, v, prefix_k, prefix_v)
@@ -78,7 +84,7 @@ def packed_attention(
 def kernel_dtype(like: Tensor) -> torch.dtype:
     """The dtype that torch computes attention in. On a CPU its backward pass is slower and less exact in bfloat16 than
     in float32."""
-    return torch.promote_types(like.dtype, torch.float32) if like.device.type == "cpu" else like.dtype
+    return torch.promote_types(like.dtype, torch.float32) if kind_of(like.device) == "cpu" else like.dtype
 
 
 def _to(dtype: torch.dtype, *parts: Any) -> list[Any]:
@@ -159,7 +165,7 @@ def _by_token(*parts: Any) -> Sequence[Any]:
 
 
 class _TwoPart(torch.autograd.Function):
-    """``packed_attention`` by torch's fused kernels, which keep no scores."""
+    """``packed_attention`` by torch's fused kernels for CPUs, which keep no scores."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, scaling: float, window: int | None, *given: Tensor | None) -> Tensor:
@@ -249,14 +255,9 @@ def _additive(seen: Tensor | None, like: Tensor) -> Tensor | None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, mask: Tensor | None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``[J, A, W, D]`` output and ``[J, A, W]`` log-sum-exp of the device's kernel. A mask includes causality."""
-    causal = causal and mask is None
-    if q.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scaling)
-    else:
-        assert mask is None
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scaling)
+    """``[J, A, W, D]`` output and ``[J, A, W]`` log-sum-exp. A mask includes causality."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, causal and mask is None, attn_mask=mask, scale=scaling)
     return out, lse
 
 
@@ -273,17 +274,9 @@ def _attend_backward(
     causal: bool = False,
 ) -> Sequence[Tensor]:
     """Gradients of q, k and v of one part, given the output and log-sum-exp of the whole."""
-    causal = causal and mask is None
-    lse = lse.contiguous()
-    if q.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads: Sequence[Tensor] = kernel(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scaling)
-        return grads
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-    return kernel(  # type: ignore[no-any-return]
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:1], scale=scaling
-    )
+    kernel, causal = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, causal and mask is None
+    grads: Sequence[Tensor] = kernel(grad, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scaling)
+    return grads
 
 
 def explicit_attention(
@@ -298,7 +291,7 @@ def explicit_attention(
     cap: float | None = None,
 ) -> Tensor:
     """``packed_attention`` by its formula, sequence by sequence: for soft caps, which the fused kernels do not have,
-    and as a reference for tests. Its memory grows with the number of scores."""
+    for float32 on CUDA, and as a reference for tests. Its memory grows with the number of scores."""
     share = q.shape[0] // k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)
     outs = []

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from cohort.native import DTYPES, Unavailable, load
 from cohort.policy.adapters import TRAINED, has_adapters
+from cohort.policy.device import kind_of
 from cohort.policy.load import Precision
 
 
@@ -63,8 +64,8 @@ class ComputeModel:
         compute, master = self.precision.compute, self.precision.master
         if not self.native_kernels:
             return "switched off"
-        if self.device.type != "cpu":
-            return f"the device is {self.device.type}"
+        if (kind := kind_of(self.device)) != "cpu":
+            return f"the device is {kind}"
         if master != torch.float32 or compute not in DTYPES:
             return f"the precision is {self.precision}"
         try:

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from cohort.native import call
 from cohort.policy.anatomy import soft_cap
+from cohort.policy.device import kind_of
 from cohort.policy.rows import Distribution
 
 CHUNK_TOKENS = 512
@@ -39,7 +40,7 @@ of it until the process ends: with a shape per token count, memory would grow fr
 
 def in_like_shapes(rows: Tensor) -> Tensor:
     """On a CPU, pad with rows of zeros to a multiple of ``LIKE_SHAPES``."""
-    missing = -len(rows) % LIKE_SHAPES if rows.device.type == "cpu" else 0
+    missing = -len(rows) % LIKE_SHAPES if kind_of(rows.device) == "cpu" else 0
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
 
@@ -180,7 +181,7 @@ class _DrawnLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = hidden_NH.dtype if weight_VH is None else weight_VH.dtype
         found = hidden_NH.new_empty(5, len(hidden_NH), dtype=torch.promote_types(wide, torch.float32))
-        targets_N = states.distribution.targets_N
+        targets_N = states.distribution.host_targets_N
         if weight_VH is not None and len(targets_N):
             lowest, highest = targets_N.aminmax()
             if lowest < 0 or highest >= len(weight_VH):

@@ -72,6 +72,20 @@ class Continuation(NamedTuple):
     """On axis X."""
 
 
+class Spans(NamedTuple):
+    """Queries and the keys that they attend to, end to end, for kernels of sequences of different lengths."""
+
+    queries: Tensor | None
+    """Indices on axis T. None: all tokens."""
+    keys: Tensor | None
+    """Indices on the keys' axis. None: all keys."""
+    query_starts: Tensor
+    """``[spans + 1]``, int32: where each span begins among the queries, and where the last one ends."""
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+
+
 class Layout:
     """Which token belongs to which sequence and prefix.
 
@@ -136,6 +150,57 @@ class Layout:
             for first, stop in _stretches(prefixes)
         ]
         return tuple(part for part in found if part.prefix.start < part.prefix.stop)
+
+    @functools.cached_property
+    def own_spans(self) -> Spans:
+        """Each sequence and itself."""
+        own = [torch.arange(*ends) for ends in pairwise(self.starts)]
+        return self._spans(own, own, self.tokens)
+
+    @functools.cached_property
+    def prefix_spans(self) -> Spans:
+        """The tokens after each prefix that is not empty, and the prefix; keys on axis X."""
+        parts = self.continuations
+        return self._spans(
+            [torch.arange(part.tokens.start, part.tokens.stop) for part in parts],
+            [torch.arange(part.prefix.start, part.prefix.stop) for part in parts],
+            self.prefix_starts[-1],
+        )
+
+    @functools.cached_property
+    def window_spans(self) -> dict[int, Spans]:
+        """``spans_within`` by window."""
+        return {}
+
+    def spans_within(self, window: int) -> Spans:
+        """Each sequence, and itself after the tokens of its prefix that its first token sees; keys on axes X and T, end
+        to end."""
+        if window not in self.window_spans:
+            total = self.prefix_starts[-1]
+            own = [torch.arange(*ends) for ends in pairwise(self.starts)]
+            ends = [self.prefix_starts[prefix + 1] for prefix in self.prefixes or [-1] * len(own)]
+            seen = [min(before, window - 1) for before in self.before]
+            keys = [
+                torch.cat([torch.arange(end - count, end), total + tokens])
+                for end, count, tokens in zip(ends, seen, own, strict=True)
+            ]
+            self.window_spans[window] = self._spans(own, keys, total + self.tokens)
+        return self.window_spans[window]
+
+    def _spans(self, queries: Sequence[Tensor], keys: Sequence[Tensor], num_keys: int) -> Spans:
+        """The spans of given indices, each on its axis."""
+        device = self.positions_T.device
+
+        def starts(parts: Sequence[Tensor]) -> Tensor:
+            return torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32, device=device)
+
+        def index(parts: Sequence[Tensor], total: int) -> Tensor | None:
+            joined = torch.cat(list(parts))
+            return None if torch.equal(joined, torch.arange(total)) else joined.to(device)
+
+        most_queries, most_keys = max(map(len, queries)), max(map(len, keys))
+        query_index, key_index = index(queries, self.tokens), index(keys, num_keys)
+        return Spans(query_index, key_index, starts(queries), starts(keys), most_queries, most_keys)
 
     @functools.cached_property
     def work(self) -> Work:

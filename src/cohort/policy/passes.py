@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from cohort.policy.attention import packed_attention
 from cohort.policy.compute import ComputeModel
+from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.rows import PackedRows
@@ -130,7 +131,7 @@ class SharedPasses:
         reason = model.why_no_kernels()
         self.native = not reason
         self.description = "prompts computed once per group, completions packed"
-        if model.device.type == "cpu":
+        if kind_of(model.device) == "cpu":
             self.description += ", native kernels" if self.native else f", no native kernels: {reason}"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:

@@ -139,7 +139,9 @@ class Distribution:
         device: torch.device | None = None,
     ) -> None:
         self.temperature = temperature
-        self.targets_N = rows.targets_N.to(device)
+        self.host_targets_N = rows.targets_N
+        """``targets_N`` where the rows are: reading them waits for no GPU."""
+        self.targets_N = self.host_targets_N.to(device)
         self._rows, self._prompt_ids = rows, prompt_ids
         self._penalty = repetition_penalty
         self._support: tuple[Tensor, ...] = ()

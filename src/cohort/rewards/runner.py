@@ -15,8 +15,9 @@ from typing import Any
 from cohort.calls import Call, Calls, as_failure, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
+from cohort.parallel import World, agreed, prompt_shares
 from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
-from cohort.rewards.functions import Function, unique_names
+from cohort.rewards.functions import Function, Value, unique_names
 from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from cohort.workers import CallFailed
@@ -39,6 +40,8 @@ class RewardRunner:
         settings: ``[reward]`` of the settings; None: the defaults.
         per_token: whether the functions reward tokens, not completions.
         not_negative: the part of the objective that does not accept negative rewards; None: any sign.
+        world: the ranks that share the calls. A rank scores the prompts that it samples; functions that see a whole
+            rollout run on rank 0.
 
     Raises:
         RewardError: there are no functions, one is not callable, or the number of weights differs.
@@ -52,6 +55,7 @@ class RewardRunner:
         *,
         per_token: bool = False,
         not_negative: str | None = None,
+        world: World | None = None,
     ) -> None:
         if not functions:
             raise RewardError("no reward function given: set reward.functions, or pass reward_funcs")
@@ -69,6 +73,7 @@ class RewardRunner:
         )
         self.calls = Calls(self.settings.workers, self.settings.max_concurrent)
         self.cache: dict[Any, Call] = {}
+        self.world = world or World()
         self._cache_lock = threading.Lock()  # two rollouts may be scored at a time
 
     def begin(
@@ -114,11 +119,11 @@ class RewardRunner:
         """
         text = "A made completion, to try the reward functions."
         made = Completion.of_tokens((0,), (0.0,), FinishReason.LENGTH, text)
-        tried = self
+        tried = copy(self)
+        tried.world = World()
         if episodes:
             turn = Turn(1, FinishReason.LENGTH, ({"role": "assistant", "content": text},), reward=0.0)
             made = replace(made, episode=Episode((turn,), reward=0.0))
-            tried = copy(self)
             tried.functions = tuple(function for function in self.functions if not function.reads_environment)
         if not tried.functions:
             return
@@ -197,6 +202,8 @@ class Scoring:
     ) -> None:
         self._runner, self._prompts, self._cancelled = runner, list(prompts), cancelled
         self._num_generations, self._state, self._on_error = num_generations, state, on_error
+        self._world = runner.world
+        self._own = frozenset(prompt_shares(self._prompts, self._world.size)[self._world.rank])
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
 
@@ -215,7 +222,8 @@ class Scoring:
                 self._begin(function, group)
 
     def finish(self, groups: Sequence[Group]) -> Scores:
-        """Make the remaining calls, wait for all calls, and combine the rewards.
+        """Make the remaining calls, wait for all calls, and combine the rewards. With several ranks, each makes its
+        calls, and all get all rewards.
 
         Args:
             groups: the whole rollout, including completions that are not usable (``FinishReason``).
@@ -227,14 +235,31 @@ class Scoring:
         """
         self._prompts = [group.prompt for group in groups]
         self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
-        for function in self._runner.functions:
-            for positions in _split(function.per, list(self._completions)):
-                self._begin(function, positions)
-        for attempt in range(self._runner.settings.retries + 1):
-            self._make_calls([task for task in self._tasks.values() if not task.done], again=attempt > 0)
+        for outcomes in agreed(self._world, self._outcomes):
+            for key, (call, values) in outcomes.items():
+                self._tasks[key].call, self._tasks[key].values = call, values
         for function in self._runner.functions:
             self._report_failures(function, [task for task in self._tasks.values() if task.function is function])
         return combine(self._runner.functions, list(self._completions.items()), list(self._tasks.values()))
+
+    def _outcomes(self) -> dict[tuple[str, tuple[Position, ...]], tuple[Call, list[Value]]]:
+        """Make this rank's calls; what each logged, and its values."""
+        for function in self._runner.functions:
+            for positions in _split(function.per, list(self._completions)):
+                self._begin(function, positions)
+        if self._world.size > 1:  # completions ended in another order on each rank
+            self._tasks = {key: self._tasks[key] for key in sorted(self._tasks, key=self._place)}
+        own = {key: task for key, task in self._tasks.items() if self._is_own(task)}
+        for attempt in range(self._runner.settings.retries + 1):
+            self._make_calls([task for task in own.values() if not task.done], again=attempt > 0)
+        return {key: (replace(task.call, returned=None), task.values) for key, task in own.items()}
+
+    def _is_own(self, task: Task) -> bool:
+        """Whether this rank makes the call."""
+        return self._world.is_main if task.function.per == "batch" else task.positions[0][0] in self._own
+
+    def _place(self, key: tuple[str, tuple[Position, ...]]) -> tuple[int, tuple[Position, ...]]:
+        return self._runner.names.index(key[0]), key[1]
 
     def __enter__(self) -> Scoring:
         return self
@@ -258,6 +283,8 @@ class Scoring:
             for p, group in groupby(usable, key=lambda position: position[0])
         ]
         task = self._tasks[function.name, usable] = Task(function, usable, groups)
+        if not self._is_own(task):
+            return
         task.cache_key = _cache_key(function, groups[0].prompt, groups[0].completions[0])
         if (cached := self._runner.cache.get(task.cache_key)) is not None:
             self._accept(task, replace(cached, seconds=0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,7 +147,20 @@ def joined_support(draws: Sequence[Kept]) -> Support | None:
     )
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Text of token ids: special tokens left out, spaces not cleaned up."""
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode(tokenizer: Any, token_ids: Sequence[int], *, special: bool = False) -> str:
+    """Text of token ids: special tokens left out unless ``special``, spaces not cleaned up."""
+    ids, skip = list(token_ids), not special
+    text: str
+    if _decodes_directly(tokenizer.__class__):  # transformers' own method looks at the type of every id
+        text = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+    else:
+        text = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     return text
+
+
+@functools.cache
+def _decodes_directly(kind: type) -> bool:
+    """Whether a class of tokenizers decodes by transformers' methods for fast tokenizers, with none of its own."""
+    methods = [getattr(kind, name, None) for name in ("decode", "_decode", "backend_tokenizer")]
+    modules = [getattr(getattr(method, "fget", method), "__module__", "") for method in methods]
+    return modules == ["transformers.tokenization_utils_base", *["transformers.tokenization_utils_tokenizers"] * 2]

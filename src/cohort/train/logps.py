@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cohort.parallel import agreed
 from cohort.policy import (
     CompletionStates,
     ExpertBalance,
@@ -19,6 +20,7 @@ from cohort.policy import (
 from cohort.train.context import StepContext
 from cohort.train.layout import Microbatch, Part, microbatches, packs
 from cohort.train.memory import OutOfMemory, out_of_memory
+from cohort.train.sharing import share
 from cohort.types import TokenBatch
 
 
@@ -35,9 +37,21 @@ def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: 
     return logps_N
 
 
-@torch.no_grad()
 def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
-    """Log-probs, entropies and collision probabilities of a part's tokens, shape ``[N]`` of the part."""
+    """Log-probs, entropies and collision probabilities of a part's tokens, shape ``[N]`` of the part. Each rank
+    computes its share."""
+    shared = share(context, batch, part)
+    each = agreed(context.world, lambda: _own_logps(context, policy, batch, shared.own))
+    like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
+    found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
+    for one, values in zip(shared.parts, each, strict=True):
+        for whole_N, values_N in zip(found, values, strict=True):
+            whole_N[one.positions_N] = values_N.to(whole_N.device)
+    return found
+
+
+@torch.no_grad()
+def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
     like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
     found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
     with policy.compute():
@@ -47,16 +61,24 @@ def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: P
     return found
 
 
-@torch.no_grad()
 def expert_balance(context: StepContext, batch: TokenBatch, part: Part) -> ExpertBalance:
-    """How a minibatch uses the experts of a mixture, over all of its tokens."""
+    """How a minibatch uses the experts of a mixture, over all of its tokens. Each rank counts its share."""
+    policy, own = context.policy, share(context, batch, part).own
+    each = agreed(context.world, lambda: _own_counts(context, batch, own))
+    counts = [counts_E.to(policy.device) for some, _ in each for counts_E in some]
+    return ExpertBalance(torch.stack(counts).sum(0), sum(rows for _, rows in each), policy.router_aux_loss_coef)
+
+
+@torch.no_grad()
+def _own_counts(context: StepContext, batch: TokenBatch, part: Part) -> tuple[list[Tensor], int]:
+    """Uses of each expert in each microbatch, and the number of rows."""
     policy = context.policy
     per_token, counts, rows = experts_per_token(policy.model.config), [], 0
     with policy.compute():
         for _, states in forward_passes(context, policy, batch, part):
             counts.append(expert_counts(states.router_logits, per_token))
             rows += sum(len(logits) for logits in states.router_logits)
-    return ExpertBalance(torch.stack(counts).sum(0), rows, policy.router_aux_loss_coef)
+    return counts, rows
 
 
 def forward_passes(

@@ -38,7 +38,8 @@ from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.parts import TrainerParts
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
-from cohort.train.update import NonFinite, UpdateResult, term_norms, update
+from cohort.train.term_norms import term_norms
+from cohort.train.update import NonFinite, UpdateResult, update
 from cohort.types import TokenBatch
 
 
@@ -112,10 +113,10 @@ def run(
 def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, step: int, clock: PhaseClock) -> Ahead:
     """The scored rollout of a step. Without ``rollout.lag`` it is sampled now, with the policy's present weights.
 
-    With a lag it has been pending in the background since so many steps ago. When it is complete and the engine is free,
-    the engine takes the present weights and begins the rollout of ``lag`` steps later, beside the updates of this step.
-    So step t trains on what the weights after step t - 1 - lag have drawn; the first steps, on what those before the
-    first step have.
+    With a lag it has been pending in the background since so many steps ago. When it is complete and the engine is
+    free, the engine takes the present weights and begins the rollout of ``lag`` steps later, beside the updates of this
+    step. So step t trains on what the weights after step t - 1 - lag have drawn; the first steps, on what those before
+    the first step have.
     """
     lag, pending = config.rollout.lag, parts.pending
     current = pending.popleft() if pending else begin(parts, schedule, config, step, step, parts.cursor)

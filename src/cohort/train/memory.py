@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
+from cohort.policy.device import kind_of
 from cohort.rollout.budget import free_bytes
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -104,7 +105,7 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
     free = free_bytes(policy.device)
     tokens = given
     if tokens is None:
-        tokens = MOST_TOKENS.get(policy.device.type, FEWEST_TOKENS)
+        tokens = MOST_TOKENS.get(kind_of(policy.device), FEWEST_TOKENS)
         if free is not None:
             tokens = min(tokens, max(FEWEST_TOKENS, int((free * FREE_SHARE - fixed) / per_token)))
     return TokenBudget(tokens, int(max(longest, fixed + per_token * tokens)), free)

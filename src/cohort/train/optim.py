@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cohort.config import OptimConfig
 from cohort.errors import ModelError, NonFiniteError
@@ -60,16 +60,19 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def step(self) -> float:
+    def step(self, clip: Callable[[Sequence[nn.Parameter], float], Tensor] = nn.utils.clip_grad_norm_) -> float:
         """Clip, step, advance the schedule. Returns the gradient's norm before clipping.
 
         A gradient of exactly 0 (every group dead, no KL term) makes no step: momentum and weight decay would move the
         weights although nothing was learned.
 
+        Args:
+            clip: scales gradients to at most a norm and returns the norm before, as ``Layout.clip_gradients``.
+
         Raises:
             NonFiniteError: the gradient is not finite; the weights are left as they were.
         """
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        grad_norm = clip(self.parameters, self.max_grad_norm)
         if not torch.isfinite(grad_norm):
             raise NonFiniteError(
                 f"the gradient's norm is {grad_norm.item()}, though every log-probability and coefficient is finite"

@@ -1,7 +1,9 @@
 """The update: one optimizer step on one minibatch.
 
 weights    1/Z of every token, over the whole minibatch, before the first pass
+shares     each rank's sequences; one rank has all of them
 passes     per pack: read the prompts; per microbatch: forward, coefficients, backward; then the prompts backward
+exchange   gradients are added up over the ranks, results of tokens are gathered
 step       clip, step, count
 outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``, ``OutOfMemory``
 """
@@ -9,7 +11,7 @@ outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``, ``OutOfM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,12 +31,14 @@ from cohort.objective import (
     top_entropy_tokens,
     vocabulary_kl,
 )
-from cohort.policy import CompletionStates, Prefixes, TokenLogps, chunked_terms
+from cohort.parallel import agreed
+from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches, packs
 from cohort.train.logps import expert_balance, states_of, token_logps
 from cohort.train.memory import OutOfMemory, out_of_memory
+from cohort.train.sharing import Shared, share
 from cohort.types import TokenBatch
 
 
@@ -51,6 +55,8 @@ class UpdateResult:
     grad_norm: float
     learning_rate: float
     entropy_coefficient: float
+    load: float = 1.0
+    """The cost of the largest rank's share over the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ def update(
     """Make one optimizer step.
 
     Every denominator and threshold is computed over the whole minibatch before the first backward pass, and a
-    microbatch takes its tokens' share. So the token budget changes memory and time, never the gradient.
+    microbatch takes its tokens' share. So neither the token budget nor the number of ranks changes the gradient. What
+    prevents the step on one rank prevents it on all.
 
     Args:
         context: policy, optimizer, objective and the rest of the step.
@@ -88,7 +95,10 @@ def update(
         if not active.num_tokens:
             return UpdateResult(idle, logps_N, 0.0, learning_rate, entropy_coefficient)
         weights = weights.at(active.positions_N)
-        forwards = backward_passes(context, batch, active, weights, entropy_coefficient)
+        balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
+        shared = share(context, batch, active)
+        forwards = shared_passes(context, batch, shared, weights, entropy_coefficient, balance)
+        context.layout.sum_gradients(optimizer.parameters)
     except NonFiniteError as error:
         return NonFinite(str(error))
     except (RuntimeError, MemoryError) as error:
@@ -96,14 +106,14 @@ def update(
             raise
         return OutOfMemory()
     try:
-        grad_norm = optimizer.step()
+        grad_norm = optimizer.step(context.layout.clip_gradients)
     except NonFiniteError as error:
         return NonFinite(str(error))
     policy.version += grad_norm > 0
     tokens = update_tokens(batch, active, weights, forwards)
     logps_N[active.tokens_N] = tokens.logps_N
     statistics = token_statistics(context.objective, tokens) + idle
-    return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient)
+    return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient, shared.load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +166,35 @@ def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) 
     return TermWeights(policy_N, base_N, weights_of(loss_N, "token_mean"))
 
 
+def shared_passes(
+    context: StepContext,
+    batch: TokenBatch,
+    shared: Shared,
+    weights: TermWeights,
+    entropy_coefficient: float,
+    balance: ExpertBalance | None,
+) -> list[Forward]:
+    """Leave the gradient of this rank's share in the parameters; return the forward passes of all ranks, with the
+    positions of their tokens in the whole. ``weights`` are of all tokens."""
+
+    def own_passes() -> list[Forward]:
+        own = shared.own
+        return backward_passes(context, batch, own, weights.at(own.positions_N), entropy_coefficient, balance)
+
+    return [
+        replace(forward, positions_N=part.positions_N[forward.positions_N.to(part.positions_N.device)])
+        for part, forwards in zip(shared.parts, agreed(context.world, own_passes), strict=True)
+        for forward in forwards
+    ]
+
+
 def backward_passes(
-    context: StepContext, batch: TokenBatch, part: Part, weights: TermWeights, entropy_coefficient: float
+    context: StepContext,
+    batch: TokenBatch,
+    part: Part,
+    weights: TermWeights,
+    entropy_coefficient: float,
+    balance: ExpertBalance | None = None,
 ) -> list[Forward]:
     """Leave the gradient of a part's sequences in the parameters; return the forward passes.
 
@@ -167,9 +204,9 @@ def backward_passes(
         part: the sequences.
         weights: of the part's tokens.
         entropy_coefficient: as ``update`` takes it.
+        balance: of the minibatch, for the load-balancing loss of a mixture of experts; None: there is none.
     """
     policy, forwards = context.policy, []
-    balance = expert_balance(context, batch, part) if policy.router_aux_loss_coef else None
     with policy.training(), policy.compute(), policy.gradients_in_place():
         for losses, forward, states in forward_passes(context, batch, part, weights, entropy_coefficient):
             if balance is not None:
@@ -271,43 +308,6 @@ def microbatch_losses(
     return losses, Forward(micro.part.positions_N, detached, terms, ref_logps_N)
 
 
-def term_norms(
-    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0
-) -> dict[str, float]:
-    """The norms of the gradients of the policy, KL and entropy terms, and the cosine between the first two, which
-    ``gradient/..._energy`` estimates. Costs a backward pass per term; the weights do not change. Empty if a value is
-    not finite."""
-    try:
-        sums = _term_gradients(context, batch, minibatch, entropy_coefficient)
-    except NonFiniteError:  # the update will say so
-        return {}
-    flat = {name: torch.cat([grad.flatten() for grad in grads]) for name, grads in sums.items()}
-    metrics = {f"gradient/{name}_norm": float(vector.norm()) for name, vector in flat.items()}
-    if "kl" in flat and metrics["gradient/policy_norm"] and metrics["gradient/kl_norm"]:
-        product = metrics["gradient/policy_norm"] * metrics["gradient/kl_norm"]
-        metrics["gradient/exact_cosine"] = float(flat["policy"] @ flat["kl"]) / product
-    return metrics
-
-
-def _term_gradients(
-    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float
-) -> dict[str, list[Tensor]]:
-    """Each term's gradient in every trained parameter."""
-    policy = context.policy
-    weights = minibatch_weights(context, batch, minibatch)
-    part = active_part(batch, minibatch, context.objective, entropy_coefficient)
-    weights = weights.at(part.positions_N)
-    parameters = [p for p in policy.model.parameters() if p.requires_grad]
-    sums: dict[str, list[Tensor]] = {}
-    with policy.training(), policy.compute():
-        for losses, *_ in forward_passes(context, batch, part, weights, entropy_coefficient, attached=True):
-            for name, loss in losses.items():
-                grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-                before = sums.get(name)
-                sums[name] = list(grads) if before is None else [a + b for a, b in zip(before, grads, strict=True)]
-    return sums
-
-
 def weighted_entropy(log_probs_NV: Tensor, weights_N: Tensor) -> Tensor:
     """``sum_n weights_n H_n``."""
     return (weights_N * entropy(log_probs_NV)).sum()
@@ -326,7 +326,7 @@ def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards:
     positions_N = torch.cat([forward.positions_N for forward in forwards])
 
     def in_order(pieces: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(list(pieces))
+        joined = torch.cat(list(pieces)).to(positions_N.device)
         ordered = torch.empty_like(joined)
         ordered[positions_N] = joined
         return ordered
