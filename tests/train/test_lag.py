@@ -111,6 +111,7 @@ def test_staleness_reaches_the_mismatch_rules(demo_tokenizer, tmp_path):
     assert fresh[name] == 0 < stale[name]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 def test_only_adapters_are_copied(demo_tokenizer, tmp_path):
     pytest.importorskip("peft")
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=3, lora={"rank": 2})
@@ -133,7 +134,9 @@ def by_row(completions, answer, **_):
 
 
 @pytest.mark.parametrize(
-    "settings", [DYNAMIC, {"curriculum": "measured", "num_epochs": 2}], ids=["dynamic", "measured"]
+    "settings",
+    [DYNAMIC, {"order": "curriculum", "curriculum": "measured", "num_epochs": 2}],
+    ids=["dynamic", "measured"],
 )
 def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settings):
     """Also where the rewards decide which prompts come next."""

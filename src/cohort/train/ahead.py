@@ -88,9 +88,8 @@ class Ahead:
         if self._thread is None and not self._ended.is_set():
             self._run(nullcontext())
         self._ended.wait()
-        self._waited += time.perf_counter() - start
         if clock is not None and self.in_background:
-            clock.seconds["rollout_wait"] = self._waited
+            clock.seconds["rollout_wait"] = self._waited = time.perf_counter() - start
         elif clock is not None and self._sampled is not None:
             clock.seconds |= self._sampled.seconds
         if self._error is not None:
