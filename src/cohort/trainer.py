@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, check_held_out, load_data, load_sets, prompt_loader
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
-from cohort.errors import ConfigError, DataError, EpisodeError, ModelError, RewardError, RunFolderError
+from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, ModelError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import Objective, try_user_functions
+from cohort.parallel import on_main
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import LocalEngine, Sampler, check_capabilities, local_engine
+from cohort.rollout import EngineSetup, LocalEngine, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 
@@ -75,7 +77,7 @@ class GRPOTrainer:
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
-        check_capabilities(LocalEngine, config)
+        self._engine_setup = EngineSetup(config)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
@@ -105,13 +107,14 @@ class GRPOTrainer:
     def _load(self, model: Any, longest_prompt: int) -> None:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
+        show = announce if config.report.progress else None
+        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
-        self.engine = local_engine(self.policy, self.tokenizer, config.rollout, ahead=config.rollout.lag > 0)
-        show = announce if config.report.progress else None
+        self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self.budget = find_budget(
             self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
@@ -196,6 +199,7 @@ class GRPOTrainer:
             EpisodeError,
             DataError,
             ConfigError,
+            EngineError,
         ) as error:
             parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
@@ -221,7 +225,7 @@ class GRPOTrainer:
         """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
         kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
         if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step))
+            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
             kept = step
         return kept or None
 
@@ -293,8 +297,8 @@ class GRPOTrainer:
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
-        step = folder.check_resumable(self.args)
-        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity)
+        step = on_main(parts.world, partial(folder.check_resumable, self.args))
+        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity, rank=parts.world.rank)
         parts.restore(saved, folder.best_record())
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:

@@ -67,6 +67,7 @@ class Ahead:
         self._work = work
         self._waited = 0.0
         self._engine_is_free, self._ended, self._abandoned = threading.Event(), threading.Event(), threading.Event()
+        self._is_sampled = False
         self._sampled: Sampled | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -97,18 +98,15 @@ class Ahead:
         assert self._sampled is not None
         return self._sampled
 
-    def wait_until_ended(self) -> None:
-        """Wait until it is complete or has failed."""
+    def wait_until_ended(self) -> bool:
+        """Wait until it is complete or has failed; returns whether it is complete."""
         self._ended.wait()
+        return self._error is None
 
-    def wait_for_engine(self) -> None:
-        """Wait until the engine is free, or it has failed."""
+    def wait_for_engine(self) -> bool:
+        """Wait until the engine is free; returns whether everything is sampled."""
         self._engine_is_free.wait()
-
-    @property
-    def failed(self) -> bool:
-        """Whether sampling or scoring raised something."""
-        return self._error is not None
+        return self._is_sampled
 
     def metrics(self) -> dict[str, float]:
         """The sampler's. Of what was sampled beside the training, also its lag, its seconds, and how many of them were
@@ -163,6 +161,7 @@ class Ahead:
 
     def free_engine(self) -> None:
         """Say that the engine may take other weights and begin the next rollout."""
+        self._is_sampled = True
         self._engine_is_free.set()
 
     def wait_for_previous(self) -> None:
@@ -175,6 +174,7 @@ class Ahead:
         try:
             with place:
                 self._sampled = self._work(self)
+            self._is_sampled = True
         except BaseException as error:  # the main thread raises it
             self._error = error
         finally:

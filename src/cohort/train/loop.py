@@ -16,12 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.errors import CohortError
+from cohort.parallel import together
 from cohort.policy import Policy
 from cohort.rewards import TrainerState
 from cohort.rollout import Sampling
@@ -62,7 +64,8 @@ def run(
         current = next_rollout(parts, schedule, config, step, clock)
         rollout = current.wait().rollout
         if step == first_step == current.weights_step:
-            check_sampler_gap(context, lay_out(rollout.usable_groups, policy.device, context.repetition_penalty))
+            checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
+            check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
@@ -192,9 +195,9 @@ def finish_step(
     if config.report.log_completions:
         folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
     if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.models, parts.saved_state(step))
+        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
         if last and config.report.check_saved:
-            check_saved(parts.policy, folder.checkpoint(step))
+            together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
         raise failed
     return metrics
@@ -216,9 +219,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         if config.report.log_completions:
             folder.write_evaluation(step, name, evaluation.table)
     if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record())
+        folder.save_best(parts.models, parts.best.record(), parts.world)
         if config.report.check_saved:
-            check_saved(parts.policy, folder.best)
+            together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 

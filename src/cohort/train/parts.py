@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice
 from typing import Any
 
 from cohort.data import DataCursor, PromptLoader
@@ -14,7 +14,7 @@ from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Engine, Sampler
-from cohort.runs import Models, SavedState, StoredRollout
+from cohort.runs import Models, SavedState, StoredRollout, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.ahead import Ahead
 from cohort.train.memory import TokenBudget
@@ -62,7 +62,8 @@ class TrainerParts:
         return Models(self.policy, self.reference, self.tokenizer)
 
     def saved_state(self, step: int) -> SavedState:
-        """Everything that a checkpoint stores besides the models. Waits for pending rollouts."""
+        """Everything that a checkpoint stores besides the models. Waits for pending rollouts. Every rank must call."""
+        rollouts = self.wait_for_pending()
         return SavedState(
             step,
             self.optimizer.state_dict(),
@@ -70,7 +71,8 @@ class TrainerParts:
             self.adaptive.state_dict(),
             self.best.state_dict(),
             self.identity,
-            self.wait_for_pending(),
+            self.world.gather(random_state()),
+            rollouts,
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -84,9 +86,9 @@ class TrainerParts:
     def wait_for_pending(self) -> dict[int, StoredRollout]:
         """Wait until the engine and the reward functions are idle. Returns the pending rollouts by step, up to the
         first that failed: its error is raised when its step comes."""
-        for one in self.pending:
-            one.wait_until_ended()
-        return {one.step: one.to_store() for one in takewhile(lambda one: not one.failed, self.pending)}
+        ended = [one.wait_until_ended() for one in self.pending]
+        complete = ended.index(False) if False in ended else len(ended)
+        return {one.step: one.to_store() for one in islice(self.pending, complete)}
 
     def abandon_pending(self) -> None:
         """End the pending rollouts. A run that goes on samples them anew."""

@@ -44,8 +44,7 @@ def place_after(parts: TrainerParts, schedule: Schedule, rollouts: Sequence[Ahea
     cursor = parts.cursor
     for one in rollouts:
         if one.place is None:
-            one.wait_until_ended() if depends else one.wait_for_engine()
-            if one.failed:
+            if not (one.wait_until_ended() if depends else one.wait_for_engine()):
                 return None
             used, rewards = schedule.prompts_of(one.step), dict[int, float]()
             if depends:
