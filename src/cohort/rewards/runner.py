@@ -81,11 +81,15 @@ class RewardRunner:
         prompts: Sequence[Prompt],
         num_generations: int,
         state: TrainerState | None = None,
+        world: World | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> Scoring:
         """The scoring of a rollout that is about to be sampled, with ``num_generations`` completions per prompt.
-        ``cancelled`` is asked now and then whether its scores are still wanted."""
-        return Scoring(self, prompts, num_generations, state or TrainerState(), self.settings.on_error, cancelled)
+        ``cancelled`` is asked now and then whether its scores are not wanted any more; ``world`` replaces the ranks."""
+        ranks = world or self.world
+        return Scoring(
+            self, prompts, num_generations, state or TrainerState(), self.settings.on_error, ranks, cancelled
+        )
 
     def score(self, groups: Sequence[Group], state: TrainerState | None = None) -> Scores:
         """The rewards of all completions, group after group: the weighted sum over functions.
@@ -120,7 +124,6 @@ class RewardRunner:
         text = "A made completion, to try the reward functions."
         made = Completion.of_tokens((0,), (0.0,), FinishReason.LENGTH, text)
         tried = copy(self)
-        tried.world = World()
         if episodes:
             turn = Turn(1, FinishReason.LENGTH, ({"role": "assistant", "content": text},), reward=0.0)
             made = replace(made, episode=Episode((turn,), reward=0.0))
@@ -133,7 +136,7 @@ class RewardRunner:
         timer.daemon = True
         timer.start()
         try:
-            with Scoring(tried, prompts, 0, state or TrainerState(), "stop") as scoring:
+            with Scoring(tried, prompts, 0, state or TrainerState(), "stop", World()) as scoring:
                 scoring.finish(groups)
         except RewardError as error:
             hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is the text"
@@ -188,6 +191,7 @@ class Scoring:
         num_generations: completions per prompt. 0: ``on_completion`` is not used.
         state: the progress of the run.
         on_error: as ``reward.on_error`` of the settings.
+        world: the ranks that share the calls.
         cancelled: whether the scores are no longer wanted. None: they always are.
     """
 
@@ -198,11 +202,12 @@ class Scoring:
         num_generations: int,
         state: TrainerState,
         on_error: str,
+        world: World,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self._runner, self._prompts, self._cancelled = runner, list(prompts), cancelled
         self._num_generations, self._state, self._on_error = num_generations, state, on_error
-        self._world = runner.world
+        self._world = world
         self._own = frozenset(prompt_shares(self._prompts, self._world.size)[self._world.rank])
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cohort.data import DataCursor
+from cohort.parallel import World
 from cohort.runs import StoredRollout
 from cohort.train.clock import PhaseClock
 from cohort.train.rollout import Rollout
@@ -54,10 +55,13 @@ class Ahead:
         step: the step that trains on it, from 0.
         weights_step: complete steps when it begins, which determine the weights that sample it.
         work: samples and scores. It is given this object, and tells it what it needs no longer.
+        world: the ranks that share the work, for exchanges of this rollout alone.
     """
 
-    def __init__(self, step: int, weights_step: int, work: Callable[[Ahead], Sampled]) -> None:
-        self.step, self.weights_step = step, weights_step
+    def __init__(
+        self, step: int, weights_step: int, work: Callable[[Ahead], Sampled], world: World | None = None
+    ) -> None:
+        self.step, self.weights_step, self.world = step, weights_step, world or World()
         self.place: Place | None = None
         """Where the data goes on after it, once that is known."""
         self.cancelled: Callable[[], bool] | None = None
@@ -156,7 +160,7 @@ class Ahead:
         Raises:
             CancelledError: nobody does; what was sampled may be incomplete.
         """
-        if self._abandoned.is_set():
+        if any(self.world.gather(self._abandoned.is_set())):  # all ranks stop at the same place
             raise CancelledError
 
     def free_engine(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.errors import CohortError
-from cohort.parallel import together
+from cohort.parallel import on_main, together
 from cohort.policy import Policy
 from cohort.rewards import TrainerState
 from cohort.rollout import Sampling
@@ -36,7 +36,7 @@ from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
 from cohort.train.memory import OutOfMemory
-from cohort.train.metrics import policy_movement, step_metrics
+from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
@@ -52,7 +52,7 @@ def run(
     written."""
     policy, reference, adaptive = parts.policy, parts.reference, parts.adaptive
     sampling = Sampling.of(config.rollout)
-    nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates)
+    nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
 
     for step in range(first_step, schedule.steps):
         objective = adaptive.applied_to(parts.objective)
@@ -108,6 +108,7 @@ def run(
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
+        metrics |= rank_metrics(context.world, results, metrics["seconds/step"])
         yield finish_step(parts, schedule, config, folder, current, batch, metrics)
         if parts.best.exhausted:  # early stopping; the checkpoint is written
             break
@@ -191,9 +192,13 @@ def finish_step(
         except CohortError as error:  # a failed evaluation must not cost the run its progress
             failed = error
         last |= parts.best.exhausted or failed is not None
-    folder.append_metrics(metrics)
-    if config.report.log_completions:
-        folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
+
+    def write() -> None:
+        folder.append_metrics(metrics)
+        if config.report.log_completions:
+            folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
+
+    on_main(parts.world, write)
     if last or due(step, config.run.save_steps):
         folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
         if last and config.report.check_saved:
@@ -217,7 +222,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
-            folder.write_evaluation(step, name, evaluation.table)
+            on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
     if parts.best.update(step, metrics):
         folder.save_best(parts.models, parts.best.record(), parts.world)
         if config.report.check_saved:

@@ -48,6 +48,8 @@ class TrainerParts:
     """The ranks, and how they hold the policy."""
     cursor: DataCursor = field(default_factory=DataCursor)
     """Position in the data after the last complete step. The loop advances it once per step."""
+    worlds: dict[int, World] = field(default_factory=dict)
+    """The ranks, for exchanges of pending rollouts."""
     pending: deque[Ahead] = field(default_factory=deque)
     """The rollouts of the next steps, which are being sampled and scored; empty unless ``rollout.lag`` is set."""
 

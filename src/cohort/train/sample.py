@@ -9,9 +9,10 @@ from functools import partial
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import DataCursor
 from cohort.objective import Objective
+from cohort.parallel import together
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import TrainerState
-from cohort.rollout import RNGKey, Sampling, Watch
+from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
 from cohort.train.ahead import Ahead, Place, Sampled
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
@@ -31,8 +32,13 @@ def begin(
         cursor: position of its prompts in the data.
     """
     parts.engine.update_weights(parts.policy.version)
-    rollout = Ahead(step, weights_step, partial(sample, parts, schedule, config, step, cursor))
-    return rollout.begin(parts.pending, parts.policy.device) if config.rollout.lag else rollout
+    lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
+    if not lag:
+        return Ahead(step, weights_step, work, parts.world)
+    # Exchanges of the background must not come between those of the training, nor between those of another rollout.
+    if step % lag not in parts.worlds:
+        parts.worlds[step % lag] = parts.world.beside()
+    return Ahead(step, weights_step, work, parts.worlds[step % lag]).begin(parts.pending, parts.policy.device)
 
 
 def place_after(parts: TrainerParts, schedule: Schedule, rollouts: Sequence[Ahead]) -> Place | None:
@@ -57,21 +63,22 @@ def place_after(parts: TrainerParts, schedule: Schedule, rollouts: Sequence[Ahea
 def sample(
     parts: TrainerParts, schedule: Schedule, config: GRPOConfig, step: int, cursor: DataCursor, ahead: Ahead
 ) -> Sampled:
-    """Sample and score a step's groups.
+    """Sample and score a step's groups: each rank its share of the prompts, and all get all groups and scores.
 
     The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as a
     completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
     ``max_rounds`` rounds; otherwise there is one round.
     """
     rollout: Rollout | None = None
-    clock, metrics = PhaseClock(), dict[str, float]()
+    world, clock, metrics = ahead.world, PhaseClock(), None
+    sampler = parts.sampler.on(world) if isinstance(parts.sampler, DividedSampler) else parts.sampler
     target, state = schedule.prompts_of(step), trainer_state(schedule, step, cursor)
     while rollout is None or another_round(rollout, target, parts.objective):
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
-        prompts = parts.prompts.fetch(cursor, target - used, skip=sampled)
-        with parts.rewards.begin(prompts, config.rollout.num_generations, state, ahead.cancelled) as scoring:
+        prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
+        with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
             with clock("generate"):
-                groups = parts.sampler.generate(
+                groups = sampler.generate(
                     prompts,
                     config.rollout.num_generations,
                     Sampling.of(config.rollout),
@@ -80,14 +87,14 @@ def sample(
                 )
             ahead.check_wanted()
             if not uses_rounds(parts.objective):
-                metrics = parts.sampler.metrics()
+                metrics = sampler.metrics()
                 ahead.free_engine()
             ahead.wait_for_previous()
             with clock("reward"):
                 scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
         rollout = scored if rollout is None else rollout + scored
     rollout.check_drawn()
-    return Sampled(rollout, clock.seconds, metrics or parts.sampler.metrics())
+    return Sampled(rollout, clock.seconds, sampler.metrics() if metrics is None else metrics)
 
 
 def uses_rounds(objective: Objective) -> bool:
