@@ -28,6 +28,13 @@ class RefusedError(Exception):
         self.status = status
 
 
+class ManyConnections(ThreadingHTTPServer):
+    """Does not refuse connections that come all at once."""
+
+    request_queue_size = 256
+    daemon_threads = True
+
+
 class StandIn:
     """One server.
 
@@ -49,8 +56,7 @@ class StandIn:
         """Every POST: path and body."""
         self._lock, self._sockets = threading.Lock(), set()
         self._device = ThreadPoolExecutor(1)  # the model computes in one thread
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
-        self._http.daemon_threads = True
+        self._http = ManyConnections(("127.0.0.1", port), self._handler())
         self.port = self._http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
