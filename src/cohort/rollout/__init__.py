@@ -6,6 +6,7 @@ Importing the room imports no torch; names that need it are loaded when they are
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cohort.rollout.divided import DividedSampler
 from cohort.rollout.engine import (
     Capabilities,
     EndedTurn,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Capabilities",
+    "DividedSampler",
     "Drawn",
     "EndedTurn",
     "Engine",
