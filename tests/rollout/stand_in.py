@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import torch
@@ -121,6 +122,11 @@ class StandIn:
                 400,
                 f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids. Vocabulary size: {vocabulary}",
             )
+        scored = None
+        if "prompt_logprobs" in parameters:
+            logps = self.model(ids).logits[0, :-1].float().log_softmax(-1)
+            read = zip(body["token_ids"][1:], logps, strict=True)
+            scored = [None, *({str(token): {"logprob": float(own[token])}} for token, own in read)]
         generator = torch.Generator().manual_seed(parameters["seed"])
         tokens, logps, reason, stop = [], [], "length", None
         label = self.label
@@ -142,6 +148,7 @@ class StandIn:
             elif found := self.stop_string(tokens, parameters):
                 reason, stop = "stop", found
         return {
+            "prompt_logprobs": scored,
             "choices": [
                 {
                     "index": 0,
@@ -153,7 +160,7 @@ class StandIn:
                         "content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logps, strict=True)]
                     },
                 }
-            ]
+            ],
         }
 
     def stop_string(self, tokens, parameters):
@@ -215,7 +222,8 @@ class DirectTransport:
         self.failing: dict[str, Exception] = {}
 
     def check(self, servers):
-        pass
+        found = {"dtype": torch.float32, "device": "cpu", "workers": 1, "transfer": "cohort", "sizes": {}}
+        return {server: SimpleNamespace(can_sleep=True, has_tokenizer=True, **found) for server in servers}
 
     def send(self, servers, weights, version):
         weights = [(name, tensor.clone()) for name, tensor in weights]

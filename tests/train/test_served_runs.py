@@ -30,7 +30,8 @@ def serve(monkeypatch):
             StandIn(model or tiny_llama(len(tokenizer), initializer_range=0.1), tokenizer) for _ in range(count)
         ]
         transport = DirectTransport(*stand_ins)
-        monkeypatch.setattr(setup, "weight_transport", lambda config: transport)
+        name = "transport_of" if hasattr(setup, "transport_of") else "weight_transport"
+        monkeypatch.setattr(setup, name, lambda *_: transport)
         made.extend(stand_ins)
         return transport, *stand_ins
 
