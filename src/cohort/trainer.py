@@ -102,7 +102,7 @@ class GRPOTrainer:
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
-        self._engine_setup = EngineSetup(config)
+        self._engine_setup = EngineSetup(config, self.world)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
