@@ -24,15 +24,23 @@ from cohort.rollout.transports import transport_of
 from cohort.rollout.vllm import VLLMEngine
 
 
-def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig) -> LocalEngine:
-    """The engine of the settings. Raises here, before anything is sampled, if a grammar does not compile."""
+def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig, *, ahead: bool = False) -> LocalEngine:
+    """The engine of the settings. Raises here, before anything is sampled, if a grammar does not compile.
+
+    Args:
+        policy: what to sample from.
+        tokenizer: of the policy.
+        config: the settings.
+        ahead: whether it samples while the policy is trained, from a copy of the weights.
+    """
     engine = LocalEngine(
-        policy,
+        policy.snapshot() if ahead else policy,
         tokenizer,
         end_token_ids(policy.model, tokenizer),
         max_batch_size=config.max_batch_size,
         cache_tokens=config.cache_tokens,
         native_kernels=policy.native_kernels,
+        trained=policy,
     )
     engine.grammar(Sampling.of(config))
     return engine
@@ -120,7 +128,7 @@ class EngineSetup:
     def engine(self, policy: Policy, tokenizer: Any) -> LocalEngine | VLLMEngine:
         """The engine, after ``connect``."""
         if self.transport is None:
-            return local_engine(policy, tokenizer, self.config.rollout)
+            return local_engine(policy, tokenizer, self.config.rollout, ahead=self.config.rollout.lag > 0)
         dtypes = {server: found.dtype for server, found in self._descriptions.items()}
         return VLLMEngine(
             policy,
