@@ -146,7 +146,7 @@ def train(
         summary = trainer.train(resume=resume)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_state_after_interrupt(trainer)) from None
-    if settings.report.progress:
+    if settings.report.progress and trainer.world.is_main:
         print(
             f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
             f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
