@@ -133,7 +133,7 @@ class GRPOTrainer:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
+        self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
@@ -214,6 +214,7 @@ class GRPOTrainer:
         self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
@@ -226,13 +227,7 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (
-            RewardError,
-            EpisodeError,
-            DataError,
-            ConfigError,
-            EngineError,
-        ) as error:
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
             parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
