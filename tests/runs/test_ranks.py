@@ -1,6 +1,5 @@
 """Checkpoints that N ranks in one layout write and M in another read, bit for bit."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,8 @@ class Run:
             self.optimizer.schedules[0].step()
 
     def save(self, path):
-        state = SavedState(2, self.optimizer.state_dict(), {}, {}, {}, {"prompts": "some"})
-        state = replace(state, random=self.world.gather(random_state()))
+        random = self.world.gather(random_state())
+        state = SavedState(2, self.optimizer.state_dict(), {}, {}, {}, {"prompts": "some"}, random)
         RunFolder(path).save_checkpoint(self.models, state, self.world)
         together(self.world, lambda: check_saved(self.models.policy, RunFolder(path).checkpoint(2)))
 

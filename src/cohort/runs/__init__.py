@@ -1,5 +1,6 @@
 """A run's folder: settings, metrics, completions, checkpoints."""
 
+from cohort.runs.auto import resumes
 from cohort.runs.checkpoints import Models, SavedState, check_saved, load_checkpoint, save_model, saved_identity
 from cohort.runs.durable import write_atomically
 from cohort.runs.folder import RunFolder, as_json, completion_columns, score_columns

@@ -57,7 +57,7 @@ class SavedState:
     best: Mapping[str, Any]
     identity: Mapping[str, str]
     """Facts that are not settings and must be the same in a resumed run."""
-    random: Sequence[Mapping[str, Any]] = ()
+    random: Sequence[Mapping[str, Any]]
     """The state of the random generators of each rank."""
 
 
@@ -121,22 +121,29 @@ def check_checkpoint(folder: Path) -> None:
     Raises:
         RunFolderError: a file is missing or differs, or an earlier version of Cohort wrote it.
     """
+    _refuse_earlier(folder)
+    check_whole(folder)
+
+
+def _refuse_earlier(folder: Path) -> None:
     if (folder / "state" / "loop.pt").exists():
         raise RunFolderError(
             f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) this version does not read. "
             "Its weights load as any model's: set model.path to it to start a new run with them"
         )
-    check_whole(folder)
 
 
 def saved_identity(folder: Path) -> Mapping[str, str]:
     """The facts about its run that a checkpoint stores besides the settings: ``SavedState.identity``.
 
     Raises:
-        RunFolderError: as ``check_checkpoint``.
+        RunFolderError: it cannot be read, or an earlier version of Cohort wrote it.
     """
-    check_checkpoint(folder)
-    return dict(_read_loop(folder)["identity"])
+    _refuse_earlier(folder)
+    try:
+        return dict(_read_loop(folder)["identity"])
+    except (OSError, ValueError, TypeError, LookupError):
+        raise RunFolderError(f"{folder / LOOP} cannot be read") from None
 
 
 def _read_loop(folder: Path) -> dict[str, Any]:
@@ -148,7 +155,7 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
     """Load the weights into the models, restore the random generators, and return the rest of the state.
 
     The layout and the number of ranks may differ from those that wrote the checkpoint: every rank reads its part of the
-    weights. A rank that had no counterpart keeps its random generators as they are.
+    weights. A rank that had no counterpart gets the random state of another.
 
     Args:
         folder: the checkpoint, which ``check_checkpoint`` has passed.
@@ -174,8 +181,7 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
     policy.version = loop["version"]
-    if rank < len(loop["random"]):
-        set_random_state(loop["random"][rank])
+    set_random_state(loop["random"][rank % len(loop["random"])])
     return SavedState(
         step=loop["step"],
         optimizer={"tensors": read_tensors(folder / "state" / "optimizer.safetensors"), "numbers": loop["optimizer"]},

@@ -9,6 +9,7 @@ evaluations/step-N.parquet  completions of the evaluation after step N (0: befor
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 checkpoints/step-N/      see ``checkpoints``
 summary.json             written when the run ends
+logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class RunFolder:
         Raises:
             RunFolderError: it is not.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        # The logs of ranks (``cohort launch``) are there before the run.
+        if self.path.exists() and (not self.path.is_dir() or any(p.name != "logs" for p in self.path.iterdir())):
             what, more = "is not empty" if self.path.is_dir() else "is a file", ""
             if (self.path / "config.toml").exists():
                 what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
@@ -152,7 +154,8 @@ class RunFolder:
 
     def resume(self, config: GRPOConfig, step: int) -> None:
         """Prepare the folder to continue after ``step``: set later checkpoints aside, which are broken, drop later
-        metrics, and write the current settings."""
+        metrics and the summary, and write the current settings."""
+        (self.path / "summary.json").unlink(missing_ok=True)  # the end of the run writes it anew
         for later in (found for found in self.checkpoint_steps() if found > step):
             aside = self.checkpoint(later).with_name(f"step-{later}.broken")
             shutil.rmtree(aside, ignore_errors=True)
