@@ -32,7 +32,7 @@ def trained(folder, resume=False, model=None, close=True, **settings):
     """Train; returns the weights, the metrics of each step and the summary."""
     tokenizer = load_tokenizer(str(DEMO_MODEL))
     trainer = make_trainer(
-        tokenizer(), folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings}
+        tokenizer, folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings}
     )
     steps = list(trainer.steps(resume=resume))
     if close:

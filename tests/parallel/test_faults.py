@@ -11,7 +11,8 @@ def test_a_fault_on_one_rank_is_the_same_on_all(tmp_path):
     for name in first:
         if first[name][0] != "trained":
             assert first[name] == second[name], name
-    assert first["nothing"][0] == first["memory"][0] == first["nonfinite"][0] == "trained"
+    for name in ("nothing", "memory", "nonfinite"):
+        assert first[name][0] == "trained", first[name]
     for name, value in first["nothing"][1].items():  # smaller passes on both ranks, the same gradient
         assert (abs(first["memory"][1][name] - value) < 1e-5).all(), name  # float32
         assert (second["memory"][1][name] == first["memory"][1][name]).all()
