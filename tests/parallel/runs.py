@@ -31,9 +31,7 @@ def longest(completions, **_):
 def trained(folder, resume=False, model=None, close=True, **settings):
     """Train; returns the weights, the metrics of each step and the summary."""
     tokenizer = load_tokenizer(str(DEMO_MODEL))
-    trainer = make_trainer(
-        tokenizer, folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings}
-    )
+    trainer = make_trainer(tokenizer, folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings})
     steps = list(trainer.steps(resume=resume))
     if close:
         trainer.world.close()
