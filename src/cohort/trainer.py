@@ -25,7 +25,7 @@ from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_ranks, check_same, fingerprint
+from cohort.train.ranks import check_ranks, check_same, fingerprint, seed_of
 
 
 class GRPOTrainer:
@@ -233,7 +233,8 @@ class GRPOTrainer:
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)
             hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
-            raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
+            error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
+            raise
         finally:
             parts.abandon_pending()
             self.rewards.close()
@@ -323,7 +324,7 @@ class GRPOTrainer:
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
         self._log_to(folder)
-        set_seed(self.args.run.seed)
+        set_seed(seed_of(self.args.run.seed, self.world))
         if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0
