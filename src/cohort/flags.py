@@ -1,4 +1,4 @@
-"""The flags of ``cohort generate`` and ``cohort eval``: names, types, help. Imports no torch."""
+"""The flags of ``cohort generate``, ``cohort eval`` and ``cohort launch``: names, types, help. Imports no torch."""
 
 from __future__ import annotations
 
@@ -128,3 +128,26 @@ class EvalFlags(SamplingFlags):
     """Write one line of JSON per row: columns, completions, rewards, pass_rate."""
     json: Annotated[str | None, OUTPUT, FILE] = None
     """Write all numbers as JSON."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlags:
+    """Flags of ``cohort launch``."""
+
+    ranks: Annotated[int | None, POSITIVE] = None
+    """Processes on this machine; with --ray, in all. [default: one per GPU; 1 without GPUs]"""
+    layout: Literal["replicate", "optimizer", "full"] | None = None
+    """What each rank holds: sets parallel.layout."""
+    nnodes: Annotated[int, POSITIVE] = 1
+    """Machines. Run the same command on each of them. [default: 1]"""
+    rdzv_endpoint: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
+    """Where the machines meet: one of them, and a free port on it. Needed with --nnodes."""
+    rdzv_id: str = "cohort"
+    """Name of the job at the endpoint; the same on all machines. [default: cohort]"""
+    max_restarts: Annotated[int, Parameter(validator=Number(gte=0))] = 0
+    """Start all ranks again this many times after a failure. Needs train --resume auto. [default: 0]"""
+    ray: bool = False
+    """Start the ranks in a Ray cluster: the one of RAY_ADDRESS or of this machine. Needs the extra "ray"."""
+    dry_run: bool = False
+    """Check the command and print what would be started."""

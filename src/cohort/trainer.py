@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import Data, DataCursor, LengthLimit, PromptSet, check_held_out, load_data, load_sets, prompt_loader
+from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
-from cohort.errors import ConfigError, DataError, EpisodeError, ModelError, RewardError, RunFolderError
+from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
-from cohort.objective import Objective, try_user_functions
+from cohort.objective import try_user_functions
+from cohort.parallel import World, layout_of, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
-from cohort.presets.parts import GroupMean
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import LocalEngine, Sampler, check_capabilities, local_engine
+from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
+from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
+from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
+from cohort.train.ranks import check_ranks, check_same, fingerprint
 
 
 class GRPOTrainer:
@@ -70,20 +74,43 @@ class GRPOTrainer:
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self._checked_folder: RunFolder | None = None
-        self.args = config = _checked(args)
+        self.args = config = checked_settings(args)
+        self.world = World.of_environment(timeout=config.parallel.rank_timeout)
+        """The ranks that train together."""
+        self.layout = layout_of(config.parallel.layout, self.world)
+        check_ranks(config, self.world)
+        given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
+        together(self.world, lambda: self._prepare(*given))
+        self.budget.tokens = min(self.world.gather(self.budget.tokens))
+        facts = {"weights": fingerprint(self.policy.model)} if self.world.size > 1 else {}
+        sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
+        check_same(self.world, {**sections, **self._identity, **facts})
+
+    def _prepare(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        tools: Any,
+        environment_factory: Any,
+    ) -> None:
+        """Check everything, from cheap to expensive, then load the model. Exchanges nothing between ranks."""
+        config = self.args
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
-        check_capabilities(LocalEngine, config)
+        self._engine_setup = EngineSetup(config)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
         self.rewards = self._reward_runner(reward_funcs)
-        data, eval_data = _load(train_dataset, eval_dataset, config)
+        data, eval_data = load_rows(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
 
         self.tokenizer = processing_class or load_tokenizer(
-            _name(model), trust_remote_code=config.model.trust_remote_code
+            model_name(model), trust_remote_code=config.model.trust_remote_code
         )
         self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
         if config.data.chat_template is not None:
@@ -104,13 +131,14 @@ class GRPOTrainer:
     def _load(self, model: Any, longest_prompt: int) -> None:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
+        show = announce if self._prints else None
+        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
-        self.engine = local_engine(self.policy, self.tokenizer, config.rollout)
-        show = announce if config.report.progress else None
+        self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self.budget = find_budget(
             self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
@@ -121,11 +149,17 @@ class GRPOTrainer:
 
     @property
     def sampler(self) -> Sampler:
-        """The engine or, with tools or environments, what drives it through episodes."""
-        if self._episodes is None:
-            return self.engine
-        self._episodes.engine = self.engine  # which may have been replaced
-        return self._episodes
+        """The engine or, with tools or environments, what drives it through episodes; on several ranks, what divides
+        the prompts over them."""
+        sampler: Sampler = self.engine
+        if self._episodes is not None:
+            self._episodes.engine = self.engine  # which may have been replaced
+            sampler = self._episodes
+        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world)
+
+    @property
+    def _prints(self) -> bool:
+        return self.args.report.progress and self.world.is_main
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.
@@ -137,7 +171,7 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        progress = self.args.report.progress
+        progress = self._prints
         steps = self.steps(resume=resume)  # resuming may change the schedule
         with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
             for metrics in steps:
@@ -153,7 +187,7 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        folder = self._checked_folder or output_folder(self.args, resume=resume)
+        folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
         parts = TrainerParts(
             policy=self.policy,
@@ -170,6 +204,7 @@ class GRPOTrainer:
             best=Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else ""),
             tokenizer=self.tokenizer,
             identity=self._identity,
+            layout=self.layout,
         )
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
@@ -190,6 +225,7 @@ class GRPOTrainer:
             EpisodeError,
             DataError,
             ConfigError,
+            EngineError,
         ) as error:
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
@@ -207,13 +243,14 @@ class GRPOTrainer:
         if parts.best.exhausted and self.summary["steps"] < self.schedule.steps:
             self.summary["stopped_early"] = True
         self.summary["seconds"] = round(time.time() - self.started, 2)
-        folder.write_summary(self.summary)
+        on_main(self.world, lambda: folder.write_summary(self.summary))
 
     def _keep_last_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
         """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
-        kept, step = max(folder.checkpoint_steps(), default=0), int(self.summary["steps"])
+        kept = on_main(self.world, lambda: max(folder.checkpoint_steps(), default=0))
+        step = int(self.summary["steps"])
         if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step))
+            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
             kept = step
         return kept or None
 
@@ -231,8 +268,8 @@ class GRPOTrainer:
         if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             return folder.first_evaluation()
         before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
-        folder.append_metrics({"step": 0, "time": time.time(), **before})
-        if self.args.report.progress:
+        on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **before}))
+        if self._prints:
             announce(evaluation_line(before, "before training"))
         return before
 
@@ -252,22 +289,26 @@ class GRPOTrainer:
             evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
+        self.engine.update_weights(self.policy.version)
         return evaluator.evaluate(self.sampler)
 
     def save_model(self, path: str | Path, *, merge: bool = False) -> None:
-        """Write weights, config and tokenizer as transformers loads them.
+        """Write weights, config and tokenizer as transformers loads them. With several ranks, each is to call it, and
+        rank 0 writes.
 
         Args:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        save_model(self.policy, self.tokenizer, path, merge=merge)
+        on_main(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge))
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
         budget = self.budget.describe()
         described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
         lines = [described]
+        if self.world.size > 1:
+            lines.append(f"ranks: {self.world.size}, layout {self.args.parallel.layout}")
         if self.acting:
             lines += [self.acting.describe(), self._turn_format.describe()]
         if self.evaluator:
@@ -275,16 +316,20 @@ class GRPOTrainer:
         return "\n".join(lines)
 
     def _start(self, folder: RunFolder) -> int:
-        folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text)
+        on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
+        self._log_to(folder)
         set_seed(self.args.run.seed)
-        if self.args.report.progress:
+        if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
-        step = folder.check_resumable(self.args)
-        saved = load_checkpoint(folder.checkpoint(step), parts.models, parts.identity)
-        parts.restore(saved, folder.best_record())
+        step = on_main(parts.world, partial(folder.check_resumable, self.args))
+        checkpoint = folder.checkpoint(step)
+        saved = together(
+            self.world, lambda: load_checkpoint(checkpoint, parts.models, parts.identity, rank=parts.world.rank)
+        )
+        parts.restore(saved, on_main(self.world, folder.best_record))
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         if step >= self.schedule.steps:
             raise ConfigError(
@@ -296,10 +341,16 @@ class GRPOTrainer:
                 f"{folder.path} stopped early, at step {step}: {parts.best.describe()}; "
                 "raise eval.early_stopping_patience, or set it to 0, to train longer"
             )
-        folder.resume(self.args, step)
-        if self.args.report.progress:
+        on_main(self.world, lambda: folder.resume(self.args, step))
+        self._log_to(folder)
+        if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
+
+    def _log_to(self, folder: RunFolder) -> None:
+        """The console is rank 0's; the others log to files."""
+        if not self.world.is_main:
+            log_to(folder.path / "logs" / f"rank-{self.world.rank}.log")
 
     def _reward_runner(self, given: Any) -> RewardRunner:
         """The reward functions: those given, those of the settings, or the environment's reward."""
@@ -317,7 +368,8 @@ class GRPOTrainer:
             config.reward.weights,
             config.reward,
             per_token=objective.credit in ("process", "given"),
-            not_negative=_part_without_negative_rewards(objective),
+            not_negative=part_without_negative_rewards(objective),
+            world=self.world,
         )
 
     def _prompt_set(self, data: Data) -> PromptSet:
@@ -340,56 +392,9 @@ def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrai
     Raises:
         CohortError: as ``GRPOTrainer``. The output folder is checked before anything is loaded.
     """
-    folder = output_folder(config, resume=resume)
-    if resume:
-        folder.check_resumable(config)
-    else:
-        folder.check_free()
+    world = World.of_environment(timeout=config.parallel.rank_timeout)
+    folder = output_folder(config, world, resume=resume)
+    on_main(world, partial(folder.check_resumable, config) if resume else folder.check_free)
     trainer = GRPOTrainer(args=config)
     trainer._checked_folder = folder
     return trainer
-
-
-def output_folder(config: GRPOConfig, *, resume: bool = False) -> RunFolder:
-    """The folder of the settings, or the next free one under ``runs``.
-
-    Raises:
-        ConfigError: ``resume`` without ``run.output_dir``.
-    """
-    if config.run.output_dir is not None:
-        return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
-    if resume:
-        raise ConfigError("to resume a run, set run.output_dir to its folder")
-    return RunFolder.next_free("run", keep_checkpoints=config.run.save_total_limit)
-
-
-def _checked(args: GRPOConfig | None) -> GRPOConfig:
-    if not isinstance(args, GRPOConfig | None):
-        raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(args).__name__}")
-    return GRPOConfig() if args is None else args
-
-
-def _name(model: Any) -> str:
-    """The folder or hub id of a model's tokenizer."""
-    if isinstance(model, str):
-        return model
-    if name := getattr(getattr(model, "config", None), "_name_or_path", ""):
-        return str(name)
-    raise ModelError("a model built in memory has no tokenizer: pass processing_class")
-
-
-def _load(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Data, dict[str, Data]]:
-    """Training data, and evaluation data by name, with all checks that need no tokenizer."""
-    data = load_data(train_dataset, config.data)
-    if data is None:
-        raise DataError("no training data: pass train_dataset, or set data.train")
-    Schedule.of(config, data.epoch_length())  # too few rows are known now
-    sets = load_sets(eval_dataset, config.data)
-    check_held_out(data, sets)
-    return data, sets
-
-
-def _part_without_negative_rewards(objective: Objective) -> str | None:
-    if isinstance(objective.scale, GroupMean):
-        return "scale 'group_mean' (a negative mean inverts every sign)"
-    return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None

@@ -2,11 +2,10 @@
 
 import pytest
 
-import cohort.trainer
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
-from cohort.rollout import Capabilities, LocalEngine, check_capabilities, required_capabilities
+from cohort.rollout import Capabilities, LocalEngine, check_capabilities, required_capabilities, setup
 
 
 class Plain:
@@ -21,8 +20,11 @@ NEEDS = {
     "penalty": ({"repetition_penalty": 1.2}, {"repetition_penalty": "rollout.repetition_penalty is 1.2"}),
     "top-p": ({"top_p": 0.9}, {"support": "rollout.replay_sampling is on"}),
     "minimum": ({"min_completion_length": 3}, {"support": "rollout.replay_sampling is on"}),
-    "top-p, not replayed": ({"top_p": 0.9, "replay_sampling": False}, {}),
-    "regex": ({"regex": "a+", "replay_sampling": False}, {"grammars": "rollout.regex is set"}),
+    "top-p, not replayed": ({"top_p": 0.9, "replay_sampling": False}, {"full_logps": "rollout.replay_sampling is off"}),
+    "regex": (
+        {"regex": "a+", "replay_sampling": False},
+        {"grammars": "rollout.regex is set", "full_logps": "rollout.replay_sampling is off"},
+    ),
     "schema": ({"json_schema": "{}"}, {"grammars": "rollout.json_schema is set", "support": "rollout.replay_sampling"}),
 }
 
@@ -43,7 +45,7 @@ def test_each_setting_needs_its_capability(name):
 
 
 def test_the_trainer_asks_before_it_reads_a_model(monkeypatch):
-    monkeypatch.setattr(cohort.trainer, "LocalEngine", Plain)
+    monkeypatch.setattr(setup, "LocalEngine", Plain)
     config = GRPOConfig(rollout=RolloutConfig(regex="a+"))
     with pytest.raises(ConfigError, match="Plain lacks what these settings need: grammars"):
         GRPOTrainer(model="no such model", reward_funcs=len, args=config, train_dataset=[{"prompt": "a"}])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cohort.train.loop as loop_module
@@ -269,6 +270,58 @@ def test_an_incomplete_checkpoint_is_ignored(run, finished):
     resumed.train(resume=True)
     assert same_parameters(run[0], resumed)
     assert checkpoints_of(folder) == ["step-1", "step-2"]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("break_", "message"),
+    [
+        (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was written"),
+        (lambda folder: (folder / "state/optimizer.safetensors").write_bytes(b""), "optimizer.safetensors has 0 bytes"),
+        (lambda folder: (folder / "config.json").unlink(), "step-2 lacks config.json"),
+        (lambda folder: (folder / "state/loop.json").write_text("{"), "loop.json has 1 bytes"),
+    ],
+)
+def test_a_broken_checkpoint_is_set_aside_and_the_one_before_taken(run, finished, caplog, break_, message):
+    folder, again = finished
+    break_(folder / "checkpoints" / "step-2")
+    resumed = again()
+    resumed.train(resume=True)
+    assert message in caplog.text
+    assert "going on from step 1 instead" in caplog.text
+    assert same_parameters(run[0], resumed)
+    assert checkpoints_of(folder) == ["step-1", "step-2", "step-2.broken"]
+
+
+def test_when_every_checkpoint_is_broken_or_of_an_earlier_version(finished):
+    folder, again = finished
+    for path in (folder / "checkpoints").iterdir():
+        flip(path / "state" / "reference.safetensors")
+    with pytest.raises(
+        RunFolderError, match=r"no whole checkpoint to resume from: .*step-2: state/ref.*; .*step-1: st"
+    ):
+        again().train(resume=True)
+    for path in (folder / "checkpoints").iterdir():
+        (path / "state" / "loop.pt").write_bytes(b"")
+    with pytest.raises(RunFolderError, match=r"earlier version of Cohort.*set model\.path to it to start a new run"):
+        again().train(resume=True)
+
+
+def test_a_checkpoint_holds_nothing_but_safetensors_and_text(run):
+    folder = run[1] / "checkpoints" / "step-2"
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        if path.suffix == ".safetensors":
+            assert load_file(path)
+        else:
+            path.read_text(encoding="utf-8")
+    names = load_file(folder / "state" / "optimizer.safetensors").keys()
+    assert {"lm_head.weight/exp_avg", "lm_head.weight/exp_avg_sq", "lm_head.weight/step"} < names
+    assert {name.rpartition("/")[0] for name in names} == dict(run[0].policy.model.named_parameters()).keys()
 
 
 def test_a_finished_run_can_be_made_longer(finished):

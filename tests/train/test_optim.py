@@ -1,6 +1,7 @@
 """The optimizers: learning rates, clipping, weight decay and states, against values by hand and torch's AdamW."""
 
 import copy
+import json
 import sys
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from cohort.config import OptimConfig
-from cohort.errors import ModelError
+from cohort.errors import ModelError, RunFolderError
+from cohort.runs.tensors import read_tensors, write_tensors
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
 
@@ -97,7 +99,7 @@ def test_a_model_without_trainable_parameters_is_an_error():
 
 def tiny_trained(name, updates=3, learning_rate=0.05):
     """A small model after some updates that raise the probability of one token."""
-    module = tiny_llama()
+    module = tiny_llama(vocab_size=200)  # tables of more than 4,096 numbers, for which 8-bit states have 8 bits
     optimizer = Optimizer(module, OptimConfig(optimizer=name, learning_rate=learning_rate), updates)
     ids, losses = torch.tensor([[3, 4, 5, 6]]), []
     for _ in range(updates):
@@ -110,19 +112,32 @@ def tiny_trained(name, updates=3, learning_rate=0.05):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
-def test_every_optimizer_learns_and_goes_on_from_its_state(name):
+def test_every_optimizer_learns_and_goes_on_from_its_state(name, tmp_path):
     module, optimizer, losses = tiny_trained(name)
     assert losses[-1] < losses[0] - 0.5
-    other = tiny_llama()
+    other = tiny_llama(vocab_size=200)
     other.load_state_dict(module.state_dict())
     resumed = Optimizer(other, OptimConfig(optimizer=name, learning_rate=0.05), 3)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as from a file
+    state = optimizer.state_dict()
+    assert (torch.uint8 in {tensor.dtype for tensor in state["tensors"].values()}) == (name == "adamw_8bit")
+    write_tensors(tmp_path / "tensors", state["tensors"])
+    numbers = json.loads(json.dumps(state["numbers"]))
+    resumed.load_state_dict({"tensors": read_tensors(tmp_path / "tensors"), "numbers": numbers})
+    (tmp_path / "tensors").write_bytes(b"")  # nothing of the state is in the file any more
     for each, its in ((module, optimizer), (other, resumed)):
         its.zero_grad()
         each(torch.tensor([[3, 4]])).logits.square().mean().backward()
         its.step()
     for one, two in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_the_state_of_a_stranger_is_refused():
+    _, optimizer, _ = tiny_trained("adamw", updates=1)
+    with pytest.raises(
+        RunFolderError, match=r"the saved optimizer state is of model\.embed_tokens\.weight, which is not"
+    ):
+        Optimizer(model(), OptimConfig(), 1).load_state_dict(optimizer.state_dict())
 
 
 def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,24 @@ class DataCursor:
     """Measured curriculum only: per lane, the latest epoch that has begun and its order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor as checkpoints store it."""
-        return {"taken": self.position, "reached": self.read, "rewards": self.rewards, "passes": dict(self.orders)}
+        """The cursor in types of JSON, as checkpoints store it: None for a reward that is NaN."""
+        rewards = None
+        if self.rewards is not None:
+            rewards = [None if math.isnan(reward) else reward for reward in self.rewards.tolist()]
+        orders = {str(lane): [epoch, order.tolist()] for lane, (epoch, order) in self.orders.items()}
+        return {
+            "position": self.position,
+            "read": self.read and asdict(self.read),
+            "rewards": rewards,
+            "orders": orders,
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataCursor:
         """The inverse of ``state_dict``."""
-        return cls(state["taken"], state["reached"], state["rewards"], state["passes"])
+        rewards = None if state["rewards"] is None else np.array(state["rewards"], dtype=float)  # makes None NaN
+        orders = {int(lane): (epoch, np.array(order, dtype=int)) for lane, (epoch, order) in state["orders"].items()}
+        return cls(state["position"], state["read"] and ReadPosition(**state["read"]), rewards, orders)
 
 
 class PromptLoader(ABC):

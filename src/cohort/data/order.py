@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.loader import DataCursor, PromptLoader, ReadPosition
+from cohort.data.loader import DataCursor, PromptLoader
 from cohort.data.prompts import PromptSet
 from cohort.types import Prompt
 
@@ -19,7 +19,6 @@ ORDERS = {
     "curriculum": "by {}, ties in a new order for each epoch",
     "measured": "the first epoch shuffled, each later one from the highest measured mean reward to the lowest",
 }
-Reached = ReadPosition  # its name in checkpoints of earlier versions
 
 
 class InMemoryLoader(PromptLoader):

@@ -64,7 +64,8 @@ def prepare(settings: Path, seed: int, output_dir: str | None) -> tuple[RunFolde
     Raises:
         RunFolderError: the folder holds another run.
     """
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
+    torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // ranks)))
     folder = RunFolder(output_dir) if output_dir else RunFolder.next_free("demo")
     folder.check_free()
     return folder, load_config(settings, ["--run.seed", str(seed), "--run.output_dir", str(folder.path)])

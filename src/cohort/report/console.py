@@ -16,7 +16,7 @@ from cohort.data import DataCursor, PromptLoader
 from cohort.objective import explain
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
-from cohort.rollout import LocalEngine, Sampling
+from cohort.rollout import LocalEngine, Sampling, VLLMEngine
 from cohort.types import Prompt
 
 PLAIN_LINES = 20
@@ -30,7 +30,12 @@ def announce(*paragraphs: str) -> None:
 
 
 def describe_run(
-    policy: Policy, engine: LocalEngine, budget: str, prompts: PromptLoader, rewards: RewardRunner, schedule: Schedule
+    policy: Policy,
+    engine: LocalEngine | VLLMEngine,
+    budget: str,
+    prompts: PromptLoader,
+    rewards: RewardRunner,
+    schedule: Schedule,
 ) -> str:
     """The run in words: model, numerics, sampling, end tokens, first prompt, rewards, objective, schedule."""
     parameters = list(policy.model.parameters())

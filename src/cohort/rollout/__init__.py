@@ -6,6 +6,7 @@ Importing the room imports no torch; names that need it are loaded when they are
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cohort.rollout.divided import DividedSampler
 from cohort.rollout.engine import (
     Capabilities,
     EndedTurn,
@@ -18,18 +19,22 @@ from cohort.rollout.engine import (
     required_capabilities,
 )
 from cohort.rollout.philox import Purpose, RNGKey, philox4x32
+from cohort.rollout.server import Server
 from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
     from cohort.rollout.local import LocalEngine
     from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
-    from cohort.rollout.setup import local_engine
+    from cohort.rollout.setup import EngineSetup, local_engine
+    from cohort.rollout.vllm import VLLMEngine
 
 __all__ = [
     "Capabilities",
+    "DividedSampler",
     "Drawn",
     "EndedTurn",
     "Engine",
+    "EngineSetup",
     "LocalEngine",
     "Purpose",
     "RNGKey",
@@ -37,7 +42,9 @@ __all__ = [
     "RowSettings",
     "Sampler",
     "Sampling",
+    "Server",
     "TokenEvent",
+    "VLLMEngine",
     "Watch",
     "check_capabilities",
     "draw_tokens",
@@ -48,8 +55,10 @@ __all__ = [
 
 _WITH_TORCH = {
     "Drawn": "sampling",
+    "EngineSetup": "setup",
     "LocalEngine": "local",
     "RowSettings": "sampling",
+    "VLLMEngine": "vllm",
     "draw_tokens": "sampling",
     "local_engine": "setup",
 }

@@ -28,6 +28,8 @@ class Capabilities:
     """Each draw is a function of the request's ``RNGKey``, prompt, sample and position, and of nothing else."""
     support: bool = False
     """It records the tokens that each draw could have given: ``Completion.support``."""
+    full_logps: bool = False
+    """It also reports log-probs under the full softmax when it drew from fewer tokens: ``Completion.full_logps``."""
     repetition_penalty: bool = False
     """It applies a repetition penalty as the trainer does."""
     grammars: bool = False
@@ -50,9 +52,11 @@ def required_capabilities(config: GRPOConfig) -> dict[str, str]:
         needed["grammars"] = f"rollout.{'regex' if sampling.json_schema is None else 'json_schema'} is set"
     if sampling.repetition_penalty != 1:
         needed["repetition_penalty"] = f"rollout.repetition_penalty is {sampling.repetition_penalty:g}"
-    if sampling.truncates and sampling.record_support:
-        needed["support"] = (
-            "rollout.replay_sampling is on, and top_k, top_p, min_p, min_completion_length or a grammar excludes tokens"
+    if sampling.truncates:
+        name, replay = ("support", "on") if sampling.record_support else ("full_logps", "off")
+        needed[name] = (
+            f"rollout.replay_sampling is {replay}, and top_k, top_p, min_p, min_completion_length or a grammar "
+            "excludes tokens"
         )
     return needed
 

@@ -11,11 +11,12 @@ from collections.abc import Generator, Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from cohort.errors import ConfigError, DataError
+from cohort.errors import ConfigError
 from cohort.policy import Policy, context_length
 from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
 from cohort.rollout.capacity import Capacity
+from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch
 from cohort.rollout.runner import BackendRunner
@@ -46,6 +47,7 @@ class LocalEngine(Engine):
         shared_weights=True,
         keyed_draws=True,
         support=True,
+        full_logps=True,
         repetition_penalty=True,
         grammars=True,
         continuation=True,
@@ -83,7 +85,7 @@ class LocalEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """See ``Engine``. Requests that do not fit the memory that a running stream has allocated wait for its end."""
-        self._check(requests)
+        check_requests(requests, self.policy.vocab_size, context_length(self.policy.model.config))
         if self._tokens_read_again is None and any(request.continues for request in requests):
             self._tokens_read_again = 0
         grammars = {sampling: self.grammar(sampling) for sampling in {request.sampling for request in requests}}
@@ -145,11 +147,11 @@ class LocalEngine(Engine):
 
     def update_weights(self, version: int) -> None:  # noqa: ARG002
         """See ``Engine``. Moves nothing: the policy's weights are read where they are."""
-        self._refuse_unfinished("take new weights")
+        check_finished(self.unfinished, "take new weights")
 
     def sleep(self) -> None:
         """Free copies of the weights in compute precision; the next call makes them again."""
-        self._refuse_unfinished("sleep")
+        check_finished(self.unfinished, "sleep")
         self.backend.sleep()
 
     def wake(self) -> None:
@@ -162,19 +164,11 @@ class LocalEngine(Engine):
 
     def describe_model(self) -> str:
         """Model, numerics and backend, a line each."""
-        policy = self.policy
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
-        total, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
-        size = f"{total:,} parameters" + ("" if trained == total else f" ({trained:,} of them trained)")
-        return (
-            f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}\n"
-            f"sampler: {self.backend.description}"
-        )
+        return f"{describe_policy(self.policy)}\nsampler: {self.backend.description}"
 
     def describe_ends(self) -> str:
         """The tokens that end a completion, in a line."""
-        ends = [f"{self.tokenizer.convert_ids_to_tokens(end)!r} ({end})" for end in sorted(self.end_token_ids)]
-        return f"end tokens: {', '.join(ends) or 'none: every completion runs to its limit'}"
+        return describe_end_tokens(self.tokenizer, self.end_token_ids)
 
     def grammar(self, sampling: Sampling) -> Any:
         """The compiled grammar of sampling settings, None without one. Raises ``ConfigError`` if it does not compile or
@@ -188,27 +182,6 @@ class LocalEngine(Engine):
         for token in sampling.forced_ids:
             matcher.consume(token)
         return grammar
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        context, vocabulary = context_length(self.policy.model.config), self.policy.vocab_size
-        pairs = {(id(request.prompt), request.sampling): request for request in requests}
-        for prompt, sampling in ((request.prompt, request.sampling) for request in pairs.values()):
-            length, limit = len(prompt.token_ids), sampling.max_completion_length
-            if not length:
-                raise DataError(f"prompt {prompt.uid} has no tokens")
-            if not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocabulary:
-                raise DataError(
-                    f"prompt {prompt.uid} ({prompt.text[:60]!r}) has token ids from {min(prompt.token_ids)} to "
-                    f"{max(prompt.token_ids)}, and the model has {vocabulary} tokens: were tokens added to the "
-                    "tokenizer without resizing the model's embeddings?"
-                )
-            if sampling.forced_ids and max(sampling.forced_ids) >= vocabulary:
-                raise ConfigError(f"forced_ids holds {max(sampling.forced_ids)}, and the model has {vocabulary} tokens")
-            if context is not None and length + limit > context:
-                raise DataError(
-                    f"prompt {prompt.uid} ({prompt.text[:60]!r}) has {length} tokens, and a completion may have "
-                    f"{limit} more: the model's context holds {context}. Shorten it, or lower max_completion_length"
-                )
 
     def _stop_strings(self, stops: tuple[str, ...]) -> StopStrings:
         """Kept between calls, with what it has learned about the vocabulary."""
@@ -287,13 +260,6 @@ class LocalEngine(Engine):
             self._tokens_read_again += self._scheduler.tokens_read_again
         self._scheduler = None
         self.backend.end()
-
-    def _refuse_unfinished(self, what: str) -> None:
-        if self.unfinished:
-            raise ConfigError(
-                f"this engine cannot {what}: {self.unfinished} trajectories are unfinished. Finish, release or reset "
-                "them"
-            )
 
 
 def _history(request: Request) -> int:

@@ -86,6 +86,22 @@ class RNGKey:
         bits = ((high >> np.uint64(5)) << np.uint64(26)) | (low >> np.uint64(6))
         return bits.astype(np.float64) * 2.0**-53
 
+    def request_seed(self, prompt_uid: int, sample: int, position: int) -> int:
+        """The seed, below 2**63, with which another process draws the tokens of a turn.
+
+        Args:
+            prompt_uid: ``Prompt.uid``.
+            sample: which completion of the prompt it is, 0..G-1.
+            position: of the turn's first token in the trajectory.
+
+        >>> RNGKey(7, 0).request_seed(1, 0, 0) == RNGKey(7, 0).request_seed(1, 0, 5)
+        False
+        """
+        numbers = (self.step, prompt_uid & 0xFFFFFFFF, sample, position)
+        step, prompt, own, start = (np.full(1, number, np.uint64) for number in numbers)
+        high, low, _, _ = philox4x32((step, prompt, own, start), (self.seed, int(self.purpose)))
+        return (int(high[0]) & 0x7FFFFFFF) << 32 | int(low[0])
+
     def environment_seed(self, prompt_uid: int) -> int:
         """The seed of the environments of a prompt's group, below 2**32: the same for all its samples.
 

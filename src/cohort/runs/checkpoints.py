@@ -1,26 +1,33 @@
-"""Checkpoints: what they store, saving, loading, and checking what was saved; the state of the random generators.
+"""Checkpoints: what they store, saving, loading, and checking what was saved.
 
-step-N/            weights, config and tokenizer, as ``transformers`` loads them
-    state/         what the loop needs to continue: optimizer.pt, loop.pt and, if the reference has weights of its own,
-                   reference.pt
+step-N/                        weights, config and tokenizer, as ``transformers`` loads them
+    state/                     what the loop needs to continue
+        optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
+        reference.safetensors  the reference's weights, if it has weights of its own
+        loop.json              everything else: numbers and text
+    manifest.json              sizes and hashes of the files, written last
+
+Every tensor is whole, whatever layout and number of ranks wrote it; any other reads it. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
+from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
+from cohort.runs.generators import set_random_state
+from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
+
+LOOP = "state/loop.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,55 +46,127 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """The state of everything but the models, as ``state_dict`` of each part gives it."""
+    """The state of everything but the models, as ``state_dict`` of each part gives it. All but the optimizer's tensors
+    is in types of JSON."""
 
     step: int
     optimizer: Mapping[str, Any]
+    """``tensors``, by the names of parameter and state, and ``numbers``."""
     cursor: Mapping[str, Any]
     adaptive: Mapping[str, Any]
     best: Mapping[str, Any]
     identity: Mapping[str, str]
     """Facts that are not settings and must be the same in a resumed run."""
+    random: Sequence[Mapping[str, Any]]
+    """The state of the random generators of each rank."""
 
 
-def save_checkpoint(folder: Path, models: Models, state: SavedState) -> None:
-    """Write models and state, with the state of the random generators, into an empty folder."""
-    (folder / "state").mkdir(parents=True)
-    save_model(models.policy, models.tokenizer, folder)
+def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: bool = True) -> None:
+    """Write models and state into an empty folder.
+
+    Args:
+        folder: the folder.
+        models, state: what to write.
+        write: whether this rank writes. The others take part in gathering sharded tensors, also after a failure to
+            write, which is raised at the end.
+
+    Raises:
+        RunFolderError: a part of the state cannot be stored.
+    """
+    files = {"state/optimizer.safetensors": state.optimizer["tensors"]}
     if models.stored_reference is not None:
-        torch.save(models.stored_reference.model.state_dict(), folder / "state" / "reference.pt")
-    torch.save(state.optimizer, folder / "state" / "optimizer.pt")
+        files["state/reference.safetensors"] = named_weights(models.stored_reference.model)
+    records: dict[str, FileRecord] = {}
+    failed: list[Exception] = []
+    try:
+        save_model(models.policy, models.tokenizer, folder, write=write)
+    except Exception as error:
+        failed.append(error)
+    for name, tensors in files.items():
+        try:
+            if record := write_tensors(folder / name, tensors, write=write and not failed):
+                records[name] = record
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if not write:
+        return
     loop = {
         "step": state.step,
         "version": models.policy.version,
-        "place": state.cursor,
+        "cursor": state.cursor,
         "adaptive": state.adaptive,
         "best": state.best,
         "identity": state.identity,
-        "random": random_state(),
+        "optimizer": state.optimizer["numbers"],
+        "random": state.random,
     }
-    torch.save(loop, folder / "state" / "loop.pt")
+    records[LOOP] = write_file(folder / LOOP, [_as_json(loop)])
+    write_manifest(folder, records)
+
+
+def _as_json(loop: Mapping[str, Any]) -> bytes:
+    for name, value in loop.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"{name!r} cannot be stored in a checkpoint: {error}") from error
+    return json.dumps(loop).encode()
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Check that a checkpoint is as it was written.
+
+    Raises:
+        RunFolderError: a file is missing or differs, or an earlier version of Cohort wrote it.
+    """
+    _refuse_earlier(folder)
+    check_whole(folder)
+
+
+def _refuse_earlier(folder: Path) -> None:
+    if (folder / "state" / "loop.pt").exists():
+        raise RunFolderError(
+            f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) this version does not read. "
+            "Its weights load as any model's: set model.path to it to start a new run with them"
+        )
 
 
 def saved_identity(folder: Path) -> Mapping[str, str]:
-    """The facts about its run that a checkpoint stores besides the settings: ``SavedState.identity``."""
-    identity: Mapping[str, str] = torch.load(folder / "state" / "loop.pt", weights_only=False)["identity"]
-    return identity
-
-
-def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -> SavedState:
-    """Load the weights into the models, restore the random generators, and return the rest of the state.
-
-    Args:
-        folder: the checkpoint.
-        models: the models of the run.
-        identity: the facts that must be the same as in the run that wrote the checkpoint.
+    """The facts about its run that a checkpoint stores besides the settings: ``SavedState.identity``.
 
     Raises:
-        RunFolderError: the run that wrote it had other prompts or rewards.
+        RunFolderError: it cannot be read, or an earlier version of Cohort wrote it.
     """
-    policy = models.policy
-    loop = torch.load(folder / "state" / "loop.pt", weights_only=False)
+    _refuse_earlier(folder)
+    try:
+        return dict(_read_loop(folder)["identity"])
+    except (OSError, ValueError, TypeError, LookupError):
+        raise RunFolderError(f"{folder / LOOP} cannot be read") from None
+
+
+def _read_loop(folder: Path) -> dict[str, Any]:
+    loop: dict[str, Any] = json.loads((folder / LOOP).read_bytes())
+    return loop
+
+
+def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *, rank: int = 0) -> SavedState:
+    """Load the weights into the models, restore the random generators, and return the rest of the state.
+
+    The layout and the number of ranks may differ from those that wrote the checkpoint: every rank reads its part of the
+    weights. A rank that had no counterpart gets the random state of another.
+
+    Args:
+        folder: the checkpoint, which ``check_checkpoint`` has passed.
+        models: the models of the run.
+        identity: the facts that must be the same as in the run that wrote the checkpoint.
+        rank: number of this process.
+
+    Raises:
+        RunFolderError: the run that wrote it had other prompts or rewards, or a model with other weights.
+    """
+    policy, loop = models.policy, _read_loop(folder)
     saved = loop["identity"]
     for what in {**saved, **identity}:
         before, now = saved.get(what, "none"), identity.get(what, "none")
@@ -96,25 +175,47 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str]) -
     if has_adapters(policy.model):
         load_adapter_weights(policy.model, folder)
     else:
-        policy.model.load_state_dict(_loaded_weights(policy, folder))
+        trained = named_weights(policy.model)
+        _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
-        weights = torch.load(folder / "state" / "reference.pt", map_location=policy.device)
-        models.stored_reference.model.load_state_dict(weights)
-    optimizer = torch.load(folder / "state" / "optimizer.pt", map_location=policy.device)
+        reference = named_weights(models.stored_reference.model)
+        _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
     policy.version = loop["version"]
-    set_random_state(loop["random"])
-    return SavedState(loop["step"], optimizer, loop["place"], loop["adaptive"], loop["best"], loop["identity"])
+    set_random_state(loop["random"][rank % len(loop["random"])])
+    return SavedState(
+        step=loop["step"],
+        optimizer={"tensors": read_tensors(folder / "state" / "optimizer.safetensors"), "numbers": loop["optimizer"]},
+        cursor=loop["cursor"],
+        adaptive=loop["adaptive"],
+        best=loop["best"],
+        identity=saved,
+        random=loop["random"],
+    )
 
 
-def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False) -> None:
+def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path) -> None:
+    for name, tensor in trained.items():
+        if name not in saved or saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+            what = f"{saved[name].dtype} {list(saved[name].shape)}" if name in saved else "missing"
+            raise RunFolderError(f"{folder}: {name} is {what}; the model has {tensor.dtype} {list(tensor.shape)}")
+        fill(tensor, saved[name])
+
+
+def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False, write: bool = True) -> None:
     """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
 
-    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged.
+    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged. The
+    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call.
     """
     model = policy.model
     more: dict[str, Any] = {}
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        more["state_dict"] = _gathered(model, keep=write)
+    if not write:
+        return
     if has_adapters(model):
-        model, more = (merged(model), {}) if merge else (model, {"selected_adapters": list(model.active_adapters)})
+        adapters = {"selected_adapters": list(model.active_adapters)}
+        model, more = (merged(model), {}) if merge else (model, more | adapters)
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None and generation_config.do_sample is not True:
         # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
@@ -124,6 +225,19 @@ def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool 
     with without_progress_bars():
         model.save_pretrained(path, **more)
     tokenizer.save_pretrained(path)
+
+
+def _gathered(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The whole tensors of a sharded model's state on the CPU, tied ones as one tensor under each of their names, as
+    transformers needs them to choose the name to save; nothing unless ``keep``."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named_weights(model).items():
+        values = whole(tensor)
+        if keep:
+            found[name] = values.cpu()
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return found | {name: found[names[name]] for name in names if keep}
 
 
 def check_saved(policy: Policy, folder: Path) -> None:
@@ -141,33 +255,30 @@ def check_saved(policy: Policy, folder: Path) -> None:
         RunFolderError: a tensor differs or is missing.
     """
     adapters = has_adapters(policy.model)
-    trained: Mapping[str, Tensor] = adapter_weights(policy.model) if adapters else policy.model.state_dict()
-    saved = _saved_tensors(folder)
-    if not adapters and not {name for name, _ in _saved_tensors(folder)} <= trained.keys():
-        weights = _loaded_weights(policy, folder)
-        saved = ((name, partial(weights.__getitem__, name)) for name in weights)
-    found: set[str] = set()
-    for name, read in saved:
-        if name not in trained or not _bit_equal(read(), trained[name]):
+    trained: Mapping[str, Tensor] = adapter_weights(policy.model) if adapters else named_weights(policy.model)
+    saved = _read_weights(folder) if adapters else _saved_weights(policy, folder, trained)
+    for name, tensor in trained.items():
+        if name in saved and not _bit_equal(share(saved[name], tensor), own(tensor)):
             raise RunFolderError(
                 f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
                 "report.check_saved = false saves without checking"
             )
-        found.add(name)
-    # Tied weights are written once, under one of their names.
-    written = {trained[name].data_ptr() for name in found}
-    if missing := [name for name in trained if name not in found and trained[name].data_ptr() not in written]:
+    if missing := [name for name in trained if name not in saved]:
         raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
 
 
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The names of the tensors in a folder's files, each with a function that reads the tensor."""
-    from safetensors import safe_open
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors in a model's files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                yield name, partial(tensors.get_tensor, name)
+
+def _saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
+    writes the architecture's weights in another form, through transformers."""
+    saved = _read_weights(folder)
+    as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
+    return saved if as_they_are else _loaded_weights(policy, folder)
 
 
 def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
@@ -184,39 +295,3 @@ def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
         return False
     bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
     return torch.equal(*bits)
-
-
-# The global random generators, which reward functions and dropout may use. Cohort's own draws are functions of keys.
-
-
-def random_state() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """The inverse of ``random_state``."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-
-
-def set_seed(seed: int) -> None:
-    """Seed all generators."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators inside the block, and restore their state afterwards."""
-    before = random_state()
-    set_seed(seed)
-    try:
-        yield
-    finally:
-        set_random_state(before)

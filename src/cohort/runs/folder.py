@@ -9,16 +9,19 @@ evaluations/step-N.parquet  completions of the evaluation after step N (0: befor
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 checkpoints/step-N/      see ``checkpoints``
 summary.json             written when the run ends
+logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,10 @@ from torch import Tensor
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
+from cohort.parallel import World, together
 from cohort.rewards.scores import Scores
-from cohort.runs.checkpoints import Models, SavedState, save_checkpoint, save_model
+from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, save_checkpoint, save_model
+from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
 from cohort.types import Completion, Episode, Group
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
@@ -46,6 +51,7 @@ MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
+log = logging.getLogger("cohort.runs")
 NUMBERS = pyarrow.list_(pyarrow.float64())
 """A column of lists of numbers; None is null."""
 ENDING_SCHEDULES = ("linear", "cosine")
@@ -63,6 +69,7 @@ class RunFolder:
     def __init__(self, path: str | Path, *, keep_checkpoints: int | None = None) -> None:
         self.path = Path(path).expanduser()
         self._keep = keep_checkpoints
+        self._whole: int | None = None
 
     @classmethod
     def next_free(cls, name: str, *, keep_checkpoints: int | None = None) -> RunFolder:
@@ -76,7 +83,8 @@ class RunFolder:
         Raises:
             RunFolderError: it is not.
         """
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        # The logs of ranks (``cohort launch``) are there before the run.
+        if self.path.exists() and (not self.path.is_dir() or any(p.name != "logs" for p in self.path.iterdir())):
             what, more = "is not empty" if self.path.is_dir() else "is a file", ""
             if (self.path / "config.toml").exists():
                 what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
@@ -94,10 +102,10 @@ class RunFolder:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
     def check_resumable(self, config: GRPOConfig) -> int:
-        """The step of the newest checkpoint, if a run with these settings can continue from it.
+        """The step of the newest whole checkpoint, if a run with these settings can continue from it.
 
         Raises:
-            RunFolderError: there is no checkpoint, or a setting that changes results differs from the run's.
+            RunFolderError: there is no whole checkpoint, or a setting that changes results differs from the run's.
         """
         steps = self.checkpoint_steps()
         if not self.path.exists():
@@ -126,10 +134,32 @@ class RunFolder:
                 f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run with "
                 "the checkpoint as model.path"
             )
-        return steps[-1]
+        if self._whole is None:
+            self._whole = self._newest_whole(steps)
+        return self._whole
+
+    def _newest_whole(self, steps: Sequence[int]) -> int:
+        """The newest checkpoint that is as it was written. Logs a warning that names what is wrong with newer ones."""
+        broken: list[str] = []
+        for step in reversed(steps):
+            try:
+                check_checkpoint(self.checkpoint(step))
+            except RunFolderError as error:
+                broken.append(str(error))
+                continue
+            if broken:
+                log.warning("%s; going on from step %s instead", "; ".join(broken), step)
+            return step
+        raise RunFolderError(f"{self.path} has no whole checkpoint to resume from: {'; '.join(broken)}")
 
     def resume(self, config: GRPOConfig, step: int) -> None:
-        """Prepare the folder to continue after ``step``: drop later metrics, and write the current settings."""
+        """Prepare the folder to continue after ``step``: set later checkpoints aside, which are broken, drop later
+        metrics and the summary, and write the current settings."""
+        (self.path / "summary.json").unlink(missing_ok=True)  # the end of the run writes it anew
+        for later in (found for found in self.checkpoint_steps() if found > step):
+            aside = self.checkpoint(later).with_name(f"step-{later}.broken")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.checkpoint(later).rename(aside)
         self.drop_metrics_after(step)
         write_atomically(self.path / "config.toml", to_toml(config))
 
@@ -190,15 +220,10 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
-    def save_checkpoint(self, models: Models, state: SavedState) -> None:
-        """Write a checkpoint to ``.part``, then rename it: ``step-N`` is always complete."""
-        target = self.checkpoint(state.step)
-        part = target.with_name(f"{target.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        save_checkpoint(part, models, state)
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
-        for old in self.checkpoint_steps()[: -self._keep] if self._keep else []:
+    def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
+        """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
+        self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
+        for old in self.checkpoint_steps()[: -self._keep] if self._keep and (world is None or world.is_main) else []:
             shutil.rmtree(self.checkpoint(old))
 
     @property
@@ -206,19 +231,26 @@ class RunFolder:
         """The folder of the best model."""
         return self.path / "best"
 
-    def save_best(self, models: Models, record: dict[str, Any]) -> None:
-        """Replace the best model. ``best/`` is always complete: the old one is removed after the new one has its name,
-        and ``best_record`` recovers it after a kill in between."""
-        target, part, old = self.best, self.path / "best.part", self.path / "best.old"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        save_model(models.policy, models.tokenizer, part)
-        (part / "best.json").write_text(as_json(record), encoding="utf-8")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        part.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
+        """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
+        when the new one takes its name. Every rank must call; rank 0 writes."""
+
+        def save(folder: Path, *, write: bool) -> None:
+            save_model(models.policy, models.tokenizer, folder, write=write)
+            if write:
+                write_manifest(folder, {"best.json": write_file(folder / "best.json", [as_json(record).encode()])})
+
+        self._replace(self.best, save, world)
+
+    def _replace(self, target: Path, save: Callable[..., None], world: World | None) -> None:
+        """Run ``save(folder, write=...)`` on every rank, for rank 0 with a folder that takes the target's name."""
+        world = world or World()
+
+        def replace() -> None:
+            with replaced(target) if world.is_main else nullcontext(target) as folder:
+                save(folder, write=world.is_main)
+
+        together(world, replace)
 
     def best_record(self) -> dict[str, Any] | None:
         """The contents of ``best/best.json``; None without a best model. Recovers what a killed ``save_best`` left."""
@@ -251,16 +283,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it is the old one or the complete new one."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:

@@ -13,12 +13,26 @@ CHECKED_COMPLETIONS = 16
 MAX_SAMPLER_GAP = 0.1
 """Mean |logps - sampler_logps| in nats above which a run stops. float32 gives about 1e-6 and bfloat16 about 1e-2; more
 means that sampler and trainer do not compute the same function."""
+CACHED = (
+    "the model's cached decoding does not compute what its forward pass computes. Set model.precision to 'float32'; if "
+    "that does not help, the architecture is not supported"
+)
+SERVED = (
+    "the vLLM server does not compute what the trainer computes. Start it with --dtype as model.precision, without "
+    "quantization; if that does not help, its model lacks weights that were sent, or vLLM implements the architecture "
+    "differently"
+)
 
 
-def check_sampler_gap(context: StepContext, batch: TokenBatch) -> None:
+def check_sampler_gap(context: StepContext, batch: TokenBatch, *, shared_weights: bool = True) -> None:
     """Compare the sampler's log-probs with the trainer's on completions that the same weights have just drawn.
 
     Both are over the whole vocabulary when the sampler drew from less and the trainer does not replay that.
+
+    Args:
+        context: the step's policy and sampling settings.
+        batch: completions of this step.
+        shared_weights: whether the engine samples with the trainer's own parameters; decides what the error suggests.
 
     Raises:
         PolicyMismatchError: they differ, so every ratio of this run would be wrong. Nothing has been updated yet.
@@ -31,6 +45,5 @@ def check_sampler_gap(context: StepContext, batch: TokenBatch) -> None:
     if not gap <= MAX_SAMPLER_GAP:
         raise PolicyMismatchError(
             f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens "
-            f"and weights (limit {MAX_SAMPLER_GAP}): the model's cached decoding does not compute what its forward "
-            "pass computes. Set model.precision to 'float32'; if that does not help, the architecture is not supported"
+            f"and weights (limit {MAX_SAMPLER_GAP}): {CACHED if shared_weights else SERVED}"
         )

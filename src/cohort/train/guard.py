@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import NonFiniteError
+from cohort.parallel import World, on_main
 from cohort.train.layout import Part
 from cohort.types import TokenBatch
 
@@ -55,9 +56,11 @@ class NonFiniteLog:
     Args:
         folder: the run's folder; batches are written to ``nonfinite/`` in it.
         limit: this many in a row end the run.
+        world: the ranks, of which the first writes.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
+    def __init__(self, folder: Path, limit: int, world: World | None = None) -> None:
+        self._world = world or World()
         self._folder = folder / "nonfinite"
         self._limit = limit
         self._in_a_row = 0
@@ -73,7 +76,7 @@ class NonFiniteLog:
             NonFiniteError: it was the last one in a row that is tolerated.
         """
         self._in_a_row += 1
-        path = self._write(batch, minibatch, step, message)
+        path = on_main(self._world, lambda: self._write(batch, minibatch, step, message))
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"step {step}: {message}. No update was made, {self._in_a_row} in a row "

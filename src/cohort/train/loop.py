@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +27,12 @@ from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
 from cohort.evaluation import Best, Evaluator
 from cohort.objective import Objective
-from cohort.parallel import Layout, Replicate, World
+from cohort.parallel import Layout, Replicate, World, on_main, together
 from cohort.policy import Policy
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import Models, RunFolder, SavedState, check_saved
+from cohort.runs import Models, RunFolder, SavedState, check_saved, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.check import check_sampler_gap
 from cohort.train.context import StepContext
@@ -39,7 +40,7 @@ from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
 from cohort.train.memory import OutOfMemory, TokenBudget
-from cohort.train.metrics import policy_movement, step_metrics
+from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.optim import Optimizer
 from cohort.train.rollout import Rollout
 from cohort.train.term_norms import term_norms
@@ -86,7 +87,7 @@ class TrainerParts:
         return Models(self.policy, self.reference, self.tokenizer)
 
     def saved_state(self, step: int) -> SavedState:
-        """Everything that a checkpoint stores besides the models."""
+        """Everything that a checkpoint stores besides the models. Every rank must call."""
         return SavedState(
             step,
             self.optimizer.state_dict(),
@@ -94,6 +95,7 @@ class TrainerParts:
             self.adaptive.state_dict(),
             self.best.state_dict(),
             self.identity,
+            self.world.gather(random_state()),
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -111,7 +113,7 @@ def run(
     written."""
     policy, reference, adaptive = parts.policy, parts.reference, parts.adaptive
     sampling = Sampling.of(config.rollout)
-    nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates)
+    nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
 
     for step in range(first_step, schedule.steps):
         objective = adaptive.applied_to(parts.objective)
@@ -122,7 +124,8 @@ def run(
         parts.engine.update_weights(policy.version)
         rollout = sample(parts, context, schedule, config, step)
         if step == first_step:
-            check_sampler_gap(context, lay_out(rollout.usable_groups, policy.device, context.repetition_penalty))
+            checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
+            check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
@@ -165,13 +168,14 @@ def run(
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | parts.sampler.metrics() | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
+        metrics |= rank_metrics(context.world, results, metrics["seconds/step"])
         yield finish_step(parts, schedule, config, folder, rollout, batch, metrics)
         if parts.best.exhausted:  # early stopping; the checkpoint is written
             break
 
 
 def sample(parts: TrainerParts, context: StepContext, schedule: Schedule, config: GRPOConfig, step: int) -> Rollout:
-    """Sample and score a step's groups.
+    """Sample and score a step's groups: each rank its share of the prompts, and all get all groups and scores.
 
     The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as a
     completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
@@ -182,7 +186,7 @@ def sample(parts: TrainerParts, context: StepContext, schedule: Schedule, config
     state = trainer_state(schedule, step, parts.cursor)
     while rollout is None or another_round(rollout, target, context.objective):
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
-        prompts = parts.prompts.fetch(parts.cursor, target - used, skip=sampled)
+        prompts = together(parts.world, partial(parts.prompts.fetch, parts.cursor, target - used, skip=sampled))
         with parts.rewards.begin(prompts, config.rollout.num_generations, state) as scoring:
             with context.clock("generate"):
                 groups = parts.sampler.generate(
@@ -269,13 +273,17 @@ def finish_step(
         except CohortError as error:  # a failed evaluation must not cost the run its progress
             failed = error
         last |= parts.best.exhausted or failed is not None
-    folder.append_metrics(metrics)
-    if config.report.log_completions:
-        folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
+
+    def write() -> None:
+        folder.append_metrics(metrics)
+        if config.report.log_completions:
+            folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
+
+    on_main(parts.world, write)
     if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.models, parts.saved_state(step))
+        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
         if last and config.report.check_saved:
-            check_saved(parts.policy, folder.checkpoint(step))
+            together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
         raise failed
     return metrics
@@ -288,16 +296,17 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     """
     if parts.evaluator is None:
         return {}
+    parts.engine.update_weights(parts.policy.version)
     evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
-            folder.write_evaluation(step, name, evaluation.table)
+            on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
     if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record())
+        folder.save_best(parts.models, parts.best.record(), parts.world)
         if config.report.check_saved:
-            check_saved(parts.policy, folder.best)
+            together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
+from cohort.parallel import World
 from cohort.rewards.scores import Scores
 from cohort.train.context import StepContext
 from cohort.train.layout import group_numbers, part_of
@@ -256,6 +257,21 @@ def kl_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> di
         "kl/held_share": sums["kl_held"] / tokens,
         "kl/forward_coefficient": sums["forward_coefficient"] / tokens,
         "kl/top_share": sums["kl_top"] / sums["kl_l1"] if sums["kl_l1"] else None,
+    }
+
+
+def rank_metrics(world: World, results: Sequence[UpdateResult], step_seconds: float) -> dict[str, Any]:
+    """How evenly the ranks have shared the work, and the cost of exchanges since the last call. Empty for one rank."""
+    if world.size == 1:
+        return {}
+    each = world.gather(world.costs())
+    seconds, waiting = max(one.seconds for one in each), sum(one.waiting for one in each) / world.size
+    return {
+        "parallel/ranks": world.size,
+        "parallel/load": sum(result.load for result in results) / len(results) if results else None,
+        "parallel/exchange_seconds": seconds,
+        "parallel/exchange_share": seconds / step_seconds,
+        "parallel/waiting_seconds": waiting,
     }
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config import OptimConfig
-from cohort.errors import ModelError, NonFiniteError
+from cohort.errors import ModelError, NonFiniteError, RunFolderError
+from cohort.runs import fill
 
 
 class Optimizer:
@@ -29,7 +30,9 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int) -> None:
         from transformers import get_scheduler
 
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        """The trained parameters' names."""
+        self.parameters = list(self.names)
         if not self.parameters:
             raise ModelError("no parameter of the model requires a gradient: there is nothing to train")
         self.max_grad_norm = config.max_grad_norm
@@ -85,18 +88,56 @@ class Optimizer:
         return float(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs."""
+        """What a resumed run needs beside the settings, by the names of parameters, so that parameters may be grouped
+        or sharded in another way then.
+
+        Returns:
+            ``tensors``: "PARAMETER/STATE" -> a tensor, sharded as the parameter is; ``numbers``, in types of JSON:
+            states that are no tensors under ``states``, and the ``schedules``.
+        """
+        states: dict[str, Any] = {
+            f"{name}/{key}": value
+            for parameter, name in self.names.items()
+            for rule in self.rules
+            for key, value in rule.state.get(parameter, {}).items()
+        }
+        tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+        numbers = {name: value for name, value in states.items() if name not in tensors}
         return {
-            "rules": [rule.state_dict() for rule in self.rules],
-            "schedules": [schedule.state_dict() for schedule in self.schedules],
+            "tensors": tensors,
+            "numbers": {"states": numbers, "schedules": [schedule.state_dict() for schedule in self.schedules]},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state_dict``."""
-        for rule, saved in zip(self.rules, state["rules"], strict=True):
-            rule.load_state_dict(saved)
-        for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
+        """The inverse of ``state_dict``, of whole tensors. Each rank takes its share of them.
+
+        Raises:
+            RunFolderError: the state is of a parameter that is not trained.
+        """
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for path, value in {**state["tensors"], **state["numbers"]["states"]}.items():
+            name, _, key = path.rpartition("/")
+            if name not in parameters:
+                raise RunFolderError(f"the saved optimizer state is of {name}, which is not trained here")
+            found.setdefault(parameters[name], {})[key] = _placed(value, parameters[name])
+        for rule, schedule, saved in zip(self.rules, self.schedules, state["numbers"]["schedules"], strict=True):
+            schedule.load_state_dict(dict(saved))
+            for group, rate in zip(rule.param_groups, schedule.get_last_lr(), strict=True):
+                group["lr"] = rate
+            mine = [parameter for group in rule.param_groups for parameter in group["params"]]
+            states = {index: found[parameter] for index, parameter in enumerate(mine) if parameter in found}
+            # The library's own loading knows which states belong on which device.
+            rule.load_state_dict({"state": states, "param_groups": rule.state_dict()["param_groups"]})
+
+
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    """A saved state in memory of its own, sharded as the parameter is if it has the parameter's shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    return fill(torch.empty_like(parameter, dtype=value.dtype, requires_grad=False), value)
 
 
 def _rules(model: nn.Module, parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:

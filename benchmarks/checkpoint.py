@@ -1,0 +1,107 @@
+"""Seconds of a checkpoint with random weights, by default in the shape of Qwen2.5-0.5B with AdamW in float32 (6 GB).
+
+    python benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py --layers 2 --vocabulary 4096
+
+Alternates ``RunFolder.save_checkpoint`` (safetensors and JSON, hashed, brought to the disk) with ``torch.save`` of the
+same tensors, also brought to the disk, and prints medians; then the seconds to check the hashes and to load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from cohort.config import OptimConfig
+from cohort.policy import Policy, Precision
+from cohort.runs import Models, RunFolder, SavedState, load_checkpoint, random_state
+from cohort.runs.checkpoints import check_checkpoint
+from cohort.train import Optimizer
+
+
+class NoTokenizer:
+    """Stands for a tokenizer, whose files are small."""
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write nothing."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the folder of temporary files")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=options.vocabulary,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=options.layers,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    single = Precision(torch.float32, torch.float32)
+    models = Models(Policy(Qwen2ForCausalLM(config), single), None, NoTokenizer())
+    optimizer = Optimizer(models.policy.model, OptimConfig(), 10)
+    for parameter in optimizer.parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        measure(Path(name), models, optimizer, options.repeats)
+
+
+def measure(folder: Path, models: Models, optimizer: Optimizer, repeats: int) -> None:
+    """Save in turns, then check and load; print the seconds."""
+    run, seconds = RunFolder(folder), {"torch.save": [], "save_checkpoint": []}  # type: ignore[var-annotated]
+    state = SavedState(1, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
+    for _repeat in range(repeats):
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        seconds["torch.save"].append(timed(lambda: plain(folder / "plain.pt", models, optimizer)))
+        (folder / "plain.pt").unlink()
+        seconds["save_checkpoint"].append(timed(lambda: run.save_checkpoint(models, state)))
+    written = run.checkpoint(1)
+    gigabytes = sum(path.stat().st_size for path in written.rglob("*") if path.is_file()) / 1e9
+    parameters = sum(parameter.numel() for parameter in optimizer.parameters)
+    print(f"{parameters / 1e6:,.0f} million parameters, {gigabytes:.2f} GB")
+    medians = {name: statistics.median(some) for name, some in seconds.items()}
+    for name, median in medians.items():
+        print(f"{name:16} {median:6.2f} s  {gigabytes / median:5.2f} GB/s")
+    print(f"ratio            {medians['save_checkpoint'] / medians['torch.save']:6.2f}")
+    print(f"check            {timed(lambda: check_checkpoint(written)):6.2f} s")
+    load = timed(lambda: optimizer.load_state_dict(load_checkpoint(written, models, {}).optimizer))
+    print(f"load             {load:6.2f} s")
+
+
+def plain(path: Path, models: Models, optimizer: Optimizer) -> None:
+    """What a checkpoint stores, by ``torch.save``, brought to the disk."""
+    with path.open("wb") as file:
+        torch.save([models.policy.model.state_dict(), optimizer.state_dict()], file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """The seconds of some work."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

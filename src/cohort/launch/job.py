@@ -1,0 +1,183 @@
+"""What ``cohort launch`` starts, and what can be known to be wrong before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.errors import ConfigError
+from cohort.flags import LaunchFlags
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The same command on every rank."""
+
+    arguments: tuple[str, ...]
+    """Arguments of ``cohort``."""
+    folder: Path
+    """The run folder. Ranks other than 0 print to ``logs/rank-N.log`` in it."""
+    ranks: int
+    """Ranks on each machine; in a Ray cluster, of the job."""
+    nodes: int = 1
+    endpoint: str | None = None
+    """HOST:PORT where several machines meet."""
+    name: str = "cohort"
+    """Name of the job at the endpoint."""
+    max_restarts: int = 0
+    device: str = "auto"
+    """``model.device``."""
+    module: str = "cohort"
+    """What the ranks run, as ``python -m`` does. Tests run others."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a rank: OMP_NUM_THREADS, or the cores of this machine divided by its ranks."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        return int(given) if given.isdecimal() else max(1, _cores() // self.ranks)
+
+    def log(self, rank: int) -> Path:
+        """Where a rank prints; of rank 0, only the traceback of an unexpected error."""
+        return self.folder / "logs" / f"rank-{rank}.log"
+
+    def describe(self, *, ray: bool) -> str:
+        """What would be started, in words."""
+        where = "in a Ray cluster" if ray else f"on this machine, threads of each: {self.threads}"
+        lines = [f"ranks: {self.ranks} {where}"]
+        if self.endpoint:
+            lines.append(
+                f"machines: {self.nodes}, {self.ranks * self.nodes} ranks in all; they meet at {self.endpoint} as "
+                f"{self.name!r}"
+            )
+        if self.max_restarts:
+            lines.append(f"restarts after a failure: {self.max_restarts}")
+        lines += [
+            f"run folder: {self.folder}",
+            f"logs of ranks other than 0: {self.log(1).with_name('rank-N.log')}",
+            f"each rank runs: cohort {shlex.join(self.arguments)}",
+        ]
+        return "\n".join(lines)
+
+
+def job_of(
+    command: Sequence[str],
+    flags: LaunchFlags,
+    *,
+    output_dir: str | None,
+    device: str = "auto",
+    prompts: int | None = None,
+    restartable: bool = False,
+) -> Job:
+    """The job of a command.
+
+    Args:
+        command: arguments of ``cohort``: ``demo`` or ``train`` with its own arguments.
+        flags: of ``cohort launch``.
+        output_dir: the run folder that the command names; None: it names none.
+        device: ``model.device`` of the run.
+        prompts: prompts of a step; None: not known.
+        restartable: whether the same command continues the run after a failure.
+
+    Raises:
+        ConfigError: flags and command do not fit each other.
+    """
+    arguments, training = list(command), command[0] == "train"
+    if flags.layout is not None:
+        if not training:
+            raise ConfigError("--layout sets parallel.layout of 'cohort train': leave it out here")
+        arguments += ["--parallel.layout", flags.layout]
+    if flags.ray and (flags.nnodes > 1 or flags.rdzv_endpoint or flags.max_restarts):
+        raise ConfigError("--ray chooses the machines itself: leave out --nnodes, --rdzv-endpoint and --max-restarts")
+    _check_machines(flags, output_dir)
+    if flags.max_restarts and not restartable:
+        raise ConfigError(
+            "--max-restarts runs the same command again, which must continue the run: add --resume auto to 'cohort "
+            "train', and name run.output_dir"
+        )
+    ranks = flags.ranks or _gpus(device) or 1
+    total = ranks * flags.nnodes
+    if prompts is not None and total > prompts:
+        raise ConfigError(
+            f"{total} ranks would share the {prompts} prompts of a step, and some would have none: set "
+            f"rollout.prompts_per_step to a multiple of {total}, or start fewer ranks"
+        )
+    if total > 1 and ":" in device:
+        raise ConfigError(f"model.device {device!r} is one GPU, and there are {total} ranks: set it to 'cuda'")
+    if output_dir is None:
+        from cohort.runs import RunFolder
+
+        output_dir = str(RunFolder.next_free("run" if training else "demo").path)
+        arguments += ["--run.output_dir" if training else "--output-dir", output_dir]
+    return Job(
+        arguments=tuple(arguments),
+        folder=Path(output_dir).expanduser().absolute(),
+        ranks=ranks,
+        nodes=flags.nnodes,
+        endpoint=flags.rdzv_endpoint,
+        name=flags.rdzv_id,
+        max_restarts=flags.max_restarts,
+        device=device,
+    )
+
+
+def check_not_nested() -> None:
+    """Check that this process is not a rank itself.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            "this process is a rank already (RANK and WORLD_SIZE are set): under torchrun, start 'cohort train', not "
+            "'cohort launch'; otherwise unset both variables"
+        )
+
+
+def check_gpus(job: Job) -> None:
+    """Check that each rank of this machine has a GPU, if the run uses GPUs.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    found = _gpus(job.device)
+    if job.device.startswith("cuda") and not found:
+        raise ConfigError(f"model.device is {job.device!r}, and no GPU is visible: set model.device to 'cpu'")
+    if found and job.ranks > found:
+        raise ConfigError(
+            f"--ranks {job.ranks} needs {job.ranks} GPUs on this machine, {found} are visible: start --ranks {found}, "
+            "or set model.device to 'cpu'"
+        )
+
+
+def _check_machines(flags: LaunchFlags, output_dir: str | None) -> None:
+    endpoint = flags.rdzv_endpoint
+    if endpoint is None:
+        if flags.nnodes > 1:
+            raise ConfigError(
+                f"--nnodes {flags.nnodes} needs a place where the machines meet: --rdzv-endpoint HOST:PORT, the name "
+                "of one of them and a free port on it, the same on all"
+            )
+        return
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"--rdzv-endpoint must be HOST:PORT, as in node1:29400, got {endpoint!r}")
+    if flags.nnodes > 1 and output_dir is None:
+        raise ConfigError(
+            "several machines write one run folder, on storage that they share: set run.output_dir (demo: --output-dir)"
+        )
+
+
+def _gpus(device: str) -> int:
+    """GPUs of this machine that a run on ``device`` would use."""
+    if device != "auto" and not device.startswith("cuda"):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,128 @@
+"""Ranks as processes of this machine, started and watched by torchrun's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from cohort.errors import ConfigError, RankError
+from cohort.launch.ends import End, explain_failure, read_end
+from cohort.launch.job import Job, check_gpus
+from cohort.launch.rank import write_command
+
+SECONDS_TO_END = 8
+"""After the first failure or a signal, ranks that have not ended are killed after this time."""
+SECONDS_TO_JOIN = 900
+"""Time for all machines to arrive."""
+SECONDS_TO_ANSWER = 60
+STORE = "import sys; from torch.distributed import TCPStore; TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False)"
+
+
+def start_processes(job: Job) -> int:
+    """Start a job's ranks on this machine, and wait for their end. Returns and raises as ``launch``."""
+    check_gpus(job)
+    if job.endpoint:
+        _check_endpoint(*job.endpoint.rsplit(":", 1))
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    with tempfile.TemporaryDirectory(prefix="cohort-launch-") as folder, _quiet():
+        notes = Path(folder)
+        write_command(notes, job)
+        try:
+            elastic_launch(_config(job, notes), sys.executable)("-u", "-m", "cohort.launch.rank", folder)
+        except ChildFailedError as error:
+            failures = error.failures.items()
+            ends = [read_end(notes, rank, failed.exitcode, failed.timestamp) for rank, failed in failures]
+            return _report(job, ends)
+        except SignalException as stop:
+            if stop.sigval != signal.SIGINT:  # rank 0 reports an interrupt
+                print(f"cohort: ended by {stop.sigval.name}, with all ranks of this machine", file=sys.stderr)
+            return 128 + stop.sigval
+        except RendezvousError as error:
+            # Ranks that have lost the machine of the meeting point have said so.
+            ends = [read_end(notes, int(path.stem.removeprefix("rank-")), 1, 0.0) for path in notes.glob("rank-*.json")]
+            if not ends:
+                raise _meeting_failed(job, error) from error
+            return _report(job, ends)
+    return 0
+
+
+def _report(job: Job, ends: Sequence[End]) -> int:
+    code, text = explain_failure(job, ends)
+    if text:
+        print(f"cohort: error: {text}", file=sys.stderr)
+    return code
+
+
+def _config(job: Job, notes: Path) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=job.nodes,
+        max_nodes=job.nodes,
+        nproc_per_node=job.ranks,
+        run_id=job.name if job.endpoint else str(uuid.uuid4()),
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint=job.endpoint or "localhost:0",
+        rdzv_configs={"join_timeout": SECONDS_TO_JOIN},
+        local_addr=None if job.endpoint else "localhost",
+        max_restarts=job.max_restarts,
+        monitor_interval=0.1,
+        shutdown_timeout=SECONDS_TO_END,
+        logs_specs=DefaultLogsSpecs(log_dir=str(notes)),  # nothing is redirected: each rank arranges its own log
+    )
+
+
+def _check_endpoint(host: str, port: str) -> None:
+    """Check that another program does not use the port where the machines are to meet.
+
+    Raises:
+        ConfigError: something answers there that is not a job's meeting point.
+    """
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+        command = [sys.executable, "-c", STORE, host, port]  # a foreign program may never answer
+        try:
+            done = subprocess.run(command, timeout=SECONDS_TO_ANSWER, check=False, capture_output=True)
+        except subprocess.TimeoutExpired:
+            done = None
+        if done is None or done.returncode:
+            raise ConfigError(f"port {port} of {host} is used by another program: choose another --rdzv-endpoint")
+
+
+def _meeting_failed(job: Job, error: RendezvousError) -> RankError:
+    where = f"the machines of job {job.name!r} cannot meet at {job.endpoint}"
+    if isinstance(error, RendezvousTimeoutError):
+        return RankError(f"{where}: fewer than {job.nodes} came within {SECONDS_TO_JOIN} s")
+    if isinstance(error, RendezvousClosedError):
+        return RankError(f"{where}: the job has ended there; choose another --rdzv-id")
+    if isinstance(error, RendezvousConnectionError):
+        return RankError(f"{where}: check that the host is one of the machines, and that the port can be reached")
+    return RankError(f"{where}: {error}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the messages of torchrun's agent, unless the user has set its LOGLEVEL."""
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,106 @@
+"""``python -m cohort.launch.rank NOTES``: what a rank's process runs. It arranges the process, then runs ``cohort``.
+
+Rank 0 has the console. The others print to ``logs/rank-N.log`` in the run folder. A rank that fails leaves when
+and why in the folder NOTES. A rank whose launcher dies is killed (on Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from cohort.launch.ends import End, note_path, write_note
+from cohort.launch.job import Job
+
+SECONDS_TO_END = 5.0
+"""A rank that has failed ends after this time at the latest, so that the others do not wait for it."""
+SECONDS_FOR_RANK_0 = 3.0
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, from linux/prctl.h
+
+
+def write_command(notes: Path, job: Job, cwd: str | None = None) -> None:
+    """Leave for the ranks what they are to run."""
+    command = {
+        "launcher": os.getpid(),
+        "folder": str(job.folder),
+        "module": job.module,
+        "arguments": job.arguments,
+        "cwd": cwd or str(Path.cwd()),
+    }
+    (notes / "command.json").write_text(json.dumps(command), encoding="utf-8")
+
+
+def main() -> None:
+    """Run this process's rank."""
+    notes, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    command = json.loads((notes / "command.json").read_text(encoding="utf-8"))
+    _end_with(command["launcher"])
+    os.chdir(command["cwd"])
+    log = Job(tuple(command["arguments"]), Path(command["folder"]), ranks=1).log(rank)
+    note_path(notes, rank).unlink(missing_ok=True)  # of an earlier attempt
+    if rank:
+        _print_to(log)
+    sys.argv = [command["module"], *command["arguments"]]
+    try:
+        runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code:
+            _failed(notes, End(rank, code, time.time()))
+            _wait_for_rank_0(notes)
+        raise
+    except BaseException as error:
+        _failed(notes, End(rank, 1, time.time(), "".join(traceback.format_exception_only(error)).strip()))
+        if not rank:
+            _print_to(log)
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def _print_to(log: Path) -> None:
+    """Append standard output and error to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    here = f"process {os.getpid()} on {socket.gethostname()}"
+    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {here}")
+
+
+def _failed(notes: Path, end: End) -> None:
+    write_note(notes, end)
+    timer = threading.Timer(SECONDS_TO_END, os._exit, [end.code])
+    timer.daemon = True
+    timer.start()
+
+
+def _wait_for_rank_0(notes: Path) -> None:
+    """Wait until rank 0 has failed too, for a while: the first rank that ends makes the launcher end the others, and
+    rank 0 may still be reporting the same error."""
+    until = time.monotonic() + SECONDS_FOR_RANK_0
+    while not note_path(notes, 0).exists() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _end_with(launcher: int) -> None:
+    """Let the kernel kill this process when the launcher dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != launcher:  # it has died already
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

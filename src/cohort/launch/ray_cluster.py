@@ -1,0 +1,190 @@
+"""Ranks in a Ray cluster. Ray places processes and notices their end; tensors travel over torch.distributed.
+
+Each rank is a child of an actor, so that it is the same process as under torchrun: the same environment, the same
+``python -m cohort.launch.rank``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cohort.errors import ConfigError
+from cohort.launch.ends import End, explain_failure, read_end
+from cohort.launch.job import Job
+from cohort.launch.rank import write_command
+
+SECONDS_TO_PLACE = 60
+"""Time for the cluster to have room."""
+SECONDS_TO_END = 8
+PASSED_ON = ("COHORT_", "HF_", "NCCL_", "GLOO_", "PYTHON", "TOKENIZERS_", "WANDB_")
+"""Environment variables with these beginnings reach the ranks."""
+
+
+class Seat:
+    """The actor that holds a rank's place in the cluster, and runs its process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def address(self) -> tuple[str, str, int]:
+        """The node's id, its address and a free port on it."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def run(self, job: Job, cwd: str, variables: dict[str, str]) -> End | None:
+        """Run a rank; returns how it failed."""
+        with tempfile.TemporaryDirectory(prefix="cohort-launch-") as folder:
+            notes = Path(folder)
+            write_command(notes, job, cwd)
+            command = [sys.executable, "-u", "-m", "cohort.launch.rank", folder]
+            self._process = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+            code = self._process.wait()
+            return read_end(notes, int(variables["RANK"]), code, time.time()) if code else None
+
+    def stop(self, number: int) -> None:
+        """Send a signal to the rank's process and its children."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def start_in_ray(job: Job) -> int:
+    """Start a job's ranks in a Ray cluster, and wait for their end. Returns and raises as ``launch``."""
+    with _cluster() as ray, _seats(ray, job) as seats:
+        variables = _variables(job, ray.get([seat.address.remote() for seat in seats]))
+        running = {
+            seat.run.remote(job, str(Path.cwd()), own): (int(own["RANK"]), seat)
+            for seat, own in zip(seats, variables, strict=True)
+        }
+        try:
+            ends = _wait(ray, running)
+        except KeyboardInterrupt:
+            _stop(ray, running, signal.SIGINT)
+            return 128 + signal.SIGINT  # rank 0 has reported it
+    if not ends:
+        return 0
+    code, text = explain_failure(job, ends)
+    if text:
+        print(f"cohort: error: {text}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[Any]:
+    """Ray, connected to a cluster: that of RAY_ADDRESS, one that runs on this machine, or a new one."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of a run are not noise
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--ray needs Ray: pip install 'cohort-rl[ray]'") from None
+    try:
+        ray.init(include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS", "this machine")
+        raise ConfigError(f"cannot reach the Ray cluster at {where}: {error}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _seats(ray: Any, job: Job) -> Iterator[list[Any]]:
+    """One actor per rank, with its share of the cluster.
+
+    Raises:
+        ConfigError: the cluster has too little, or is not free in time.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    has = ray.cluster_resources()
+    wanted: dict[str, float] = {"CPU": float(os.environ.get("OMP_NUM_THREADS") or 1)}
+    if job.device.startswith("cuda") or (job.device == "auto" and has.get("GPU")):
+        wanted["GPU"] = 1.0
+    for name, amount in wanted.items():
+        if amount * job.ranks > has.get(name, 0):
+            raise ConfigError(
+                f"{job.ranks} ranks of {amount:g} {name} do not fit the Ray cluster, which has {has.get(name, 0):g}: "
+                "start fewer --ranks, or set OMP_NUM_THREADS to fewer cores for each"
+            )
+    group = placement_group([wanted] * job.ranks, strategy="PACK")
+    actor = ray.remote(max_restarts=0, max_concurrency=2)(Seat)
+    try:
+        if not group.wait(SECONDS_TO_PLACE):
+            raise ConfigError(
+                f"the Ray cluster has had no room for {job.ranks} ranks of {wanted} in {SECONDS_TO_PLACE} s"
+            )
+        yield [
+            actor.options(
+                num_cpus=wanted["CPU"],
+                num_gpus=wanted.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            ).remote()
+            for index in range(job.ranks)
+        ]
+    finally:
+        remove_placement_group(group)  # its actors, and with them the ranks, end too
+
+
+def _variables(job: Job, addresses: list[tuple[str, str, int]]) -> list[dict[str, str]]:
+    """The environment of each seat's rank, as torchrun would set it; ranks of a node are neighbours."""
+    nodes = list(dict.fromkeys(node for node, _, _ in addresses))
+    order = sorted(range(len(addresses)), key=lambda seat: nodes.index(addresses[seat][0]))
+    _, host, port = addresses[order[0]]
+    common = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    common |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(job.ranks)}
+    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+    found: list[dict[str, str]] = [{} for _ in addresses]
+    for rank, seat in enumerate(order):
+        here = [other for other in order if addresses[other][0] == addresses[seat][0]]
+        # Ray shows an actor its own GPU only, as the first.
+        local = 0 if job.device != "cpu" else here.index(seat)
+        found[seat] = common | {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(here))}
+    return found
+
+
+def _wait(ray: Any, running: dict[Any, tuple[int, Any]]) -> list[End]:
+    """Wait for all ranks, or for the first that fails, and end the others then. Returns the failures in order."""
+    ends: list[End] = []
+    while running:
+        (done, *_), _ = ray.wait(list(running))
+        ends += _ended(ray, done, running)
+        if ends and running:
+            late, _ = ray.wait(list(running), num_returns=len(running), timeout=1)  # what they say themselves
+            for one in late:
+                ends += _ended(ray, one, running)
+            ends += _stop(ray, running, signal.SIGTERM)
+            break
+    return ends
+
+
+def _ended(ray: Any, done: Any, running: dict[Any, tuple[int, Any]]) -> list[End]:
+    rank, _ = running.pop(done)
+    try:
+        end = ray.get(done)
+    except ray.exceptions.RayError as error:
+        end = End(rank, 1, time.time(), f"its place in the Ray cluster is gone: {str(error).strip().splitlines()[0]}")
+    return [end] if end else []
+
+
+def _stop(ray: Any, running: dict[Any, tuple[int, Any]], number: int) -> list[End]:
+    """Send a signal to the ranks that run, and wait for their end for a while. Returns the failures."""
+    for _, seat in running.values():
+        seat.stop.remote(number)
+    late, _ = ray.wait(list(running), num_returns=len(running), timeout=SECONDS_TO_END) if running else ([], [])
+    return [end for one in late for end in _ended(ray, one, running)]

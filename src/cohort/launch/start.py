@@ -1,0 +1,33 @@
+"""``cohort launch``: check, then start or describe."""
+
+from __future__ import annotations
+
+from cohort.launch.job import Job, check_not_nested
+
+
+def launch(job: Job, *, ray: bool = False, dry_run: bool = False) -> int:
+    """Start a job's ranks and wait for their end.
+
+    Args:
+        job: what to start.
+        ray: start them in a Ray cluster instead of on this machine.
+        dry_run: print what would be started, and start nothing.
+
+    Returns:
+        The exit code: 0; that of the rank that failed first; 1 if a signal ended it; 128 + N if signal N ended the
+        launcher.
+
+    Raises:
+        ConfigError: the ranks cannot be started as asked.
+    """
+    if dry_run:
+        print(job.describe(ray=ray))
+        return 0
+    check_not_nested()
+    if ray:
+        from cohort.launch.ray_cluster import start_in_ray
+
+        return start_in_ray(job)
+    from cohort.launch.processes import start_processes
+
+    return start_processes(job)

@@ -1,0 +1,186 @@
+"""The vLLM servers of the settings, checked before the model is loaded."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cohort.config import VLLMConfig
+from cohort.errors import ConfigError, EngineError
+from cohort.rollout.server import Server, ServerError
+from cohort.rollout.wire import GENERATE
+
+OLDEST = (0, 32)
+"""The first version of vLLM whose answers name the weights that they come from."""
+START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
+NO_TOKEN = 2**31 - 1
+"""A token id that no model has."""
+
+
+def servers_of(settings: VLLMConfig) -> list[Server]:
+    """The servers of the settings. Nothing is sent to them.
+
+    Raises:
+        ConfigError: there is none, or an address is malformed, public or given twice.
+    """
+    if not settings.url:
+        raise ConfigError(
+            "rollout.engine is 'vllm': set vllm.url to the address of a server, such as 'http://127.0.0.1:8000', "
+            f"started with: {START}"
+        )
+    servers = [Server(url) for url in settings.url]
+    if len({server.url for server in servers}) < len(servers):
+        raise ConfigError(f"vllm.url names a server twice: {', '.join(server.url for server in servers)}")
+    for server in servers:
+        server.check_private()
+    return servers
+
+
+def check_servers(
+    servers: Sequence[Server],
+    settings: VLLMConfig,
+    vocab_size: int,
+    longest: int,
+    announce: Callable[[str], object] | None = None,
+) -> int:
+    """Wait for servers, and check that each can be used.
+
+    Args:
+        servers: of ``servers_of``.
+        settings: how long to wait.
+        vocab_size: tokens of the policy.
+        longest: tokens of the longest prompt with its completion.
+        announce: is told when servers have to be waited for.
+
+    Returns:
+        the tokens of the longest text that all servers take.
+
+    Raises:
+        EngineError: a server does not answer.
+        ConfigError: a server lacks a route, is too old, or serves another model.
+    """
+    _wait(servers, settings.startup_timeout, announce)
+    lengths = []
+    for server in servers:
+        try:
+            _check_version(server)
+            _check_routes(server)
+            lengths.append(_check_length(server, longest))
+            _check_vocabulary(server, vocab_size)
+            _check_logps(server)
+        except ServerError as error:
+            raise EngineError(f"{error}. A server is expected that was started with: {START}") from None
+    return min(lengths)
+
+
+def _wait(servers: Sequence[Server], seconds: float, announce: Callable[[str], object] | None) -> None:
+    deadline, told = time.monotonic() + seconds, False
+    for server in servers:
+        while True:
+            try:
+                server.get("/health", timeout=5.0)
+                break
+            except ServerError as error:
+                if time.monotonic() >= deadline:
+                    raise EngineError(
+                        f"no vLLM server at {server.url} within {seconds:g} s ({error.reason}): correct vllm.url, "
+                        f"raise vllm.startup_timeout, or start it with: {START}"
+                    ) from None
+                if announce and not told:
+                    announce(f"waiting for the vLLM server at {server.url} ({error.reason})")
+                told = True
+                time.sleep(0.5)
+
+
+def _check_version(server: Server) -> None:
+    found = _field(server, server.get("/version"), "version")
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and OLDEST > (int(numbers[1]), int(numbers[2])) > (0, 1):  # 0.1.dev: built from source
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{server.url} runs vLLM {found}: {oldest} or newer is needed")
+
+
+def _check_routes(server: Server) -> None:
+    """The routes for weights and for tokens, each of which has to be switched on when the server is started."""
+    try:
+        server.weights_version()
+    except ServerError as error:
+        if error.status == 404:
+            raise ConfigError(
+                f"{server.url} has no routes for weights: set VLLM_SERVER_DEV_MODE=1 in its environment. Whoever "
+                "reaches these routes controls the server, so let it listen on a private address"
+            ) from None
+        raise
+    paused = server.get("/is_paused")
+    if isinstance(paused, dict) and paused.get("is_paused"):  # by a run that was killed while it sent weights
+        server.post("/resume")
+    try:
+        server.post(GENERATE, {})
+    except ServerError as error:
+        if error.status == 404:
+            raise ConfigError(f"{server.url} has no route {GENERATE}: start it with --enable-scale-out") from None
+        if error.is_failure:
+            raise
+
+
+def _check_length(server: Server, longest: int) -> int:
+    try:
+        length = int(server.get("/v1/models")["data"][0]["max_model_len"])
+    except (TypeError, KeyError, IndexError):
+        raise ServerError(server.url, "/v1/models", "expected a model with its max_model_len") from None
+    if length < longest:
+        raise ConfigError(
+            f"{server.url} serves at most {length} tokens, and the longest prompt with its completion has {longest}: "
+            f"start it with --max-model-len {longest} or more"
+        )
+    return length
+
+
+def _check_vocabulary(server: Server, vocab_size: int) -> None:
+    # vLLM 0.32 does not check the token ids of a prompt, and dies of unknown ones. It checks those of a bias, and its
+    # answer says how many there are.
+    answer = "it accepted an unknown token id"
+    try:
+        server.post(GENERATE, _one_token(0, {"logit_bias": {str(NO_TOKEN): 0.0}}))
+    except ServerError as error:
+        if error.is_failure:
+            raise
+        answer = error.reason
+    size = re.search(r"[Vv]ocabulary size: (\d+)", answer)
+    if size is None:
+        raise ServerError(server.url, GENERATE, f"cannot tell how many tokens the model has: {answer}")
+    if int(size[1]) != vocab_size:
+        raise ConfigError(
+            f"{server.url} serves a model with {size[1]} tokens, and the policy has {vocab_size}: start it with the "
+            "policy's model"
+        )
+
+
+def _check_logps(server: Server) -> None:
+    """Draw one token from the likeliest one: its log-prob is 0 under the distribution that it was drawn from."""
+    answer = server.post(GENERATE, _one_token(0, {"top_k": 1}))
+    try:
+        (choice,) = answer["choices"]
+        logp, spans = choice["logprobs"]["content"][0]["logprob"], choice["weight_versions"]
+    except (TypeError, KeyError, ValueError, IndexError):
+        raise ServerError(server.url, GENERATE, f"unexpected answer {str(answer)[:200]}") from None
+    if not spans:
+        raise ConfigError(f"{server.url} does not say which weights an answer comes from: use vLLM 0.32 or newer")
+    if not abs(logp) < 1e-3:
+        raise ConfigError(
+            f"{server.url} reports log-probs of another distribution than the one that it draws from: start it with "
+            "--logprobs-mode processed_logprobs"
+        )
+
+
+def _one_token(token_id: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": [token_id], "sampling_params": {**settings, **parameters}}
+
+
+def _field(server: Server, answer: Any, name: str) -> str:
+    if not isinstance(answer, dict) or name not in answer:
+        raise ServerError(server.url, f"/{name}", f"expected a {name}, got {answer!r:.80}")
+    return str(answer[name])

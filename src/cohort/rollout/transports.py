@@ -1,0 +1,316 @@
+"""How weights get to vLLM servers: as files, or by broadcasts in a process group.
+
+Both need the plugin in the servers; see ``plugin``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+
+from cohort.config import VLLMConfig
+from cohort.errors import ConfigError, EngineError
+from cohort.rollout.plugin import ServerDescription, describe_server, how_to_start
+from cohort.rollout.server import Server, ServerError, WeightTransport
+
+FILE_BYTES = 2**30
+"""Weights per file: what is in memory beside the policy while files are written."""
+SHARED_MEMORY = Path("/dev/shm")
+POLL_SECONDS = 2e-4
+
+Failures = dict[Server, EngineError]
+
+
+def transport_of(settings: VLLMConfig, device: torch.device) -> WeightTransport:
+    """The transport of the settings.
+
+    Args:
+        settings: which one, and its time limit.
+        device: of the policy's weights.
+    """
+    if settings.transport == "group":
+        return GroupTransport(settings.update_timeout, device)
+    return FileTransport(settings.update_timeout, settings.folder)
+
+
+class FileTransport(WeightTransport):
+    """Writes weights to safetensors files that the servers read.
+
+    Args:
+        timeout: seconds for the servers to load them.
+        folder: a folder that the servers see under the same name. Empty: shared memory of this machine.
+    """
+
+    def __init__(self, timeout: float, folder: str = "") -> None:
+        self.timeout = timeout
+        self._parent = Path(folder).expanduser().absolute() if folder else SHARED_MEMORY
+        self._shared = bool(folder)
+        self._descriptions: dict[Server, ServerDescription] = {}
+
+    def check(self, servers: Sequence[Server]) -> None:
+        """See ``WeightTransport``."""
+        self._descriptions |= {server: describe_server(server) for server in servers}
+        for server in servers:
+            if not self._shared and not _is_here(server.host):
+                raise ConfigError(
+                    f"{server.url} is on another machine and cannot read this machine's shared memory: set vllm.folder "
+                    "to a folder that all machines share, or vllm.transport to 'group'"
+                )
+        try:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._parent).close()
+        except OSError as error:
+            raise ConfigError(f"vllm.folder: cannot write to {self._parent}: {error.strerror}") from None
+
+    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:  # noqa: ARG002
+        """See ``WeightTransport``."""
+        dtype = _common_dtype(self._descriptions, servers)
+        folder = Path(tempfile.mkdtemp(prefix="cohort-weights-", dir=self._parent))
+        try:
+            for number, part in enumerate(_parts(_converted(weights, dtype))):
+                save_file(part, folder / f"part-{number:05d}.safetensors")
+            body = {"method": "cohort_load", "kwargs": {"folder": str(folder)}}
+            return _to_each(servers, lambda server: server.post("/collective_rpc", body, timeout=self.timeout))
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(self._parent).free / 2**30
+            raise EngineError(
+                f"cannot write the weights to {self._parent} ({error}; {free:.1f} GiB are free): set vllm.folder to a "
+                "folder with more room, or vllm.transport to 'group'"
+            ) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """See ``WeightTransport``. Nothing is kept between updates."""
+
+
+class GroupTransport(WeightTransport):
+    """Broadcasts weights to each server in a process group of its own, so that a server that fails takes down no other.
+
+    The trainer is rank 0 of each group and a server's workers are the others. gloo connects CPUs and NCCL GPUs. NCCL
+    needs a GPU for each rank: a server on the trainer's own GPU takes files.
+
+    Args:
+        timeout: seconds for an update.
+        device: of the policy's weights.
+    """
+
+    def __init__(self, timeout: float, device: torch.device) -> None:
+        self.timeout = timeout
+        self.device = device
+        self._descriptions: dict[Server, ServerDescription] = {}
+        self._groups: dict[Server, Any] = {}
+
+    def check(self, servers: Sequence[Server]) -> None:
+        """See ``WeightTransport``."""
+        for server in servers:
+            found = self._descriptions[server] = describe_server(server)
+            if found.transfer != "cohort":
+                raise ConfigError(
+                    f"{server.url} lacks the weight transfer that vllm.transport 'group' needs. {how_to_start()}"
+                )
+
+    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
+        """See ``WeightTransport``."""
+        dtype = _common_dtype(self._descriptions, servers)
+        named = [(name, tensor.dtype if not tensor.is_floating_point() else dtype, tensor) for name, tensor in weights]
+        body = {
+            "update_info": {
+                "names": [name for name, _, _ in named],
+                "dtypes": [str(kind).removeprefix("torch.") for _, kind, _ in named],
+                "shapes": [list(tensor.shape) for _, _, tensor in named],
+            }
+        }
+        failed = _to_each(servers, self._begin)
+        ready = _without(servers, failed)
+        with ThreadPoolExecutor(max(1, len(ready))) as threads:
+            loading = {
+                server: threads.submit(server.post, "/update_weights", body, timeout=self.timeout) for server in ready
+            }
+            failed |= self._broadcast(loading, (tensor.to(kind) for _, kind, tensor in named))
+        for server in failed:
+            self._groups.pop(server, None)  # what is left of it cannot be used again
+        finish = {"weight_version": version}
+        return failed | _to_each(
+            _without(servers, failed),
+            lambda server: server.post("/finish_weight_update", finish, timeout=self.timeout),
+        )
+
+    def _broadcast(self, loading: Mapping[Server, Future[Any]], tensors: Iterable[Tensor]) -> Failures:
+        """Broadcast tensors to servers that are receiving. Waits for nothing that a failed server would have to do."""
+        failed: Failures = {}
+        until = time.monotonic() + self.timeout
+        for tensor in tensors:
+            kept = tensor.detach().contiguous()
+            works = {}
+            for server in _without(list(loading), failed):
+                where = "cpu" if self._descriptions[server].device == "cpu" else self.device
+                with _recorded(server, failed):
+                    works[server] = self._groups[server].broadcast(kept.to(where), 0)
+            for server, work in works.items():
+                with _recorded(server, failed):
+                    while not work.is_completed():
+                        if loading[server].done():
+                            loading[server].result()  # raises what the server reported
+                        if time.monotonic() > until:
+                            raise EngineError(f"took no weights within {self.timeout:g} s (vllm.update_timeout)")
+                        time.sleep(POLL_SECONDS)
+                    work.wait()
+        for server in failed:
+            server.disconnect()  # ends the request that waits for its answer
+        for server in _without(list(loading), failed):
+            with _recorded(server, failed):
+                loading[server].result()
+        return failed
+
+    def _begin(self, server: Server) -> None:
+        """Begin an update of a server, in a group with it."""
+        if server in self._groups:
+            try:
+                server.post("/start_weight_update", timeout=self.timeout)
+            except ServerError:  # it was started again, so it is in no group
+                del self._groups[server]
+            else:
+                return
+        self._groups[server] = self._join(server)
+        server.post("/start_weight_update", timeout=self.timeout)
+
+    def _join(self, server: Server) -> Any:
+        """Make a group with a server's workers."""
+        found = self._descriptions[server]
+        backend = "gloo" if found.device == "cpu" else "nccl"
+        if backend == "nccl" and self.device.type != "cuda":
+            raise EngineError(f"{server.url} is on a GPU and the policy is not: set vllm.transport to 'files'")
+        size, timeout = 1 + found.workers, timedelta(seconds=self.timeout)
+        with socket.socket() as listener:
+            listener.bind((_address_towards(server), 0))
+            listener.listen(size)
+            host, port = listener.getsockname()
+            handle = os.dup(listener.fileno())  # the store closes it
+        store = distributed.TCPStore(
+            host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
+        )
+        made: Future[Any] = Future()
+        # A thread of its own: making a group blocks until all members are there, and a server that cannot join says so.
+        threading.Thread(target=_fulfil, args=(made, store, size, backend, timeout, self.device), daemon=True).start()
+        meeting = {"host": host, "port": port, "size": size, "backend": backend, "timeout": self.timeout}
+        server.post("/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout)
+        return made.result(self.timeout)
+
+    def close(self) -> None:
+        """See ``WeightTransport``."""
+        for server in list(self._groups):
+            with contextlib.suppress(ServerError):
+                server.post("/shutdown_weight_transfer_engine", timeout=5.0)
+        self._groups.clear()
+
+
+def _fulfil(made: Future[Any], *arguments: Any) -> None:
+    try:
+        made.set_result(_group(*arguments))
+    except BaseException as error:
+        made.set_exception(error)
+
+
+def _group(store: Any, size: int, backend: str, timeout: timedelta, device: torch.device) -> Any:
+    """The trainer's end of a process group beside the default one."""
+    if backend == "gloo":
+        return distributed.ProcessGroupGloo(store, 0, size, timeout)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group: Any = distributed.ProcessGroupNCCL(store, 0, size, options)
+    group.broadcast(torch.zeros(1, device=device), 0).wait()  # the connection is made at the first collective
+    torch.cuda.synchronize(device)
+    return group
+
+
+def _common_dtype(descriptions: Mapping[Server, ServerDescription], servers: Sequence[Server]) -> torch.dtype:
+    """The dtype of the servers' weights.
+
+    Raises:
+        EngineError: they differ, so no weights fit all.
+    """
+    found = {server: descriptions[server].dtype for server in servers}
+    if len(set(found.values())) > 1:
+        shown = ", ".join(f"{server.url} {str(dtype).removeprefix('torch.')}" for server, dtype in found.items())
+        raise EngineError(f"the vLLM servers have weights of different dtypes ({shown}): start all with one --dtype")
+    return next(iter(found.values()))
+
+
+def _converted(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights on the CPU, floating-point ones in a dtype."""
+    for name, tensor in weights:
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        yield name, tensor.detach().to("cpu", kind).contiguous()
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Weights in dicts of about ``FILE_BYTES``."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        part[name] = tensor
+        if sum(one.nbytes for one in part.values()) >= FILE_BYTES:
+            yield part
+            part = {}
+    if part:
+        yield part
+
+
+def _to_each(servers: Sequence[Server], act: Callable[[Server], object]) -> Failures:
+    """Do something with all servers at the same time; returns the errors."""
+    failed: Failures = {}
+    if servers:
+        with ThreadPoolExecutor(len(servers)) as threads:
+            running = {server: threads.submit(act, server) for server in servers}
+            for server, future in running.items():
+                with _recorded(server, failed):
+                    future.result()
+    return failed
+
+
+@contextlib.contextmanager
+def _recorded(server: Server, failed: Failures) -> Iterator[None]:
+    """Record what goes wrong with a server."""
+    try:
+        yield
+    except EngineError as error:
+        failed[server] = error
+    except RuntimeError as error:  # of a process group
+        failed[server] = EngineError(f"{server.url}: the weights did not get there ({str(error).splitlines()[0]})")
+
+
+def _without(servers: Sequence[Server], failed: Failures) -> list[Server]:
+    return [server for server in servers if server not in failed]
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address is one of this machine."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _address_towards(server: Server) -> str:
+    """The address of this machine on the way to a server."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server.host, server.port))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,143 @@
+"""Folders and files that survive a crash: they are on the disk, whole, before they have their name.
+
+A folder's ``manifest.json`` is written last and lists its files with their sizes and SHA-256: so a file that was cut,
+changed or lost later is noticed before anything of the folder is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from cohort.errors import RunFolderError
+
+FileRecord: TypeAlias = dict[str, Any]
+"""Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
+MANIFEST, FORMAT = "manifest.json", 1
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file to the disk, and hash it on the way."""
+    digest, size = hashlib.sha256(), 0
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: it is the old one or the complete new one."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    write_file(part, [text.encode()])
+    part.replace(path)
+
+
+def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
+    """Bring every file of a folder to the disk, then write its manifest.
+
+    Args:
+        folder: the folder.
+        known: records of files that ``write_file`` wrote, by path in the folder. Other files are read to be hashed.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    others = [name for name in names if name not in known]
+    for name in others:
+        _sync(folder / name)
+    records = {**dict(zip(others, _records([folder / name for name in others]), strict=True)), **known}
+    manifest = {"format": FORMAT, "files": {name: records[name] for name in names}}
+    write_file(folder / MANIFEST, [(json.dumps(manifest, indent=1) + "\n").encode()])
+
+
+def check_whole(folder: Path) -> None:
+    """Compare the files of a folder with its manifest.
+
+    Raises:
+        RunFolderError: a file is missing or not as it was written.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        form, expected = manifest["format"], {str(name): dict(record) for name, record in manifest["files"].items()}
+    except FileNotFoundError:
+        raise RunFolderError(f"{folder} has no {MANIFEST}") from None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        raise RunFolderError(f"{folder}: {MANIFEST} is damaged") from None
+    if form != FORMAT:
+        raise RunFolderError(f"{folder} is of format {form!r}, which this version of Cohort does not read")
+    for name, record in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise RunFolderError(f"{folder} lacks {name}")
+        if (size := path.stat().st_size) != record.get("bytes"):
+            raise RunFolderError(f"{folder}: {name} has {size:,} bytes; {record.get('bytes')} were written")
+    for name, found in zip(expected, _records([folder / name for name in expected]), strict=True):
+        if found != expected[name]:
+            raise RunFolderError(f"{folder}: {name} is not what was written: its SHA-256 differs")
+    for path in folder.rglob("*.safetensors*"):
+        if (name := path.relative_to(folder).as_posix()) not in expected:
+            raise RunFolderError(f"{folder}: {name} was not written with it")
+
+
+@contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """A new folder to write into, ``NAME.part``, which takes the target's name when the block ends. An error in the
+    block removes it. A target that exists is ``NAME.old`` until the new one has its name.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    part, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
+    failed: OSError | None = None
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            part.mkdir(parents=True)
+        except OSError as error:
+            failed = error
+        yield part  # also after a failure: other ranks may wait for what the block exchanges
+        if failed:
+            raise failed
+        for folder in (*(path for path in part.rglob("*") if path.is_dir()), part):
+            _sync(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        part.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {target}: {failed or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _records(paths: list[Path]) -> list[FileRecord]:
+    """The records of files, several at a time."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(_record, paths))
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,34 @@
+"""Where a run writes: its folder, the same on every rank, and the logs of the ranks that do not print."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from cohort.config import GRPOConfig
+from cohort.errors import ConfigError
+from cohort.parallel import World, on_main
+from cohort.runs.folder import RunFolder
+
+
+def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> RunFolder:
+    """The folder of the settings, or the next free one under ``runs``, which rank 0 finds.
+
+    Raises:
+        ConfigError: ``resume`` without ``run.output_dir``.
+    """
+    if config.run.output_dir is not None:
+        return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
+    if resume:
+        raise ConfigError("to resume a run, set run.output_dir to its folder")
+    path = on_main(world, lambda: RunFolder.next_free("run").path)
+    return RunFolder(path, keep_checkpoints=config.run.save_total_limit)
+
+
+def log_to(path: Path) -> None:
+    """Send this process's log and warnings to a file, and not to the console, which is rank 0's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(handler)

@@ -1,0 +1,45 @@
+"""What a trainer is given, checked: settings, model, rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.data import Data, check_held_out, load_data, load_sets
+from cohort.errors import ConfigError, DataError, ModelError
+from cohort.objective import Objective
+from cohort.presets.parts import GroupMean
+
+
+def checked_settings(args: GRPOConfig | None) -> GRPOConfig:
+    """The settings, or the defaults. Raises ``ConfigError`` for anything else."""
+    if not isinstance(args, GRPOConfig | None):
+        raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(args).__name__}")
+    return GRPOConfig() if args is None else args
+
+
+def model_name(model: Any) -> str:
+    """The folder or hub id of a model's tokenizer."""
+    if isinstance(model, str):
+        return model
+    if name := getattr(getattr(model, "config", None), "_name_or_path", ""):
+        return str(name)
+    raise ModelError("a model built in memory has no tokenizer: pass processing_class")
+
+
+def load_rows(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Data, dict[str, Data]]:
+    """Training data, and evaluation data by name, with all checks that need no tokenizer."""
+    data = load_data(train_dataset, config.data)
+    if data is None:
+        raise DataError("no training data: pass train_dataset, or set data.train")
+    Schedule.of(config, data.epoch_length())  # too few rows are known now
+    sets = load_sets(eval_dataset, config.data)
+    check_held_out(data, sets)
+    return data, sets
+
+
+def part_without_negative_rewards(objective: Objective) -> str | None:
+    """The part of an objective that does not accept negative rewards, with the reason; None: there is none."""
+    if isinstance(objective.scale, GroupMean):
+        return "scale 'group_mean' (a negative mean inverts every sign)"
+    return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None

@@ -1,0 +1,59 @@
+"""What several ranks need before they train together: settings that allow it, and the same model and data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from cohort.config import GRPOConfig
+from cohort.errors import ConfigError
+from cohort.parallel import World
+
+
+def check_ranks(config: GRPOConfig, world: World) -> None:
+    """Refuse settings that several ranks cannot serve.
+
+    Raises:
+        ConfigError: names the setting and what to do.
+    """
+    if world.size == 1:
+        return
+    if config.model.dropout:
+        raise ConfigError(
+            f"model.dropout draws from the global random generator, whose state a checkpoint stores once, and there "
+            f"are {world.size} ranks: set model.dropout = false, or train with one rank"
+        )
+    if config.model.device.startswith("cuda:"):
+        raise ConfigError(
+            f"model.device is {config.model.device!r} on each of {world.size} ranks: set 'auto' or 'cuda', which is "
+            "the device of the rank's number on its machine"
+        )
+
+
+def check_same(world: World, facts: Mapping[str, str]) -> None:
+    """Check that every rank has read the same.
+
+    Raises:
+        ConfigError: names the first difference and its rank. Raised on every rank.
+    """
+    each = world.gather(dict(facts))
+    for rank, others in enumerate(each):
+        for name, value in each[0].items():
+            if others.get(name) != value:
+                raise ConfigError(
+                    f"rank {rank} of {world.size} has other {name} than rank 0 ({others.get(name)!s:.200}, not "
+                    f"{value!s:.200}): start every rank with the same settings, files and seeds"
+                )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of a model's weights, from the sum of each tensor's bytes: it tells a model that is initialised at random
+    on each rank from one that is loaded."""
+    sums = [
+        (name, int(tensor.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64)))
+        for name, tensor in model.state_dict().items()
+    ]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]

@@ -1,0 +1,56 @@
+"""A run on several ranks is the run on one."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.parallel.launching import on_ranks
+from tests.parallel.runs import precise
+from tests.train.harness import ROWS, metrics_of, rows_of
+
+EVAL = ROWS[:3]
+TIMED = ("seconds", "time", "tokens_per_second", "parallel/")
+
+
+def same_metrics(one, other):
+    assert len(one) == len(other)
+    for ours, theirs in zip(one, other, strict=True):
+        names = [name for name in ours if not name.startswith(TIMED)]
+        assert names == [name for name in theirs if not name.startswith(TIMED)]
+        for name in names:
+            rounding = 1e-8 if name.endswith("_se") else 1e-12  # the root of a difference that is 0
+            expected = theirs[name] and pytest.approx(theirs[name], rel=1e-9, abs=rounding, nan_ok=True)
+            assert ours[name] == expected, name
+
+
+def drawn(folder, step=1):
+    keys = ("group", "row", "token_ids", "sampler_logps", "finish_reason")
+    return [{key: row[key] for key in keys} for row in rows_of(folder, step)]
+
+
+def test_a_run_on_two_ranks_is_the_run_on_one(tmp_path):
+    """float64: gradients differ in the order of their sums only."""
+    settings = {"max_steps": 2, "beta": 0.04, "eval_rows": EVAL, "eval_steps": 1, "num_iterations": 2}
+    alone = precise(tmp_path / "one", **settings)
+    ranks = on_ranks(2, run_two, tmp_path / "two", settings)
+    for weights, steps, summary in ranks:
+        same_metrics(steps, alone[1])
+        for name, value in alone[0].items():
+            np.testing.assert_allclose(weights[name], value, rtol=0, atol=1e-10, err_msg=name)
+        assert summary["updates"] == alone[2]["updates"]
+    assert ranks[0][0].keys() == ranks[1][0].keys()
+    assert all((ranks[0][0][name] == ranks[1][0][name]).all() for name in ranks[0][0])
+    same_metrics(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one"))
+    for step in (1, 2):
+        assert drawn(tmp_path / "two", step) == drawn(tmp_path / "one", step)
+    last = ranks[0][1][-1]
+    assert last["parallel/ranks"] == 2
+    assert 1 <= last["parallel/load"] <= 2
+    assert last["parallel/exchange_share"] < 1
+    assert (tmp_path / "two" / "logs" / "rank-1.log").exists()
+    assert not math.isnan(last["grad_norm"])
+
+
+def run_two(folder, settings):
+    return precise(folder, **settings)
