@@ -51,8 +51,6 @@ class World:
     size: int = 1
     local_rank: int = 0
     """Number among the ranks of this machine: the index of its GPU."""
-    local_size: int = 1
-    """Ranks of this machine, which share its memory."""
     control: Any = field(default=None, repr=False, compare=False)
     """The process group of Python values; None for a single process."""
     exchanged: Exchanged = field(default_factory=Exchanged, repr=False, compare=False)
@@ -88,7 +86,7 @@ class World:
                     "one rank for each device"
                 )
             torch.cuda.set_device(local_rank)
-        return cls(rank, size, local_rank, _number(variables, "LOCAL_WORLD_SIZE", size), _control_group(timeout))
+        return cls(rank, size, local_rank, _control_group(timeout))
 
     @property
     def is_main(self) -> bool:
@@ -139,6 +137,42 @@ class World:
                 torch.cuda.synchronize(tensor.device)
         return tensor
 
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """One row, that of this rank, of the sum of ``[size, n]`` tensors over the ranks, ``[n]``.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return parts[0]
+        import torch
+        import torch.distributed as dist
+
+        own = torch.empty_like(parts[0])
+        with self._exchange():
+            _newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")(own, parts.flatten())
+            if own.is_cuda:
+                torch.cuda.synchronize(own.device)
+        return own
+
+    def join(self, part: Tensor) -> Tensor:
+        """Every rank's ``[n]`` tensor, ``[size, n]``.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return part[None]
+        import torch
+        import torch.distributed as dist
+
+        parts = part.new_empty(self.size * len(part))
+        with self._exchange():
+            _newest(dist, "all_gather_single", "all_gather_into_tensor")(parts, part.contiguous())
+            if part.is_cuda:
+                torch.cuda.synchronize(part.device)
+        return parts.view(self.size, -1)
+
     def beside(self) -> World:
         """The same ranks with a control group of their own, for exchanges of Python values in another thread."""
         if self.size == 1:
@@ -180,6 +214,11 @@ class World:
         self.exchanged.seconds += time.perf_counter() - met
 
 
+def _newest(module: Any, *names: str) -> Any:
+    """The first function of these names: torch 2.13 has renamed some and warns of the old names."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
 def pickled(value: Any) -> bytes:
     """A value as ``World.gather`` sends it: a tensor becomes an array, without the unused part of its storage and
     without its device."""
@@ -206,6 +245,11 @@ def _bytes() -> torch.dtype:
     import torch
 
     return torch.uint8
+
+
+def local_ranks(variables: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this machine, which share its memory."""
+    return max(1, _number(variables, "LOCAL_WORLD_SIZE", _number(variables, "WORLD_SIZE", 1)))
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
