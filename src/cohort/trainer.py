@@ -20,12 +20,12 @@ from cohort.parallel import World, layout_of, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import DividedSampler, EngineSetup, LocalEngine, Sampler
+from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_ranks, check_same, fingerprint
+from cohort.train.ranks import check_ranks, check_same, fingerprint, seed_of
 
 
 class GRPOTrainer:
@@ -133,7 +133,7 @@ class GRPOTrainer:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
+        self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
@@ -172,12 +172,11 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        progress = self._prints
         steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
+        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
             for metrics in steps:
                 display.show(metrics)
-        if progress:
+        if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
 
@@ -188,13 +187,9 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        if self.args.rollout.lag and isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy:
-            raise ConfigError(
-                "rollout.lag needs an engine with weights of its own: make it with local_engine(ahead=True)"
-            )
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
-        parts = TrainerParts(
+        self._parts = parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -211,9 +206,9 @@ class GRPOTrainer:
             identity=self._identity,
             layout=self.layout,
         )
-        self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
@@ -226,19 +221,14 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (
-            RewardError,
-            EpisodeError,
-            DataError,
-            ConfigError,
-            EngineError,
-        ) as error:
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
             parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)
             hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
-            raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
+            error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
+            raise
         finally:
             parts.abandon_pending()
             self.rewards.close()
@@ -328,7 +318,7 @@ class GRPOTrainer:
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
         self._log_to(folder)
-        set_seed(self.args.run.seed)
+        set_seed(seed_of(self.args.run.seed, self.world))
         if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0

@@ -5,7 +5,7 @@ import pytest
 
 from cohort.parallel import Replicate, World, layout_of
 from tests.parallel.launching import on_ranks
-from tests.parallel.updates import LAYOUTS, gap, on_each_layout, rollout, updates
+from tests.parallel.under_layouts import LAYOUTS, gap, on_each_layout, rollout, updates
 
 PLAIN = ("updates", {})
 CASES = [

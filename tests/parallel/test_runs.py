@@ -25,7 +25,7 @@ def same_metrics(one, other):
 
 
 def drawn(folder, step=1):
-    keys = ("group", "row", "token_ids", "sampler_logps", "finish_reason")
+    keys = ("group", "row", "token_ids", "finish_reason")
     return [{key: row[key] for key in keys} for row in rows_of(folder, step)]
 
 
