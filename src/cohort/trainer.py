@@ -16,7 +16,7 @@ from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
-from cohort.parallel import World, layout_of, on_main, together
+from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
@@ -25,7 +25,7 @@ from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_ranks, check_same, fingerprint, seed_of
+from cohort.train.ranks import check_same, checked_layout, fingerprint, seed_of
 
 
 class GRPOTrainer:
@@ -78,14 +78,11 @@ class GRPOTrainer:
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
-        self.layout = layout_of(config.parallel.layout, self.world)
-        check_ranks(config, self.world)
+        self.layout = checked_layout(config, self.world)
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
         self.budget.tokens = min(self.world.gather(self.budget.tokens))
-        facts = {"weights": fingerprint(self.policy.model)} if self.world.size > 1 else {}
-        sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
-        check_same(self.world, {**sections, **self._identity, **facts})
+        check_same(self.world, config, {**self._identity, "weights": self._weights})
 
     def _prepare(
         self,
@@ -135,6 +132,7 @@ class GRPOTrainer:
         show = announce if self._prints else None
         self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
+        self._weights = fingerprint(self.policy.model) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
@@ -317,7 +315,7 @@ class GRPOTrainer:
 
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
-        self._log_to(folder)
+        log_to(folder, self.world)
         set_seed(seed_of(self.args.run.seed, self.world))
         if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
@@ -342,15 +340,10 @@ class GRPOTrainer:
                 "raise eval.early_stopping_patience, or set it to 0, to train longer"
             )
         on_main(self.world, lambda: folder.resume(self.args, step))
-        self._log_to(folder)
+        log_to(folder, self.world)
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
-
-    def _log_to(self, folder: RunFolder) -> None:
-        """The console is rank 0's; the others log to files."""
-        if not self.world.is_main:
-            log_to(folder.path / "logs" / f"rank-{self.world.rank}.log")
 
     def _reward_runner(self, given: Any) -> RewardRunner:
         """The reward functions: those given, those of the settings, or the environment's reward."""
