@@ -12,8 +12,8 @@
    shared memory.
 3. ``simulator.py`` with costs fitted to steps with 4 and 12 prompts on one rank, how much slower a rank is while
    another computes beside it (two single ranks at once), and the exchanges of 2. Its prediction stands beside the
-   measured steps with 8 prompts on 1 and 2 ranks, which it was not fitted to. If one of them is more than 15% off, nothing
-   more is printed, and the exit code is 1.
+   measured steps with 8 prompts on 1 and 2 ranks, which it was not fitted to. If one of them is more than 15% off,
+   nothing more is printed, and the exit code is 1.
 4. The same model for GPUs, from published figures of the hardware and stated assumptions; only the host's work is
    measured, here. Predictions, not measurements.
 
@@ -380,8 +380,8 @@ def show_predictions(result: dict[str, Any]) -> None:
         f"{gpu.memory / 1e9:.0f} GB at {gpu.memory_rate / 1e12:.2f} TB/s, NVLink {gpu.link / 1e9:.0f} and InfiniBand "
         f"{gpu.network / 1e9:.0f} GB/s per GPU and direction.\nAssumed: {gpu.train_share:.0%} of the TFLOPS in "
         f"updates, {gpu.decode_share:.0%} in decoding, {gpu.memory_share:.0%} of memory's and {gpu.link_share:.0%} of "
-        f"links' rates, {gpu.step_seconds * 1e3:.0f} ms per decode step besides, {gpu.filled:.0%} of memory for weights, "
-        f"gradients and optimizer.\n{PROMPTS_PER_GPU} prompts per GPU, {GROUP} completions each; prompts of "
+        f"links' rates, {gpu.step_seconds * 1e3:.0f} ms per decode step besides, {gpu.filled:.0%} of memory for "
+        f"weights, gradients and optimizer.\n{PROMPTS_PER_GPU} prompts per GPU, {GROUP} completions each; prompts of "
         f"{LENGTHS['prompt']} tokens, completions of {LENGTHS['mean']} on average, log-normal, at most "
         f"{LENGTHS['limit']}. Control is this machine's measured time per token.\n"
     )
