@@ -10,12 +10,14 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from cohort.workers import CallFailed, Workers, describe_error
 
+POLL_SECONDS = 0.1
+"""How often a wait that can be cancelled looks whether it was."""
 LOGS = frozenset({"log_extra", "log_metric"})
 """Arguments that are created where a function runs, possibly in another process."""
 
@@ -186,21 +188,28 @@ class Calls:
         self.workers.close()
 
 
-def wait_all(futures: Iterable[Future[Any]], limit: float | None = None) -> None:
+def wait_all(
+    futures: Iterable[Future[Any]], limit: float | None = None, cancelled: Callable[[], bool] | None = None
+) -> None:
     """Wait until all calls have ended.
 
     Args:
         futures: from ``Calls.submit``.
         limit: seconds after which to check that the event loop reacts. None: not checked.
+        cancelled: asked every ``POLL_SECONDS`` whether nobody wants the results any more.
 
     Raises:
         CallFailed: calls have not ended, and the event loop does not react.
+        CancelledError: the results are not wanted.
     """
-    waiting = set(futures)
+    waiting, since = set(futures), time.monotonic()
     while waiting:
-        _, waiting = wait(waiting, timeout=limit)
-        if waiting and limit:
+        _, waiting = wait(waiting, timeout=POLL_SECONDS if cancelled else limit)
+        if waiting and cancelled and cancelled():
+            raise CancelledError
+        if waiting and limit and time.monotonic() - since >= limit:
             check_loop(limit)
+            since = time.monotonic()
 
 
 def check_loop(limit: float) -> None:

@@ -20,7 +20,7 @@ from cohort.parallel import World, layout_of, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import DividedSampler, EngineSetup, Sampler
+from cohort.rollout import DividedSampler, EngineSetup, LocalEngine, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
@@ -74,6 +74,7 @@ class GRPOTrainer:
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self._checked_folder: RunFolder | None = None
+        self._parts: TrainerParts | None = None
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
@@ -101,7 +102,7 @@ class GRPOTrainer:
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
-        self._engine_setup = EngineSetup(config)
+        self._engine_setup = EngineSetup(config, self.world)
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
@@ -132,7 +133,7 @@ class GRPOTrainer:
         """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
+        self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
@@ -187,6 +188,10 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
+        if self.args.rollout.lag and isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy:
+            raise ConfigError(
+                "rollout.lag needs an engine with weights of its own: make it with local_engine(ahead=True)"
+            )
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
         parts = TrainerParts(
@@ -206,8 +211,10 @@ class GRPOTrainer:
             identity=self._identity,
             layout=self.layout,
         )
+        self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
@@ -220,19 +227,15 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (
-            RewardError,
-            EpisodeError,
-            DataError,
-            ConfigError,
-            EngineError,
-        ) as error:
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
+            parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)
             hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
             raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
         finally:
+            parts.abandon_pending()
             self.rewards.close()
             if self.acting:
                 self.acting.close()
@@ -289,6 +292,8 @@ class GRPOTrainer:
             evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
+        if self._parts is not None:
+            self._parts.wait_for_pending()
         self.engine.update_weights(self.policy.version)
         return evaluator.evaluate(self.sampler)
 

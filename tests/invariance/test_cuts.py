@@ -13,6 +13,7 @@ from cohort.policy import Policy, enable_checkpointing, head
 from cohort.policy.choose import find_head
 from cohort.policy.passes import PlainPasses
 from cohort.train import active_part, part_of
+from cohort.train.sharing import Shared
 from cohort.train.update import backward_passes, minibatch_weights, update_tokens
 from tests.conftest import tiny_llama
 from tests.invariance.test_update import PRESETS_WITH_KL
@@ -76,7 +77,9 @@ def in_shards(policy, order, shards, budget, index, penalty):
     for i in range(shards):
         bounds = (i * active.num_sequences // shards, (i + 1) * active.num_sequences // shards)
         shard = active.select(torch.arange(*bounds))
-        for forward in backward_passes(context, batch, shard, weights.at(shard.positions_N), bonus):
+        for forward in backward_passes(
+            context, batch, Shared((shard,), shard, 1.0), weights.at(shard.positions_N), bonus
+        ):
             forwards.append(dataclasses.replace(forward, positions_N=shard.positions_N[forward.positions_N]))
     statistics = token_statistics(objective, update_tokens(batch, active, weights, forwards)) + statistics
     return [p.grad.clone() for p in policy.model.parameters()], statistics

@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import torch
@@ -26,6 +27,13 @@ class RefusedError(Exception):
     def __init__(self, status, message):
         super().__init__(message)
         self.status = status
+
+
+class ManyConnections(ThreadingHTTPServer):
+    """Does not refuse connections that come all at once."""
+
+    request_queue_size = 256
+    daemon_threads = True
 
 
 class StandIn:
@@ -49,8 +57,7 @@ class StandIn:
         """Every POST: path and body."""
         self._lock, self._sockets = threading.Lock(), set()
         self._device = ThreadPoolExecutor(1)  # the model computes in one thread
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
-        self._http.daemon_threads = True
+        self._http = ManyConnections(("127.0.0.1", port), self._handler())
         self.port = self._http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -115,6 +122,11 @@ class StandIn:
                 400,
                 f"token_id(s) {unknown} in logit_bias contain out-of-vocab token ids. Vocabulary size: {vocabulary}",
             )
+        scored = None
+        if "prompt_logprobs" in parameters:
+            logps = self.model(ids).logits[0, :-1].float().log_softmax(-1)
+            read = zip(body["token_ids"][1:], logps, strict=True)
+            scored = [None, *({str(token): {"logprob": float(own[token])}} for token, own in read)]
         generator = torch.Generator().manual_seed(parameters["seed"])
         tokens, logps, reason, stop = [], [], "length", None
         label = self.label
@@ -136,6 +148,7 @@ class StandIn:
             elif found := self.stop_string(tokens, parameters):
                 reason, stop = "stop", found
         return {
+            "prompt_logprobs": scored,
             "choices": [
                 {
                     "index": 0,
@@ -147,7 +160,7 @@ class StandIn:
                         "content": [{"token_id": t, "logprob": p} for t, p in zip(tokens, logps, strict=True)]
                     },
                 }
-            ]
+            ],
         }
 
     def stop_string(self, tokens, parameters):
@@ -209,7 +222,8 @@ class DirectTransport:
         self.failing: dict[str, Exception] = {}
 
     def check(self, servers):
-        pass
+        found = {"dtype": torch.float32, "device": "cpu", "workers": 1, "transfer": "cohort", "sizes": {}}
+        return {server: SimpleNamespace(can_sleep=True, has_tokenizer=True, **found) for server in servers}
 
     def send(self, servers, weights, version):
         weights = [(name, tensor.clone()) for name, tensor in weights]

@@ -124,6 +124,10 @@ class RolloutConfig(Section):
     max_batch_size: PositiveInt = 256
     """Maximum number of completions decoded at the same time. Affects memory only: random draws are the same, samples
     are equal up to rounding."""
+    lag: Count = 0
+    """How many steps sampling and scoring run ahead of training, in the background (docs/scale.md): step t samples with
+    the weights after step t - 1 - lag, exactly. 0: each step samples with the present weights and then trains. 1 hides
+    sampling behind training; 2 also hides rewards that take longer than a step."""
     cache_tokens: PositiveInt | None = None
     """Maximum number of tokens in the key-value cache, including prompts; completions that do not fit wait. Affects
     memory only, as above. Unset: as many as fit half of the free memory."""

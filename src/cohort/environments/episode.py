@@ -124,7 +124,7 @@ class EpisodeBatch:
             self._await(episode, future, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
         can_begin = min(self._settings.max_environments, len(self._episodes))
-        while sum(episode.first is not None for episode in self._episodes) < can_begin:
+        while self._running and sum(episode.first is not None for episode in self._episodes) < can_begin:
             self._wait()
         watch = Watch(self._watch.on_token, on_step=self._handle_ready, cancelled=self._watch.cancelled)
         while self._running:

@@ -11,11 +11,18 @@ from cohort.parallel.shares import imbalance, prompt_shares, shares
 from cohort.parallel.world import World
 
 if TYPE_CHECKING:
-    from cohort.parallel.layout import Layout, Replicate, layout_of
+    from cohort.parallel.choose import layout_of
+    from cohort.parallel.full import Full
+    from cohort.parallel.layout import Layout, Replicate
+    from cohort.parallel.sharded import Sharded
+
+_MODULES = {"Full": "full", "Layout": "layout", "Replicate": "layout", "Sharded": "sharded", "layout_of": "choose"}
 
 __all__ = [
+    "Full",
     "Layout",
     "Replicate",
+    "Sharded",
     "World",
     "agreed",
     "imbalance",
@@ -28,6 +35,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Layout", "Replicate", "layout_of"):
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.layout"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

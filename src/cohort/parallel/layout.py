@@ -1,7 +1,7 @@
 """How the ranks hold parameters, gradients and optimizer state.
 
-The loop asks a layout at four places: after loading, after a rank's passes, before the optimizer's step, and where the
-whole weights are needed.
+The loop asks a layout after loading, after a rank's passes, before and after the optimizer's step, and where the whole
+weights are needed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from cohort.errors import ConfigError
 from cohort.parallel.world import World
 
 BUCKET_BYTES = 64 * 2**20
-"""Gradients are added up over ranks in pieces of this size: few enough messages, little memory."""
+"""Gradients and weights travel in pieces of this size: few enough messages, little memory."""
 
 
 class Layout(Protocol):
@@ -32,6 +31,10 @@ class Layout(Protocol):
         """Divide a loaded model over the ranks, in place: after the reference was copied from it, before the optimizer
         is made."""
 
+    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by the names of the model's parameters: the parameters that require a gradient, or
+        this rank's shards of them. Called once, after ``shard``."""
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add up the gradients of all ranks, in place, after every rank has made its passes. A rank that made none has
         no gradients; a parameter that has none on any rank keeps none."""
@@ -39,6 +42,9 @@ class Layout(Protocol):
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the summed gradients to a norm of at most ``max_norm``, in place; returns the norm before, the same on
         every rank."""
+
+    def stepped(self) -> None:
+        """Let every rank have the weights that the optimizer's step has changed."""
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which every rank has the model's whole weights: to sample, evaluate, save. Entered on every
@@ -56,6 +62,10 @@ class Replicate:
     def shard(self, model: nn.Module) -> None:
         """See ``Layout``."""
 
+    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """See ``Layout``."""
+        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See ``Layout``."""
@@ -63,7 +73,7 @@ class Replicate:
             return
         known = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
         some = [p for p, count in zip(parameters, self.world.sum_(known).tolist(), strict=True) if count]
-        for bucket in _buckets(some):
+        for bucket in buckets(some):
             flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
             self.world.sum_(flat)
             for parameter, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
@@ -76,24 +86,16 @@ class Replicate:
         """See ``Layout``."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def stepped(self) -> None:
+        """See ``Layout``."""
+
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """See ``Layout``."""
         return nullcontext()
 
 
-def layout_of(name: str, world: World) -> Layout:
-    """The layout of ``parallel.layout``.
-
-    Raises:
-        ConfigError: it does not exist yet.
-    """
-    if name == "replicate":
-        return Replicate(world)
-    raise ConfigError(f"parallel.layout {name!r} is not available yet: set 'replicate'")
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters whose gradients are added up in one message: of one type and device, at most ``BUCKET_BYTES`` unless
+def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters whose numbers travel in one message: of one type and device, at most ``BUCKET_BYTES`` unless
     one alone is larger."""
     bucket: list[nn.Parameter] = []
     filled = 0

@@ -139,6 +139,42 @@ class World:
                 torch.cuda.synchronize(tensor.device)
         return tensor
 
+    def scatter_sum(self, parts: Tensor) -> Tensor:
+        """One row, that of this rank, of the sum of ``[size, n]`` tensors over the ranks, ``[n]``.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return parts[0]
+        import torch
+        import torch.distributed as dist
+
+        own = torch.empty_like(parts[0])
+        with self._exchange():
+            _newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")(own, parts.flatten())
+            if own.is_cuda:
+                torch.cuda.synchronize(own.device)
+        return own
+
+    def join(self, part: Tensor) -> Tensor:
+        """Every rank's ``[n]`` tensor, ``[size, n]``.
+
+        Raises:
+            RankError: as ``gather``.
+        """
+        if self.size == 1:
+            return part[None]
+        import torch
+        import torch.distributed as dist
+
+        parts = part.new_empty(self.size * len(part))
+        with self._exchange():
+            _newest(dist, "all_gather_single", "all_gather_into_tensor")(parts, part.contiguous())
+            if part.is_cuda:
+                torch.cuda.synchronize(part.device)
+        return parts.view(self.size, -1)
+
     def beside(self) -> World:
         """The same ranks with a control group of their own, for exchanges of Python values in another thread."""
         if self.size == 1:
@@ -178,6 +214,11 @@ class World:
             ) from error
         self.exchanged.waiting += met - start
         self.exchanged.seconds += time.perf_counter() - met
+
+
+def _newest(module: Any, *names: str) -> Any:
+    """The first function of these names: torch 2.13 has renamed some and warns of the old names."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def pickled(value: Any) -> bytes:

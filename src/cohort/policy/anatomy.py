@@ -2,7 +2,8 @@
 
 Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 1 to 3 are one architecture with options: query-key norms, biases, norms
 after each block, norm weights stored as w - 1, soft caps, sliding windows, layers without rotation, a tied head, LoRA
-adapters. ``Anatomy.of`` reads them or raises what it does not know. Weights are not copied.
+adapters. ``Anatomy.of`` reads them or raises what it does not know. Weights are read from the modules at each access:
+FSDP replaces a module's parameters while it gathers them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cohort.parallel.full import class_before_sharding
 
 SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
 """Families whose norms multiply by 1 + weight."""
@@ -35,24 +38,43 @@ def need(holds: bool, reason: str) -> None:
 class Adapter:
     """A LoRA adapter: ``y += scale * (x A^T) B^T``."""
 
-    a: Tensor
-    b: Tensor
+    down: nn.Linear
+    up: nn.Linear
     scale: float
+
+    @property
+    def a(self) -> Tensor:
+        """``[rank, in]``."""
+        return self.down.weight
+
+    @property
+    def b(self) -> Tensor:
+        """``[out, rank]``."""
+        return self.up.weight
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """``y = x W^T + bias``, plus adapters."""
 
-    weight: Tensor
-    bias: Tensor | None
+    module: nn.Linear
     adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def weight(self) -> Tensor:
+        """W, ``[out, in]``."""
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Shape ``[out]``; None without one."""
+        return self.module.bias
 
     @classmethod
     def of(cls, module: Any, name: str) -> Linear:
         """Read a linear module, or one that peft has wrapped with LoRA."""
         if type(module) is nn.Linear:
-            return cls(module.weight, module.bias)
+            return cls(module)
         base: Any = getattr(module, "base_layer", None)
         need(type(base) is nn.Linear and hasattr(module, "lora_A"), f"{name} is a {type(module).__name__}")
         need(not getattr(module, "merged", False), f"{name} has its adapter merged")
@@ -64,17 +86,23 @@ class Linear:
             special = bool(getattr(module, "use_dora", {}).get(active)) or active in getattr(module, "lora_variant", {})
             plain = type(a) is nn.Linear and type(b) is nn.Linear and getattr(b, "bias", None) is None
             need(plain and not special, f"{name} has an adapter that is not plain LoRA")
-            adapters.append(Adapter(a.weight, b.weight, float(module.scaling[active])))
-        return cls(base.weight, base.bias, tuple(adapters))
+            adapters.append(Adapter(a, b, float(module.scaling[active])))
+        return cls(base, tuple(adapters))
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """Root mean square norm: ``x / sqrt(mean(x^2) + eps) * weight``, or ``* (1 + weight)`` if shifted."""
 
-    weight: nn.Parameter
+    module: Any
     eps: float
     shifted: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """One number per entry of the last axis."""
+        weight: Tensor = self.module.weight
+        return weight
 
     @classmethod
     def of(cls, module: Any, *, shifted: bool) -> Norm:
@@ -83,7 +111,7 @@ class Norm:
         eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
         known = eps is not None and isinstance(getattr(module, "weight", None), nn.Parameter)
         need(known, f"a norm is a {type(module).__name__}")
-        return cls(module.weight, float(eps), shifted)  # type: ignore[arg-type]
+        return cls(module, float(eps), shifted)  # type: ignore[arg-type]
 
     def factor(self, dtype: torch.dtype) -> Tensor:
         """What normed values are multiplied by."""
@@ -209,8 +237,8 @@ class Anatomy:
 def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     for module in (layer, attention, mlp):
-        own = type(module).__module__.startswith("transformers.")
-        need(own, f"{type(module).__name__} is not a class of transformers")
+        kind = class_before_sharding(module)
+        need(kind.__module__.startswith("transformers."), f"{kind.__name__} is not a class of transformers")
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
 
     def norm(name: str) -> Norm:

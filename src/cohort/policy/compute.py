@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cohort.native import DTYPES, Unavailable, load
+from cohort.parallel.full import is_gathered
 from cohort.policy.adapters import TRAINED, has_adapters
 from cohort.policy.device import kind_of
 from cohort.policy.load import Precision
@@ -103,7 +104,8 @@ class ComputeModel:
         elif self.precision.compute == self.precision.master:
             yield
         else:
-            with torch.autocast(self.device.type, self.precision.compute):
+            # Copies of weights that are gathered per layer would stay behind when the weights are freed.
+            with torch.autocast(self.device.type, self.precision.compute, cache_enabled=not is_gathered(self.model)):
                 yield
 
     @contextlib.contextmanager

@@ -4,11 +4,13 @@ attention."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from cohort.parallel.full import call_gathered
 from cohort.policy.anatomy import UnsupportedModel, need
 from cohort.policy.compute import ComputeModel
 from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
@@ -33,6 +35,8 @@ class CustomAttention:
         UnsupportedModel: its attention function cannot be replaced.
     """
 
+    returns_keys = False
+
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
         self._base = base_of(model.model)
@@ -48,13 +52,15 @@ class CustomAttention:
         decoder = self._base.get_decoder()
         arguments: dict[str, Any] = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
         with self._context(), recomputed_in(self._context, decoder):
-            output = decoder(
+            run = functools.partial(
+                decoder,
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
                 use_cache=False,
                 **{INTERFACE: packed},
                 **arguments,
             )
+            output = call_gathered(self.model.model, run)
         return Hidden(output.last_hidden_state[0], tuple(getattr(output, "router_logits", None) or ()))
 
     @contextlib.contextmanager

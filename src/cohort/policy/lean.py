@@ -17,10 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, require, threads_for
+from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Norm
 from cohort.policy.compute import ComputeModel
 from cohort.policy.head import gradient_of, takes_in_place
 from cohort.policy.passes import Hidden, PackedPass
+
+Angles = dict[str, tuple[Tensor, Tensor]]
+"""Cosines and sines of the tokens' positions, by kind of rotation."""
 
 
 class LeanLayers:
@@ -33,6 +37,8 @@ class LeanLayers:
         UnsupportedModel: ``Anatomy`` cannot read it.
     """
 
+    returns_keys = True
+
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
         self.anatomy = Anatomy.of(model.model)
@@ -41,17 +47,33 @@ class LeanLayers:
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
+        return call_gathered(self.model.model, partial(self._run, ids_T, positions_T, packed))
+
+    def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         with self.model.compute():
             x = self._embed(ids_T).to(self.fused.wide)
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
             for number, layer in enumerate(self.anatomy.layers):
-                arguments = number, x, update, angles, packed
-                if torch.is_grad_enabled() and _is_checkpointed(layer.module):
-                    x, update = torch.utils.checkpoint.checkpoint(self._recomputed, *arguments, use_reentrant=False)
-                else:
-                    x, update = self._layer(*arguments)
+                run = partial(self._outputs, number, angles, packed)
+                x, update, _ = call_gathered(layer.module, run, x, update)
             return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
+
+    def _outputs(
+        self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """The result of ``_layer``, and the keys and values that the pass reads: gradients come back through them."""
+        layer, arguments = self.anatomy.layers[number].module, (number, angles, packed, x, update)
+        if torch.is_grad_enabled() and _is_checkpointed(layer):
+            x, update = torch.utils.checkpoint.checkpoint(self._recomputed, *arguments, use_reentrant=False)
+        else:
+            x, update = self._layer(*arguments)
+        if packed.read is None:
+            return x, update, None
+        if is_gathered(layer):  # whose results are no views
+            k, v = packed.read[number]
+            packed.read[number] = k.clone(), v.clone()
+        return x, update, packed.read[number]
 
     def _embed(self, ids_T: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
@@ -67,12 +89,7 @@ class LeanLayers:
             return self._layer(*arguments)
 
     def _layer(
-        self,
-        number: int,
-        x: Tensor,
-        update: Tensor | None,
-        angles: dict[str, tuple[Tensor, Tensor]],
-        packed: PackedPass,
+        self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream and the update that is added to it next, before and after a layer."""
         anatomy, layer, fused = self.anatomy, self.anatomy.layers[number], self.fused

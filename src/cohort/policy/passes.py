@@ -19,12 +19,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.attention import packed_attention
 from cohort.policy.compute import ComputeModel
 from cohort.policy.device import kind_of
@@ -44,10 +44,20 @@ class Prefixes:
         keys_values: theirs.
         attached: whether gradients of rows flow into the prompts' graph at once. Otherwise they add up in leaves until
             ``backward``.
+        result: the last hidden states of the prompts, if ``backward`` is to begin there: with weights that are gathered
+            per layer, the backward pass of a layer's output gathers them. Its gradient is 0.
     """
 
-    def __init__(self, prompt_ids: Sequence[Sequence[int]], keys_values: KeysValues, *, attached: bool) -> None:
+    def __init__(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        keys_values: KeysValues,
+        *,
+        attached: bool,
+        result: Tensor | None = None,
+    ) -> None:
         self.prompt_ids = prompt_ids
+        self._result = result
         self._computed = keys_values
         self.keys_values = keys_values
         if not attached:
@@ -61,6 +71,8 @@ class Prefixes:
             for computed, leaf in zip(parts, self.keys_values[layer], strict=True)
             if leaf is not computed and leaf.grad is not None
         ]
+        if pairs and self._result is not None:
+            pairs.append((self._result, torch.zeros_like(self._result)))
         if pairs:
             computed, grads = zip(*pairs, strict=True)
             torch.autograd.backward(computed, grads)
@@ -108,6 +120,9 @@ class Passes(Protocol):
 class Body(Protocol):
     """Runs a model's layers over packed tokens."""
 
+    returns_keys: bool
+    """Whether each layer returns the keys and values that a pass reads, as ``call_gathered`` wants it."""
+
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """The last hidden states. They have no meaning in a pass that only reads keys and values. Tokens after those
         that ``packed`` knows are padding."""
@@ -138,10 +153,13 @@ class SharedPasses:
         """See ``Passes``."""
         keys_values: KeysValues = {}
         ids = [torch.as_tensor(prompt[:-1]) for prompt in prompt_ids if len(prompt) > 1]
+        result = None
         if ids:
             layout = Layout(list(map(len, ids)), self.model.device)
-            self._run(torch.cat(ids), PackedPass(layout, self.native, read=keys_values))
-        return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled())
+            hidden = self._run(torch.cat(ids), PackedPass(layout, self.native, read=keys_values))
+            if is_gathered(self.model.model) and not self.body.returns_keys:
+                result = hidden.states
+        return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled(), result=result)
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
         """See ``Passes``."""
@@ -158,18 +176,23 @@ class SharedPasses:
         return self.body(in_like_shapes(ids_T), in_like_shapes(packed.layout.positions_T), packed)
 
 
-@dataclass(frozen=True, slots=True)
 class PackedPass:
-    """The attention of one forward pass."""
+    """The attention of one forward pass. (Not a dataclass: FSDP2 would copy it on the way into a layer.)
 
-    layout: Layout
-    """Which token belongs to which row and prompt."""
-    native: bool
-    """Whether to use native kernels."""
-    read: KeysValues | None = None
-    """Receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed."""
-    prefixes: KeysValues = field(default_factory=dict)
-    """Keys and values that the rows attend to besides their own."""
+    Args:
+        layout: which token belongs to which row and prompt.
+        native: whether to use native kernels.
+        read: receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed.
+        prefixes: keys and values that the rows attend to besides their own.
+    """
+
+    def __init__(
+        self, layout: Layout, native: bool, *, read: KeysValues | None = None, prefixes: KeysValues | None = None
+    ) -> None:
+        self.layout = layout
+        self.native = native
+        self.read = read
+        self.prefixes = prefixes or {}
 
     def record(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's keys and values if this pass reads prompts."""
@@ -252,7 +275,8 @@ class PlainPasses:
                 hidden = self.model.logits(input_ids, keep=keep, use_cache=False).logits
             else:
                 decoder = base_of(self.model.model).get_decoder()
-                hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state[:, -keep:]
+                run = functools.partial(decoder, input_ids=input_ids, use_cache=False)
+                hidden = call_gathered(self.model.model, run).last_hidden_state[:, -keep:]
         return Hidden(hidden.flatten(0, 1)).select(index_T if rows.drawn_N is None else index_T[rows.drawn_N])
 
 

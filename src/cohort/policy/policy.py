@@ -113,6 +113,20 @@ class Policy(ComputeModel):
         model.requires_grad_(False)
         return self._like(model, adapter=TRAINED)
 
+    def snapshot(self) -> Policy:
+        """A copy of the present policy to sample from while this one is trained; ``take_weights`` renews it. Weights
+        that are not trained are shared, not copied."""
+        shared = {id(weight): weight for weight in self.model.parameters() if not weight.requires_grad}
+        return self._like(copy.deepcopy(self.model, shared).requires_grad_(requires_grad=False), adapter=self._adapter)
+
+    @torch.no_grad()
+    def take_weights(self, other: Policy) -> None:
+        """Copy the weights of the policy that this is a ``snapshot`` of."""
+        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            if mine is not theirs:
+                mine.copy_(theirs)
+        self.version = other.version
+
     def _like(self, model: Any, *, adapter: str | None) -> Policy:
         other = Policy(model, self.precision, dropout=self.dropout, adapter=adapter)
         other.version, other.native_kernels = self.version, self.native_kernels

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import groupby
@@ -74,10 +74,22 @@ class RewardRunner:
         self.calls = Calls(self.settings.workers, self.settings.max_concurrent)
         self.cache: dict[Any, Call] = {}
         self.world = world or World()
+        self._cache_lock = threading.Lock()  # two rollouts may be scored at a time
 
-    def begin(self, prompts: Sequence[Prompt], num_generations: int, state: TrainerState | None = None) -> Scoring:
-        """The scoring of a rollout that is about to be sampled, with ``num_generations`` completions per prompt."""
-        return Scoring(self, prompts, num_generations, state or TrainerState(), self.settings.on_error)
+    def begin(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        state: TrainerState | None = None,
+        world: World | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Scoring:
+        """The scoring of a rollout that is about to be sampled, with ``num_generations`` completions per prompt.
+        ``cancelled`` is asked now and then whether its scores are not wanted any more; ``world`` replaces the ranks."""
+        ranks = world or self.world
+        return Scoring(
+            self, prompts, num_generations, state or TrainerState(), self.settings.on_error, ranks, cancelled
+        )
 
     def score(self, groups: Sequence[Group], state: TrainerState | None = None) -> Scores:
         """The rewards of all completions, group after group: the weighted sum over functions.
@@ -112,7 +124,6 @@ class RewardRunner:
         text = "A made completion, to try the reward functions."
         made = Completion.of_tokens((0,), (0.0,), FinishReason.LENGTH, text)
         tried = copy(self)
-        tried.world = World()
         if episodes:
             turn = Turn(1, FinishReason.LENGTH, ({"role": "assistant", "content": text},), reward=0.0)
             made = replace(made, episode=Episode((turn,), reward=0.0))
@@ -125,7 +136,7 @@ class RewardRunner:
         timer.daemon = True
         timer.start()
         try:
-            with Scoring(tried, prompts, 0, state or TrainerState(), "stop") as scoring:
+            with Scoring(tried, prompts, 0, state or TrainerState(), "stop", World()) as scoring:
                 scoring.finish(groups)
         except RewardError as error:
             hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is the text"
@@ -135,6 +146,14 @@ class RewardRunner:
             ) from error.__cause__
         finally:
             timer.cancel()
+
+    def keep(self, key: Any, call: Call) -> None:
+        """Cache a result."""
+        with self._cache_lock:
+            self.cache.pop(key, None)  # the newest are last
+            self.cache[key] = call
+            if len(self.cache) > CACHE_ENTRIES:
+                del self.cache[next(iter(self.cache))]
 
     def column(self, column: str, name: str) -> str:
         """The column of ``Scores.extras`` with the values that function ``name`` logs as ``column``."""
@@ -172,14 +191,23 @@ class Scoring:
         num_generations: completions per prompt. 0: ``on_completion`` is not used.
         state: the progress of the run.
         on_error: as ``reward.on_error`` of the settings.
+        world: the ranks that share the calls.
+        cancelled: whether the scores are no longer wanted. None: they always are.
     """
 
     def __init__(
-        self, runner: RewardRunner, prompts: Sequence[Prompt], num_generations: int, state: TrainerState, on_error: str
+        self,
+        runner: RewardRunner,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        state: TrainerState,
+        on_error: str,
+        world: World,
+        cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        self._runner, self._prompts = runner, list(prompts)
+        self._runner, self._prompts, self._cancelled = runner, list(prompts), cancelled
         self._num_generations, self._state, self._on_error = num_generations, state, on_error
-        self._world = runner.world
+        self._world = world
         self._own = frozenset(prompt_shares(self._prompts, self._world.size)[self._world.rank])
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
@@ -208,6 +236,7 @@ class Scoring:
         Raises:
             RewardError: a function broke its contract; all calls of a function failed; or one failed and the settings
                 stop on errors.
+            CancelledError: the scores are not wanted any more.
         """
         self._prompts = [group.prompt for group in groups]
         self._completions = {(p, g): c for p, group in enumerate(groups) for g, c in enumerate(group.completions)}
@@ -306,18 +335,14 @@ class Scoring:
         task.call = call
         task.values = task.function.values(call.returned, [c for group in task.groups for c in group.completions])
         if task.done and task.cache_key is not None:
-            cache = self._runner.cache
-            cache.pop(task.cache_key, None)  # the newest are last
-            cache[task.cache_key] = call
-            if len(cache) > CACHE_ENTRIES:
-                del cache[next(iter(cache))]
+            self._runner.keep(task.cache_key, call)
 
     def _wait(self, tasks: Sequence[Task]) -> None:
         """Wait until all calls have ended. With a timeout, detect a function that blocks the event loop."""
         functions = [task.function for task in tasks if task.function.is_async and task.function.timeout]
         limit = max((function.timeout or 0 for function in functions), default=None)
         try:
-            wait_all([task.future for task in tasks if task.future is not None], limit)
+            wait_all([task.future for task in tasks if task.future is not None], limit, self._cancelled)
         except CallFailed as failure:
             names = ", ".join(function.name for function in self._runner.functions if function in functions)
             raise RewardError(f"the async reward functions ({names}) {failure}") from None

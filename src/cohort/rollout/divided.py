@@ -27,6 +27,10 @@ class DividedSampler(Sampler):
         self.sampler = sampler
         self.world = world
 
+    def on(self, world: World) -> DividedSampler:
+        """The same with exchanges in another group of the same ranks."""
+        return DividedSampler(self.sampler, world)
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -60,6 +60,7 @@ class LeanBackend(Backend):
         self.anatomy = anatomy
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
+        self._identity = anatomy.identity()
         self.weights = DecoderWeights(anatomy, compute)
         without = policy.why_no_kernels() if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
@@ -121,8 +122,9 @@ class LeanBackend(Backend):
             raise ModelError(
                 f"the model was changed after the engine was made, which needs a new one: {unknown}"
             ) from None
-        if anatomy.identity() != self.anatomy.identity():
-            self.anatomy, self.weights = anatomy, DecoderWeights(anatomy, self.weights.dtype)
+        if (identity := anatomy.identity()) != self._identity:
+            self.anatomy, self._identity = anatomy, identity
+            self.weights = DecoderWeights(anatomy, self.weights.dtype)
 
     def end(self) -> None:
         """See ``Backend``."""

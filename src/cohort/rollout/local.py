@@ -32,15 +32,18 @@ class LocalEngine(Engine):
     """Samples from a ``Policy``.
 
     Args:
-        policy: its weights are read in each call, so there is nothing to synchronise.
+        policy: its weights are read in each call, so there is nothing to synchronise, unless ``trained`` is given.
         tokenizer: decodes completions, for their text and for stop strings.
         end_token_ids: tokens that end a completion.
         max_batch_size: maximum number of trajectories decoded at a time.
         cache_tokens: maximum number of tokens whose keys and values are kept at a time, prompts included. None: as many
             as half of the free memory holds when sampling begins.
         native_kernels: see ``LeanBackend``.
+        trained: the policy that is trained while this engine samples. ``update_weights`` then copies its weights into
+            ``policy``, a ``Policy.snapshot`` of it. None: ``policy`` itself is trained, between the calls.
 
-    The last three change memory and time, never a draw (``native_kernels`` changes rounding).
+    ``max_batch_size``, ``cache_tokens`` and ``native_kernels`` change memory and time, never a draw (the
+    last one changes rounding).
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -62,8 +65,10 @@ class LocalEngine(Engine):
         max_batch_size: int = 256,
         cache_tokens: int | None = None,
         native_kernels: bool = True,
+        trained: Policy | None = None,
     ) -> None:
         self.policy = policy
+        self.trained = trained or policy
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
@@ -146,8 +151,10 @@ class LocalEngine(Engine):
         self._free()
 
     def update_weights(self, version: int) -> None:  # noqa: ARG002
-        """See ``Engine``. Moves nothing: the policy's weights are read where they are."""
+        """See ``Engine``. Moves nothing if the policy's weights are read where they are trained."""
         check_finished(self.unfinished, "take new weights")
+        if self.trained is not self.policy:
+            self.policy.take_weights(self.trained)
 
     def sleep(self) -> None:
         """Free copies of the weights in compute precision; the next call makes them again."""
@@ -164,7 +171,15 @@ class LocalEngine(Engine):
 
     def describe_model(self) -> str:
         """Model, numerics and backend, a line each."""
-        return f"{describe_policy(self.policy)}\nsampler: {self.backend.description}"
+        return f"{describe_policy(self.trained)}\nsampler: {self.backend.description}{self._describe_copy()}"
+
+    def _describe_copy(self) -> str:
+        """Where the weights are, if not where they are trained."""
+        if self.trained is self.policy:
+            return ""
+        theirs = {weight.data_ptr() for weight in self.trained.model.parameters()}
+        copied = [weight for weight in self.policy.model.parameters() if weight.data_ptr() not in theirs]
+        return f", from a copy of the weights ({sum(weight.nbytes for weight in copied) / 2**20:,.1f} MiB)"
 
     def describe_ends(self) -> str:
         """The tokens that end a completion, in a line."""

@@ -4,6 +4,7 @@ step-N/                        weights, config and tokenizer, as ``transformers`
     state/                     what the loop needs to continue
         optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
         reference.safetensors  the reference's weights, if it has weights of its own
+        rollout-T.safetensors  a rollout that no step has trained on yet (``rollout.lag``), with rollout-T.json
         loop.json              everything else: numbers and text
     manifest.json              sizes and hashes of the files, written last
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from cohort.errors import RunFolderError
 from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
+from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
 from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
 LOOP = "state/loop.json"
+ROLLOUT = "rollout-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class SavedState:
     """Facts that are not settings and must be the same in a resumed run."""
     random: Sequence[Mapping[str, Any]]
     """The state of the random generators of each rank."""
+    rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
+    """Rollouts that no step has trained on yet, by step."""
 
 
 def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: bool = True) -> None:
@@ -102,6 +107,8 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: b
         "optimizer": state.optimizer["numbers"],
         "random": state.random,
     }
+    for step, rollout in state.rollouts.items():
+        save_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
     records[LOOP] = write_file(folder / LOOP, [_as_json(loop)])
     write_manifest(folder, records)
 
@@ -190,7 +197,13 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
         best=loop["best"],
         identity=saved,
         random=loop["random"],
+        rollouts=_loaded_rollouts(folder / "state"),
     )
+
+
+def _loaded_rollouts(folder: Path) -> dict[int, StoredRollout]:
+    paths = (path.with_suffix("") for path in folder.glob(f"{ROLLOUT}*.json"))
+    return {int(path.name.removeprefix(ROLLOUT)): load_rollout(path) for path in paths}
 
 
 def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path) -> None:

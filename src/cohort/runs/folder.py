@@ -41,7 +41,8 @@ from cohort.types import Completion, Episode, Group
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},
-    "rollout": {"max_batch_size", "cache_tokens"},
+    "rollout": {"max_batch_size", "cache_tokens", "lag"},
+    "vllm": True,
     "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
     "optim": {"microbatch_tokens"},
     "eval": True,

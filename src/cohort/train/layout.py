@@ -251,6 +251,8 @@ class Pack:
     prompt_ids: tuple[tuple[int, ...], ...]
     microbatches: tuple[tuple[int, ...], ...]
     """Sequences, by their numbers in the part that was cut. With shared prompts, those of one prompt are neighbours."""
+    idle: int = 0
+    """Passes of weight 0 after the microbatches; see ``level``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,6 +289,29 @@ def packs(batch: TokenBatch, part: Part, token_budget: int, *, shared: bool = Tr
         cuts = tuple(map(tuple, _filled(sequences, lengths, _balanced(lengths, token_budget))))
         found.append(Pack(tuple(prompts), cuts))
     return found
+
+
+IDLE_PROMPT = (0, 0)
+"""A prompt of weight 0 that has keys and values."""
+
+
+def level(plans: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
+    """The packs of every rank, extended by passes of weight 0 until all ranks make the same passes: as many packs, as
+    many microbatches in each, and prompts with keys and values in every pack.
+
+    >>> level([[Pack(((5, 6),), ((0,), (1,)))], []])[1]
+    [Pack(prompt_ids=((0, 0),), microbatches=(), idle=2)]
+    """
+    count = max(map(len, plans), default=0)
+    full = [[*plan, *[Pack((), ())] * (count - len(plan))] for plan in plans]
+    passes = [max(len(pack.microbatches) for pack in packs) for packs in zip(*full, strict=True)]
+
+    def filled(pack: Pack, passes: int) -> Pack:
+        none_read = all(len(prompt) < 2 for prompt in pack.prompt_ids)
+        prompts = pack.prompt_ids + (IDLE_PROMPT,) * none_read
+        return Pack(prompts, pack.microbatches, passes - len(pack.microbatches))
+
+    return [[filled(pack, number) for pack, number in zip(plan, passes, strict=True)] for plan in full]
 
 
 def microbatches(batch: TokenBatch, part: Part, pack: Pack) -> Iterator[Microbatch]:

@@ -18,9 +18,9 @@ from cohort.policy import (
     experts_per_token,
 )
 from cohort.train.context import StepContext
-from cohort.train.layout import Microbatch, Part, microbatches, packs
+from cohort.train.layout import Microbatch, Part, microbatches
 from cohort.train.memory import OutOfMemory, out_of_memory
-from cohort.train.sharing import share
+from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable
 from cohort.types import TokenBatch
 
 
@@ -41,7 +41,7 @@ def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: P
     """Log-probs, entropies and collision probabilities of a part's tokens, shape ``[N]`` of the part. Each rank
     computes its share."""
     shared = share(context, batch, part)
-    each = agreed(context.world, lambda: _own_logps(context, policy, batch, shared.own))
+    each = agreed(context.world, lambda: _own_logps(context, policy, batch, shared))
     like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
     found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
     for one, values in zip(shared.parts, each, strict=True):
@@ -51,11 +51,11 @@ def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: P
 
 
 @torch.no_grad()
-def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
-    like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
+def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared) -> TokenLogps:
+    like = torch.empty(shared.own.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
     found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
-    with policy.compute():
-        for micro, states in forward_passes(context, policy, batch, part):
+    with policy.compute(), unstoppable(context):
+        for micro, states in forward_passes(context, policy, batch, shared):
             for whole_N, values_N in zip(found, states.logps(), strict=True):
                 whole_N[micro.part.positions_N] = values_N
     return found
@@ -63,33 +63,35 @@ def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Pa
 
 def expert_balance(context: StepContext, batch: TokenBatch, part: Part) -> ExpertBalance:
     """How a minibatch uses the experts of a mixture, over all of its tokens. Each rank counts its share."""
-    policy, own = context.policy, share(context, batch, part).own
-    each = agreed(context.world, lambda: _own_counts(context, batch, own))
+    policy, shared = context.policy, share(context, batch, part)
+    each = agreed(context.world, lambda: _own_counts(context, batch, shared))
     counts = [counts_E.to(policy.device) for some, _ in each for counts_E in some]
     return ExpertBalance(torch.stack(counts).sum(0), sum(rows for _, rows in each), policy.router_aux_loss_coef)
 
 
 @torch.no_grad()
-def _own_counts(context: StepContext, batch: TokenBatch, part: Part) -> tuple[list[Tensor], int]:
+def _own_counts(context: StepContext, batch: TokenBatch, shared: Shared) -> tuple[list[Tensor], int]:
     """Uses of each expert in each microbatch, and the number of rows."""
     policy = context.policy
     per_token, counts, rows = experts_per_token(policy.model.config), [], 0
-    with policy.compute():
-        for _, states in forward_passes(context, policy, batch, part):
+    with policy.compute(), unstoppable(context):
+        for _, states in forward_passes(context, policy, batch, shared):
             counts.append(expert_counts(states.router_logits, per_token))
             rows += sum(len(logits) for logits in states.router_logits)
     return counts, rows
 
 
 def forward_passes(
-    context: StepContext, policy: Policy, batch: TokenBatch, part: Part
+    context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared
 ) -> Iterator[tuple[Microbatch, CompletionStates]]:
-    """Each microbatch of a part with the policy's states of it. To be iterated inside ``policy.compute()``."""
-    passes = policy.passes
-    for pack in packs(batch, part, context.budget.tokens, shared=passes.shared):
-        prefixes = passes.read(pack.prompt_ids)
-        for micro in microbatches(batch, part, pack):
+    """Each microbatch of this rank's share with the policy's states of it. To be iterated inside ``policy.compute()``,
+    to the end."""
+    for pack in own_packs(context, policy, batch, shared):
+        prefixes = policy.passes.read(pack.prompt_ids)
+        for micro in microbatches(batch, shared.own, pack):
             yield micro, states_of(context, policy, prefixes, micro)
+        for _ in range(pack.idle):
+            idle_states(context, policy, prefixes)
 
 
 def states_of(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:

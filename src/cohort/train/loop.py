@@ -8,102 +8,41 @@ and updates the policy with a clipped importance ratio and a KL term against a r
     sampler    ``sampler_logps``  the distribution that the engine drew from, recorded while it drew
     reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; when beta is not 0
 
-To follow one rollout, read train/rollout.py, train/layout.py and train/update.py next, in this order.
+To follow one rollout, read train/sample.py, train/rollout.py, train/layout.py and train/update.py next, in this order.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.data import DataCursor, PromptLoader
 from cohort.errors import CohortError
-from cohort.evaluation import Best, Evaluator
-from cohort.objective import Objective
-from cohort.parallel import Layout, Replicate, World, on_main, together
+from cohort.parallel import on_main, together
 from cohort.policy import Policy
-from cohort.presets.parts import DynamicSampling
-from cohort.rewards import RewardRunner, TrainerState
-from cohort.rollout import Engine, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import Models, RunFolder, SavedState, check_saved, random_state
-from cohort.train.adapt import Adaptive
+from cohort.rewards import TrainerState
+from cohort.rollout import Sampling
+from cohort.runs import RunFolder, check_saved
+from cohort.train.ahead import Ahead
 from cohort.train.check import check_sampler_gap
+from cohort.train.clock import PhaseClock
 from cohort.train.context import StepContext
 from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
-from cohort.train.memory import OutOfMemory, TokenBudget
+from cohort.train.memory import OutOfMemory
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
-from cohort.train.optim import Optimizer
+from cohort.train.parts import TrainerParts
 from cohort.train.rollout import Rollout
+from cohort.train.sample import begin, place_after, trainer_state
 from cohort.train.term_norms import term_norms
 from cohort.train.update import NonFinite, UpdateResult, update
 from cohort.types import TokenBatch
-
-
-@dataclass(slots=True)
-class TrainerParts:
-    """What a run is made of. ``GRPOTrainer`` puts it together; the loop uses it."""
-
-    policy: Policy
-    reference: Policy | None
-    engine: Engine
-    sampler: Sampler
-    """The engine or, with tools or environments, what drives it through episodes."""
-    rewards: RewardRunner
-    prompts: PromptLoader
-    objective: Objective
-    optimizer: Optimizer
-    evaluator: Evaluator | None
-    tokenizer: Any
-    budget: TokenBudget
-    """Tokens of one pass of the update."""
-    adaptive: Adaptive
-    """Weights of the objective that follow a target."""
-    best: Best
-    """The best evaluation so far."""
-    identity: dict[str, str]
-    """Facts that are not settings and must be the same in a resumed run: a hash of the prompts, names of rewards."""
-    layout: Layout = field(default_factory=Replicate)
-    """The ranks, and how they hold the policy."""
-    cursor: DataCursor = field(default_factory=DataCursor)
-    """Position in the data after the last complete step. The loop advances it once per step."""
-
-    @property
-    def world(self) -> World:
-        """The ranks that train together."""
-        return self.layout.world
-
-    @property
-    def models(self) -> Models:
-        """The models, as checkpoints store them."""
-        return Models(self.policy, self.reference, self.tokenizer)
-
-    def saved_state(self, step: int) -> SavedState:
-        """Everything that a checkpoint stores besides the models. Every rank must call."""
-        return SavedState(
-            step,
-            self.optimizer.state_dict(),
-            self.cursor.state_dict(),
-            self.adaptive.state_dict(),
-            self.best.state_dict(),
-            self.identity,
-            self.world.gather(random_state()),
-        )
-
-    def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
-        """The inverse of ``saved_state``; ``best_record`` is the contents of the run's ``best/best.json``."""
-        self.optimizer.load_state_dict(state.optimizer)
-        self.cursor = DataCursor.from_state(state.cursor)
-        self.adaptive.load_state_dict(state.adaptive)
-        self.best.load_state_dict(state.best, best_record)
 
 
 def run(
@@ -120,12 +59,16 @@ def run(
         context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, reference, parts.layout)
         clock = context.clock
 
-        # Sample a group of completions for each prompt with the policy's present weights, and score them.
-        parts.engine.update_weights(policy.version)
-        rollout = sample(parts, context, schedule, config, step)
-        if step == first_step:
+        # Sample a group of completions for each prompt, and score them. With ``rollout.lag``, that was begun some steps
+        # ago, and goes on for later steps during the updates below.
+        current = next_rollout(parts, schedule, config, step, clock)
+        rollout = current.wait().rollout
+        if step == first_step == current.weights_step:
             checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
             check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
+
+        if config.vllm.sleep:  # free the memory of servers on this GPU for the update
+            parts.engine.sleep()
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
@@ -166,41 +109,30 @@ def run(
         with clock("measure"):
             moved = policy_movement(context, batch, results, config.report.update_kl_completions)
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
-        metrics |= clock.metrics(rollout.num_tokens) | parts.sampler.metrics() | moved | norms
+        metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
         metrics |= rank_metrics(context.world, results, metrics["seconds/step"])
-        yield finish_step(parts, schedule, config, folder, rollout, batch, metrics)
+        yield finish_step(parts, schedule, config, folder, current, batch, metrics)
         if parts.best.exhausted:  # early stopping; the checkpoint is written
             break
 
 
-def sample(parts: TrainerParts, context: StepContext, schedule: Schedule, config: GRPOConfig, step: int) -> Rollout:
-    """Sample and score a step's groups: each rank its share of the prompts, and all get all groups and scores.
+def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, step: int, clock: PhaseClock) -> Ahead:
+    """The scored rollout of a step. Without ``rollout.lag`` it is sampled now, with the policy's present weights.
 
-    The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as a
-    completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
-    ``max_rounds`` rounds; otherwise there is one round.
+    With a lag it has been pending in the background since so many steps ago. When it is complete and the engine is
+    free, the engine takes the present weights and begins the rollout of ``lag`` steps later, beside the updates of this
+    step. So step t trains on what the weights after step t - 1 - lag have drawn; the first steps, on what those before
+    the first step have.
     """
-    rollout: Rollout | None = None
-    target = schedule.prompts_of(step)
-    state = trainer_state(schedule, step, parts.cursor)
-    while rollout is None or another_round(rollout, target, context.objective):
-        used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
-        prompts = together(parts.world, partial(parts.prompts.fetch, parts.cursor, target - used, skip=sampled))
-        with parts.rewards.begin(prompts, config.rollout.num_generations, state) as scoring:
-            with context.clock("generate"):
-                groups = parts.sampler.generate(
-                    prompts,
-                    config.rollout.num_generations,
-                    context.sampling,
-                    RNGKey(config.run.seed, step),  # and draws depend on the prompt's uid
-                    Watch(on_completion=scoring.on_completion, on_prompt=scoring.on_prompt),
-                )
-            with context.clock("reward"):
-                scored = Rollout.of(groups, scoring.finish(groups), context.objective)
-        rollout = scored if rollout is None else rollout + scored
-    rollout.check_drawn()
-    return rollout
+    lag, pending = config.rollout.lag, parts.pending
+    current = pending.popleft() if pending else begin(parts, schedule, config, step, step, parts.cursor)
+    current.wait(clock)
+    while len(pending) < min(lag, schedule.steps - step - 1):
+        if (place := place_after(parts, schedule, [current, *pending])) is None:
+            break  # a pending rollout has failed: its error is raised when its step comes
+        pending.append(begin(parts, schedule, config, step + len(pending) + 1, step, place.cursor))
+    return current
 
 
 def with_advantages_and_logps(
@@ -234,24 +166,12 @@ def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, par
     return logps_N
 
 
-def another_round(rollout: Rollout, target: int, objective: Objective) -> bool:
-    """Whether dynamic sampling wants another round."""
-    rule = objective.group_filter
-    return isinstance(rule, DynamicSampling) and sum(rollout.is_used_P) < target and rollout.rounds < rule.max_rounds
-
-
-def trainer_state(schedule: Schedule, step: int, cursor: DataCursor) -> TrainerState:
-    """The progress of the run, for reward functions."""
-    epoch = cursor.position / schedule.num_prompts if schedule.num_prompts else math.nan
-    return TrainerState(step, schedule.steps, epoch)
-
-
 def finish_step(
     parts: TrainerParts,
     schedule: Schedule,
     config: GRPOConfig,
     folder: RunFolder,
-    rollout: Rollout,
+    current: Ahead,
     batch: TokenBatch,
     metrics: dict[str, Any],
 ) -> dict[str, Any]:
@@ -264,8 +184,10 @@ def finish_step(
     """
     step = metrics["step"]
     last = step == schedule.steps
-    parts.cursor, data_metrics = parts.prompts.advance(parts.cursor, len(rollout.sampled), rollout.mean_rewards)
-    metrics |= data_metrics
+    rollout, place = current.wait().rollout, place_after(parts, schedule, [current])
+    assert place is not None
+    parts.cursor = place.cursor
+    metrics |= place.metrics
     failed: CohortError | None = None
     if last or due(step, config.eval.eval_steps):
         try:
@@ -296,6 +218,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     """
     if parts.evaluator is None:
         return {}
+    parts.wait_for_pending()
     parts.engine.update_weights(parts.policy.version)
     evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cohort.config import OptimConfig
 from cohort.errors import ModelError, NonFiniteError, RunFolderError
+from cohort.parallel import Layout, Replicate
 from cohort.runs import fill
 
 
@@ -22,16 +23,18 @@ class Optimizer:
         model: what is trained: its parameters that require gradients.
         config: the settings.
         num_updates: updates of the whole run, for schedules that end.
+        layout: how the ranks hold the model.
 
     Raises:
         ModelError: nothing of the model requires a gradient, or the optimizer's library is not installed.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int) -> None:
+    def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int, layout: Layout | None = None) -> None:
         from transformers import get_scheduler
 
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        """The trained parameters' names."""
+        self._model = model
+        self.names = {p: name for name, p in (layout or Replicate()).trained(model).items()}
+        """The names of the trained parameters, or of those that they are shards of."""
         self.parameters = list(self.names)
         if not self.parameters:
             raise ModelError("no parameter of the model requires a gradient: there is nothing to train")
@@ -60,7 +63,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the last update's gradients."""
-        for parameter in self.parameters:
+        for parameter in (*self._model.parameters(), *self.parameters):  # the latter may be shards of the former
             parameter.grad = None
 
     def step(self, clip: Callable[[Sequence[nn.Parameter], float], Tensor] = nn.utils.clip_grad_norm_) -> float:

@@ -7,16 +7,22 @@ before it is shared, so that sums over ranks are the same as without ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from cohort.errors import NonFiniteError, RankError
 from cohort.objective import segment_sum
 from cohort.parallel import shares
 from cohort.parallel.shares import imbalance
+from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
 from cohort.train.context import StepContext
-from cohort.train.layout import Part
+from cohort.train.layout import Pack, Part, level, packs
+from cohort.train.memory import out_of_memory
 from cohort.types import TokenBatch
 
 
@@ -54,6 +60,55 @@ def share(context: StepContext, batch: TokenBatch, part: Part) -> Shared:
         for prompts in divided
     )
     return Shared(parts, parts[world.rank], imbalance(costs, divided))
+
+
+def own_packs(context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared) -> list[Pack]:
+    """The passes of this rank's share. Where passes exchange weights, every rank knows the packs of all, and adds
+    passes of weight 0 until all make the same."""
+
+    def cut(part: Part) -> list[Pack]:
+        return packs(batch, part, context.budget.tokens, shared=policy.passes.shared)
+
+    if not context.layout.passes_exchange:
+        return cut(shared.own)
+    return level([cut(part) for part in shared.parts])[context.world.rank]
+
+
+def idle_states(context: StepContext, policy: Policy, prefixes: Prefixes) -> CompletionStates:
+    """The states of a pass of weight 0 after the first prompt of a pack."""
+    return policy.states(prefixes, PackedRows.of([0], [(0,)]), context.temperature)
+
+
+def weightless(states: CompletionStates) -> Tensor:
+    """A loss whose gradient is 0 in every weight of the layers: its backward pass exchanges what others do."""
+    return torch.mul(states.hidden_NH.sum(), 0)
+
+
+@contextmanager
+def unstoppable(context: StepContext) -> Iterator[None]:
+    """Around passes that exchange weights: a rank that fails in one cannot tell the others, which wait for its next
+    exchange, so its error ends the run. Around other passes, nothing.
+
+    Raises:
+        RankError: instead of an error in the block other than ``NonFiniteError``, which ``forward_passes`` keeps until
+            the end.
+    """
+    try:
+        yield
+    except (RankError, NonFiniteError):
+        raise
+    except Exception as error:
+        if not context.layout.passes_exchange:
+            raise
+        world, hint = context.world, ""
+        if out_of_memory(error):
+            hint = (
+                f": set optim.microbatch_tokens to less than {context.budget.tokens:,}, or model.gradient_checkpointing"
+            )
+        raise RankError(
+            f"rank {world.rank} of {world.size} failed in a pass, or lost another rank in it: "
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{hint}"
+        ) from error
 
 
 def cost(prompt: int, completions: list[int], attention: float) -> float:

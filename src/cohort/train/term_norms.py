@@ -38,14 +38,14 @@ def _term_gradients(
     policy = context.policy
     weights = minibatch_weights(context, batch, minibatch)
     part = active_part(batch, minibatch, context.objective, entropy_coefficient)
-    own = share(context, batch, part).own
-    weights = weights.at(part.positions_N).at(own.positions_N)
+    shared = share(context, batch, part)
+    weights = weights.at(part.positions_N).at(shared.own.positions_N)
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     sums: dict[str, Tensor] = {}
 
     def own_terms() -> list[str]:
         with policy.training(), policy.compute():
-            for losses, *_ in forward_passes(context, batch, own, weights, entropy_coefficient, attached=True):
+            for losses, *_ in forward_passes(context, batch, shared, weights, entropy_coefficient, attached=True):
                 for name, loss in losses.items():
                     grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
                     flat = torch.cat([grad.flatten() for grad in grads])

@@ -35,10 +35,10 @@ from cohort.parallel import agreed
 from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
-from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches, packs
+from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
 from cohort.train.logps import expert_balance, states_of, token_logps
 from cohort.train.memory import OutOfMemory, out_of_memory
-from cohort.train.sharing import Shared, share
+from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
 from cohort.types import TokenBatch
 
 
@@ -107,6 +107,7 @@ def update(
         return OutOfMemory()
     try:
         grad_norm = optimizer.step(context.layout.clip_gradients)
+        context.layout.stepped()
     except NonFiniteError as error:
         return NonFinite(str(error))
     policy.version += grad_norm > 0
@@ -178,8 +179,8 @@ def shared_passes(
     positions of their tokens in the whole. ``weights`` are of all tokens."""
 
     def own_passes() -> list[Forward]:
-        own = shared.own
-        return backward_passes(context, batch, own, weights.at(own.positions_N), entropy_coefficient, balance)
+        own = weights.at(shared.own.positions_N)
+        return backward_passes(context, batch, shared, own, entropy_coefficient, balance)
 
     return [
         replace(forward, positions_N=part.positions_N[forward.positions_N.to(part.positions_N.device)])
@@ -191,24 +192,24 @@ def shared_passes(
 def backward_passes(
     context: StepContext,
     batch: TokenBatch,
-    part: Part,
+    shared: Shared,
     weights: TermWeights,
     entropy_coefficient: float,
     balance: ExpertBalance | None = None,
 ) -> list[Forward]:
-    """Leave the gradient of a part's sequences in the parameters; return the forward passes.
+    """Leave the gradient of this rank's share in the parameters; return the forward passes.
 
     Args:
         context: as ``update`` takes it.
         batch: as ``update`` takes it.
-        part: the sequences.
-        weights: of the part's tokens.
+        shared: the sequences.
+        weights: of the tokens of this rank's share.
         entropy_coefficient: as ``update`` takes it.
         balance: of the minibatch, for the load-balancing loss of a mixture of experts; None: there is none.
     """
     policy, forwards = context.policy, []
-    with policy.training(), policy.compute(), policy.gradients_in_place():
-        for losses, forward, states in forward_passes(context, batch, part, weights, entropy_coefficient):
+    with policy.training(), policy.compute(), policy.gradients_in_place(), unstoppable(context):
+        for losses, forward, states in forward_passes(context, batch, shared, weights, entropy_coefficient):
             if balance is not None:
                 losses["router"] = balance.loss(states.router_logits)
             torch.stack(list(losses.values())).sum().backward()
@@ -219,26 +220,42 @@ def backward_passes(
 def forward_passes(
     context: StepContext,
     batch: TokenBatch,
-    part: Part,
+    shared: Shared,
     weights: TermWeights,
     entropy_coefficient: float,
     *,
     attached: bool = False,
 ) -> Iterator[tuple[dict[str, Tensor], Forward, CompletionStates]]:
-    """Each microbatch's losses. Each prompt runs forward once; the gradients of its completions add up in its keys and
-    values, and run backward through it once, after the pack's last microbatch. ``attached``: see ``Prefixes``."""
-    policy = context.policy
-    for pack in packs(batch, part, context.budget.tokens, shared=policy.passes.shared):
+    """The losses of each microbatch of this rank's share. Each prompt runs forward once; the gradients of its
+    completions add up in its keys and values, and run backward through it once, after the pack's last microbatch.
+    ``attached``: see ``Prefixes``. Where passes exchange weights, a value that is not finite ends them after the last.
+    """
+    policy, failed = context.policy, None
+    for pack in own_packs(context, policy, batch, shared):
         prefixes = policy.passes.read(pack.prompt_ids, attached=attached)
         ref_prefixes = read_reference(context, pack)
-        for micro in microbatches(batch, part, pack):
+        for micro in microbatches(batch, shared.own, pack):
             states = states_of(context, policy, prefixes, micro)
             ref_states = reference_states(context, ref_prefixes, micro)
-            losses, forward = microbatch_losses(
-                context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
-            )
+            try:
+                losses, forward = microbatch_losses(
+                    context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
+                )
+            except NonFiniteError as error:
+                if not context.layout.passes_exchange:
+                    raise
+                failed = failed or error
+                weightless(states).backward()
+                continue
             yield losses, forward, states
+        for _ in range(pack.idle):
+            if ref_prefixes is not None and context.reference is not None:
+                with torch.no_grad(), context.reference.compute():
+                    idle_states(context, context.reference, ref_prefixes)
+            weightless(idle_states(context, policy, prefixes)).backward()
         prefixes.backward()
+    if failed is not None:
+        raise failed
 
 
 def read_reference(context: StepContext, pack: Pack) -> Prefixes | None:

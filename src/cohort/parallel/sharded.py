@@ -1,0 +1,153 @@
+"""Layout ``optimizer``: every rank holds the weights; gradients and the optimizer's state are divided.
+
+After the passes, the gradients are summed over the ranks and each rank keeps its rows of the sums. It steps its rows
+of the weights, and the ranks exchange them. No pass exchanges anything, so that ranks may make different numbers of
+passes and repeat them. (FSDP2 without resharding would hold the shards beside the weights, and needs a pass of weight
+0 to scatter the sums, with hooks that a failed pass leaves half done.)
+
+A row is an entry of a weight's first axis. Rank r has the rows from ``r * ceil(rows / size)`` on, as many: fewer at the
+end, as in ``torch.chunk`` and FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cohort.errors import ModelError
+from cohort.parallel.layout import buckets
+from cohort.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rows of a weight that belong to this rank."""
+
+    whole: nn.Parameter
+    """The weight of the model."""
+    part: nn.Parameter
+    """A DTensor over the ranks; its local tensor is a view of the rows in ``whole``."""
+    rows: int
+    """Rows of every rank but the last ones."""
+
+    @classmethod
+    def of(cls, whole: nn.Parameter, world: World, mesh: Any, name: str) -> Shard:
+        """Cut a weight's rows."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as Rows
+
+        if not whole.ndim:
+            raise ModelError(f"parallel.layout 'optimizer' divides rows, and {name} is a number: set 'replicate'")
+        rows = -(-len(whole) // world.size)
+        local = whole.detach()[world.rank * rows : (world.rank + 1) * rows]
+        part = DTensor.from_local(local, mesh, [Rows(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        return cls(whole, nn.Parameter(part), rows)
+
+    @property
+    def local(self) -> Tensor:
+        """The rows, without a graph."""
+        local: Tensor = self.part.detach().to_local()  # type: ignore[attr-defined]
+        return local
+
+    def padded(self, values: Tensor, size: int) -> Tensor:
+        """Rows as ``size`` ranks have them, with zeros for those that are missing, ``[size, numbers of a rank]``."""
+        missing = size * self.rows - len(values)
+        return functional.pad(values, (0, 0) * (values.ndim - 1) + (0, missing)).reshape(size, self.width)
+
+    @property
+    def width(self) -> int:
+        """Numbers of every rank but the last ones."""
+        return self.rows * self.whole.shape[1:].numel()
+
+
+class Sharded:
+    """See the module."""
+
+    passes_exchange = False
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._shards: list[Shard] = []
+
+    def shard(self, model: nn.Module) -> None:
+        """See ``Layout``. The model stays whole."""
+
+    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """See ``Layout``."""
+        wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        mesh = rank_mesh(self.world, model)
+        self._shards = [Shard.of(weight, self.world, mesh, name) for name, weight in wanted.items()]
+        return {name: shard.part for name, shard in zip(wanted, self._shards, strict=True)}
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002 - their shards are known
+        """See ``Layout``. The gradients of the weights end up in those of their shards."""
+        size = self.world.size
+        known = torch.tensor([shard.whole.grad is not None for shard in self._shards], dtype=torch.int32)
+        counts = self.world.sum_(known).tolist()
+        some = {shard.whole: shard for shard, count in zip(self._shards, counts, strict=True) if count}
+        for bucket in buckets(list(some)):
+            shards = [some[weight] for weight in bucket]
+            grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+            sums = self.world.scatter_sum(
+                torch.cat([s.padded(grad, size) for s, grad in zip(shards, grads, strict=True)], dim=1)
+            )
+            for shard, piece in zip(shards, sums.split([shard.width for shard in shards]), strict=True):
+                local = piece.view(shard.rows, *shard.whole.shape[1:])[: len(shard.local)]
+                shard.part.grad = _like(shard.part, local.clone())
+                shard.whole.grad = None
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See ``Layout``."""
+        return clip_sharded(parameters, max_norm)
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """See ``Layout``. Every rank gets the rows that the others have stepped."""
+        by_weight = {shard.whole: shard for shard in self._shards}
+        for bucket in buckets(list(by_weight)):
+            shards = [by_weight[weight] for weight in bucket]
+            everyone = self.world.join(torch.cat([shard.padded(shard.local, 1)[0] for shard in shards]))
+            for shard, pieces in zip(shards, everyone.split([shard.width for shard in shards], dim=1), strict=True):
+                weight = shard.whole
+                weight.copy_(pieces.reshape(-1, *weight.shape[1:])[: len(weight)])
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """See ``Layout``."""
+        return nullcontext()
+
+
+def rank_mesh(world: World, model: nn.Module) -> Any:
+    """The ranks as torch's device mesh. One rank that ``torchrun`` has not started gets a group of its own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = next(model.parameters()).device.type
+    if world.size == 1 and not dist.is_initialized():
+        dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device, (world.size,))
+
+
+def _like(part: Any, local: Tensor) -> Tensor:
+    """A DTensor with other numbers."""
+    from torch.distributed.tensor import DTensor
+
+    made: Tensor = DTensor.from_local(
+        local, part.device_mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride()
+    )
+    return made
+
+
+def clip_sharded(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """``clip_grad_norm_`` of sharded gradients; the norm is that of the whole gradient, the same on every rank."""
+    norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    whole: Tensor = norm
+    return whole

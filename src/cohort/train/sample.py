@@ -1,0 +1,114 @@
+"""Sampling and scoring of a step's rollout: at once, or ahead of the training (``rollout.lag``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.data import DataCursor
+from cohort.objective import Objective
+from cohort.parallel import together
+from cohort.presets.parts import DynamicSampling
+from cohort.rewards import TrainerState
+from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
+from cohort.train.ahead import Ahead, Place, Sampled
+from cohort.train.clock import PhaseClock
+from cohort.train.parts import TrainerParts
+from cohort.train.rollout import Rollout
+
+
+def begin(
+    parts: TrainerParts, schedule: Schedule, config: GRPOConfig, step: int, weights_step: int, cursor: DataCursor
+) -> Ahead:
+    """The rollout of a step, sampled with the policy's present weights: in the background with ``rollout.lag``, or else
+    when it is waited for.
+
+    Args:
+        parts, schedule, config: the run. The engine must be free.
+        step: the step that trains on it, from 0.
+        weights_step: complete steps.
+        cursor: position of its prompts in the data.
+    """
+    parts.engine.update_weights(parts.policy.version)
+    lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
+    if not lag:
+        return Ahead(step, weights_step, work, parts.world)
+    # Exchanges of the background must not come between those of the training, nor between those of another rollout.
+    if step % lag not in parts.worlds:
+        parts.worlds[step % lag] = parts.world.beside()
+    return Ahead(step, weights_step, work, parts.worlds[step % lag]).begin(parts.pending, parts.policy.device)
+
+
+def place_after(parts: TrainerParts, schedule: Schedule, rollouts: Sequence[Ahead]) -> Place | None:
+    """Where the data goes on after the next rollouts of a run, in order; None if one of them failed.
+
+    Waits until the engine is free and, if the next prompts depend on the rewards, until the last rollout is scored.
+    """
+    depends = uses_rounds(parts.objective) or schedule.config.data.curriculum == "measured"
+    cursor = parts.cursor
+    for one in rollouts:
+        if one.place is None:
+            if not (one.wait_until_ended() if depends else one.wait_for_engine()):
+                return None
+            used, rewards = schedule.prompts_of(one.step), dict[int, float]()
+            if depends:
+                used, rewards = len(one.wait().rollout.sampled), one.wait().rollout.mean_rewards
+            one.place = Place(*parts.prompts.advance(cursor, used, rewards))
+        cursor = one.place.cursor
+    return rollouts[-1].place
+
+
+def sample(
+    parts: TrainerParts, schedule: Schedule, config: GRPOConfig, step: int, cursor: DataCursor, ahead: Ahead
+) -> Sampled:
+    """Sample and score a step's groups: each rank its share of the prompts, and all get all groups and scores.
+
+    The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as a
+    completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
+    ``max_rounds`` rounds; otherwise there is one round.
+    """
+    rollout: Rollout | None = None
+    world, clock, metrics = ahead.world, PhaseClock(), None
+    sampler = parts.sampler.on(world) if isinstance(parts.sampler, DividedSampler) else parts.sampler
+    target, state = schedule.prompts_of(step), trainer_state(schedule, step, cursor)
+    while rollout is None or another_round(rollout, target, parts.objective):
+        used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
+        prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
+        with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
+            with clock("generate"):
+                groups = sampler.generate(
+                    prompts,
+                    config.rollout.num_generations,
+                    Sampling.of(config.rollout),
+                    RNGKey(config.run.seed, step),  # and draws depend on the prompt's uid
+                    Watch(on_completion=scoring.on_completion, on_prompt=scoring.on_prompt, cancelled=ahead.cancelled),
+                )
+            ahead.check_wanted()
+            if not uses_rounds(parts.objective):
+                metrics = sampler.metrics()
+                ahead.free_engine()
+            ahead.wait_for_previous()
+            with clock("reward"):
+                scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
+        rollout = scored if rollout is None else rollout + scored
+    rollout.check_drawn()
+    return Sampled(rollout, clock.seconds, sampler.metrics() if metrics is None else metrics)
+
+
+def uses_rounds(objective: Objective) -> bool:
+    """Whether a rollout may take several rounds, so that its rewards decide when it is complete."""
+    return isinstance(objective.group_filter, DynamicSampling)
+
+
+def another_round(rollout: Rollout, target: int, objective: Objective) -> bool:
+    """Whether dynamic sampling wants another round."""
+    rule = objective.group_filter
+    return isinstance(rule, DynamicSampling) and sum(rollout.is_used_P) < target and rollout.rounds < rule.max_rounds
+
+
+def trainer_state(schedule: Schedule, step: int, cursor: DataCursor) -> TrainerState:
+    """The progress of the run, for reward functions."""
+    epoch = cursor.position / schedule.num_prompts if schedule.num_prompts else math.nan
+    return TrainerState(step, schedule.steps, epoch)

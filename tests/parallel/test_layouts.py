@@ -1,0 +1,90 @@
+"""Updates and rollouts under each layout against one plain process."""
+
+import numpy as np
+import pytest
+
+from cohort.parallel import Replicate, World, layout_of
+from tests.parallel.launching import on_ranks
+from tests.parallel.under_layouts import LAYOUTS, gap, on_each_layout, rollout, updates
+
+PLAIN = ("updates", {})
+CASES = [
+    PLAIN,
+    ("updates", {"few": True}),
+    ("updates", {"tie_word_embeddings": True, "checkpointing": True}),
+    ("updates", {"passes": "custom", "budget": 1000}),
+    ("updates", {"passes": "custom", "checkpointing": True, "full_kl": True}),
+    ("updates", {"passes": "plain", "budget": 60}),
+    ("updates", {"lora": True, "full_kl": True}),
+]
+"""Settings of ``updates``."""
+EXACT = 1e-10
+"""In float64, sums in another order differ by about 1e-15."""
+
+
+def check(found, cases):
+    """Compare what ``on_each_layout`` found on a rank with one process without a layout."""
+    for index, (function, settings) in enumerate(cases):
+        assert function == "updates"
+        norms, weights, logps, _ = updates(Replicate(), **settings)
+        for name in {name for name, number in found if number == index}:
+            got = found[name, index]
+            assert np.abs(np.subtract(got[0], norms)).max() < EXACT, (name, settings)
+            assert gap(got[1], weights) < EXACT, (name, settings)
+            assert np.nanmax(np.abs(got[2] - logps)) < EXACT, (name, settings)
+            assert np.array_equal(np.isnan(got[2]), np.isnan(logps)), (name, settings)
+
+
+def test_updates_on_two_ranks_equal_those_of_one_process():
+    first, second = on_ranks(2, on_each_layout, ["optimizer", "full"], [PLAIN])
+    check(first, [PLAIN])
+    for key, (norms, weights, _, numbers) in first.items():
+        assert norms == second[key][0]
+        assert gap(weights, second[key][1]) == 0
+        whole = 2 * sum(weight.size for weight in weights.values())  # AdamW's two moments
+        assert numbers + second[key][3] == whole
+        assert abs(numbers - whole / 2) < 0.02 * whole
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_layout_and_pass_equals_one_process(size):
+    for found in on_ranks(size, on_each_layout, list(LAYOUTS), CASES, timeout=900)[:2]:
+        check(found, CASES)
+
+
+@pytest.mark.ranks
+def test_rollouts_are_bit_equal():
+    expected = [(list(map(int, ids)), list(logps)) for ids, logps in rollout(Replicate())]
+    for found in on_ranks(
+        2, on_each_layout, list(LAYOUTS), [("rollout", {}), ("rollout", {"lora": True})], timeout=300
+    ):
+        for name in LAYOUTS:
+            assert found[name, 0] == expected, name
+            assert found[name, 1] == [*rollout(Replicate(), lora=True)], name
+
+
+@pytest.mark.ranks
+def test_a_value_that_is_not_finite_prevents_the_update_on_every_rank():
+    weights = updates(Replicate(), poison=True)[1]
+    for found in on_ranks(2, on_each_layout, list(LAYOUTS), [("updates", {"poison": True})], timeout=300):
+        for norms, changed, *_ in found.values():
+            assert norms == ["NonFinite"] * 3
+            assert gap(changed, weights) == 0
+
+
+@pytest.mark.ranks
+def test_bfloat16_and_kernels_stay_close_to_one_process():
+    """Products in bfloat16 round differently when microbatches are cut in another way: Adam's first steps have the
+    size of the learning rate whatever the gradient's, so weights may differ by it, and norms by a few percent."""
+    cases = [("updates", {"dtype": "bfloat16", "kernels": kernels}) for kernels in (False, True)]
+    expected = updates(Replicate(), dtype="bfloat16")
+    for found in on_ranks(2, on_each_layout, list(LAYOUTS), cases, timeout=300):
+        for norms, weights, *_ in found.values():
+            assert np.allclose(norms[0], expected[0][0], rtol=0.05)
+            assert gap(weights, expected[1]) < 6.1e-2
+
+
+def test_one_rank_needs_no_division():
+    for name in LAYOUTS:
+        assert isinstance(layout_of(name, World()), Replicate)

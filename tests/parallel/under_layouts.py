@@ -1,0 +1,141 @@
+"""Updates and rollouts of a tiny policy under each layout, for tests: what every rank runs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cohort.config import OptimConfig
+from cohort.config.schema import LoraConfig
+from cohort.objective import PRESETS
+from cohort.parallel import Full, Replicate, Sharded, World
+from cohort.policy import Policy, Precision, add_adapters, enable_checkpointing
+from cohort.policy.choose import find_head
+from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.passes import PlainPasses, SharedPasses
+from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
+from cohort.types import Prompt
+from tests.conftest import tiny_llama
+from tests.train.updates import batch_for
+
+LAYOUTS = {"replicate": Replicate, "optimizer": Sharded, "full": Full}
+UPDATES = 3
+
+
+def make_policy(
+    dtype="float64", *, lora=False, checkpointing=False, passes="", kernels=False, tie_word_embeddings=False
+):
+    """A small policy. ``passes``: "custom" or "plain" instead of the lean ones."""
+    compute = getattr(torch, dtype)
+    precision = Precision(torch.promote_types(compute, torch.float32), compute)
+    model = tiny_llama(num_hidden_layers=3, tie_word_embeddings=tie_word_embeddings).to(precision.master)
+    if lora:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")  # peft asks for it
+            model = add_adapters(model, LoraConfig(rank=2), precision)
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.1, generator=generator)
+    if checkpointing:
+        enable_checkpointing(model)
+    policy = Policy(model, precision)
+    policy.native_kernels = kernels
+    if passes == "custom":
+        policy.passes = SharedPasses(policy, find_head(policy), CustomAttention(policy))
+    elif passes == "plain":
+        policy.passes = PlainPasses(policy, find_head(policy))
+    return policy
+
+
+def updates(layout, *, optimizer="adamw", budget=20, few=False, poison=False, full_kl=False, **settings: Any):
+    """Three updates with clipping: their norms or kinds, the weights, the last log-probs of every token, and how many
+    numbers of the optimizer's state this rank has.
+
+    Args:
+        layout: holds the policy.
+        optimizer: by name.
+        budget: tokens of a pass.
+        few: only two prompts, so that ranks have nothing to do.
+        poison: a NaN among the old log-probs, which prevents every update.
+        full_kl: a KL over the vocabulary, for which the reference runs beside the policy.
+        settings: of ``make_policy``.
+    """
+    policy = make_policy(**settings)
+    objective = PRESETS["default"].replace(beta=0.04)
+    batch = batch_for(policy, objective)
+    if poison:
+        batch.old_logps_N[0] = math.nan
+    reference = None
+    if full_kl:
+        objective = objective.replace(kl={"estimator": "full"})
+        reference = policy.reference()
+    described = policy.passes.description
+    for each in (policy, reference):
+        if each is not None and (each is policy or each.model is not policy.model):
+            layout.shard(each.model)
+    config = OptimConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1, optimizer=optimizer)
+    rule = Optimizer(policy.model, config, UPDATES, layout)
+    context = StepContext(policy, rule, objective, Sampling(8), TokenBudget(budget), reference, layout)
+    minibatch = part_of(batch, range(6 if few else batch.num_sequences))
+    results = [update(context, batch, minibatch, 0.01) for _ in range(UPDATES)]
+    assert policy.passes.description == described
+    norms = [getattr(result, "grad_norm", type(result).__name__) for result in results]
+    logps = None if poison else results[-1].logps_N.numpy()
+    return norms, whole_weights(policy, layout), logps, state_numbers(rule)
+
+
+def rollout(layout, **settings: Any):
+    """Tokens and log-probs of completions that every rank samples."""
+    policy = make_policy("float32", kernels=True, **settings)
+    _ = policy.passes
+    layout.shard(policy.model)
+    tokenizer = SimpleNamespace(
+        all_special_ids=[], decode=lambda ids, **_: "", batch_decode=lambda ids, **_: [""] * len(ids)
+    )
+    prompts = [Prompt(i, i, tuple(2 + (i * j) % 30 for j in range(1 + 3 * i)), "", "", {}) for i in range(5)]
+    with layout.whole(policy.model):
+        engine = LocalEngine(policy, tokenizer, (1,))
+        groups = engine.generate(prompts, 3, Sampling(20), RNGKey(3, 0))
+    drawn = [completion for group in groups for completion in group.completions]
+    return [(list(one.token_ids), list(one.sampler_logps)) for one in drawn]
+
+
+def whole_weights(policy, layout):
+    with layout.whole(policy.model):  # copies: FSDP2 cannot free memory that numpy has seen
+        return {name: p.detach().clone().to(torch.float64).numpy() for name, p in policy.model.named_parameters()}
+
+
+def state_numbers(optimizer):
+    """The numbers in memory that the optimizer keeps."""
+    local = [
+        getattr(value, "_local_tensor", value)
+        for rule in optimizer.rules
+        for state in rule.state.values()
+        for value in state.values()
+    ]
+    return sum(value.numel() for value in local if torch.is_tensor(value) and value.ndim)
+
+
+def on_each_layout(names, cases):
+    """What each layout gives for each case; a case is a function's name and its arguments."""
+    world = World.of_environment()
+    found = {
+        (name, index): globals()[function](LAYOUTS[name](world), **settings)
+        for name in names
+        for index, (function, settings) in enumerate(cases)
+    }
+    world.close()
+    return found
+
+
+def gap(one, other):
+    """The largest difference between weights."""
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)

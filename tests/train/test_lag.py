@@ -1,0 +1,382 @@
+"""``rollout.lag``: rollouts that are sampled and scored beside the training of earlier steps."""
+
+import asyncio
+import copy
+import logging
+import threading
+import time
+
+import pytest
+
+from cohort.environments import Step
+from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
+from cohort.policy import Policy
+from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.train.ahead import Ahead
+from tests.conftest import tiny_llama
+from tests.environments import test_training as episodes
+from tests.train.harness import (
+    ROWS,
+    break_after,
+    digits_reward,
+    make_trainer,
+    metrics_of,
+    rows_of,
+    same_parameters,
+    shift_sampler_logps,
+    straight_and_resumed,
+    untimed_metrics_of,
+)
+
+
+async def slow_digits(completion, **_):
+    await asyncio.sleep(0.01 * (len(completion) % 3))  # calls end in another order than they begin
+    return sum(ch.isdigit() for ch in completion) / (len(completion) + 1)
+
+
+def rollout_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rollout-")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert rollout_threads() == []
+
+
+# What is sampled ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_step_trains_on_what_the_weights_of_so_many_steps_ago_draw(demo_tokenizer, tmp_path, lag):
+    """The weights after each step are kept; an engine over them draws what the run has written, bit for bit."""
+    settings = {"lag": lag, "max_steps": 4, "num_iterations": 2, "minibatches": 2}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rewards=[slow_digits, digits_reward], **settings)
+    weights, lags = [copy.deepcopy(trainer.policy.model.state_dict())], []
+    for metrics in trainer.steps():
+        weights.append(copy.deepcopy(trainer.policy.model.state_dict()))
+        lags.append(metrics["rollout/lag"])
+        assert metrics["sampler/version_lag_mean"] == 4 * metrics["rollout/lag"]  # updates per step
+    assert lags == [0, 1, lag, lag]
+    for step in range(4):
+        model = tiny_llama(vocab_size=len(demo_tokenizer))
+        model.load_state_dict(weights[max(0, step - lag)])
+        engine = LocalEngine(Policy(model, trainer.policy.precision), demo_tokenizer, trainer.engine.end_token_ids)
+        rows = rows_of(tmp_path / "run", step + 1)
+        prompts = [trainer.prompts.prompts.prompt(rows[g]["row"], uid=rows[g]["group"]) for g in range(0, 16, 4)]
+        groups = engine.generate(prompts, 4, Sampling(10), RNGKey(0, step))
+        drawn = [completion for group in groups for completion in group.completions]
+        assert [c.token_ids.tolist() for c in drawn] == [row["token_ids"] for row in rows]
+        assert [c.sampler_logps.tolist() for c in drawn] == [row["sampler_logps"] for row in rows]
+
+
+def test_two_runs_are_bit_equal(demo_tokenizer, tmp_path):
+    for name in ("a", "b"):
+        trainer = make_trainer(
+            demo_tokenizer, tmp_path / name, lag=1, max_steps=4, rewards=[slow_digits, digits_reward]
+        )
+        trainer.train()
+    a, b = untimed_metrics_of(tmp_path / "a"), untimed_metrics_of(tmp_path / "b")
+    assert a == b
+    assert [line["rollout/lag"] for line in a] == [0, 1, 1, 1]
+    assert rows_of(tmp_path / "a", 4) == rows_of(tmp_path / "b", 4)
+
+
+def test_without_lag_nothing_is_copied_and_no_thread_starts(demo_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ahead, "begin", lambda *_: pytest.fail("a thread started"))
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1)
+    trainer.train()
+    assert trainer.engine.policy is trainer.policy
+    assert "rollout/lag" not in metrics_of(tmp_path / "run")[0]
+    assert "seconds/rollout_wait" not in metrics_of(tmp_path / "run")[0]
+
+
+def test_the_first_step_is_that_of_a_run_without_lag(demo_tokenizer, tmp_path):
+    first = {}
+    for lag in (0, 1):
+        trainer = make_trainer(demo_tokenizer, tmp_path / str(lag), lag=lag, max_steps=1)
+        trainer.train()
+        first[lag] = trainer
+    assert same_parameters(first[0], first[1])
+    assert rows_of(tmp_path / "0") == rows_of(tmp_path / "1")
+
+
+def test_staleness_reaches_the_mismatch_rules(demo_tokenizer, tmp_path):
+    """With one update per rollout the old policy is the current one; its ratio to the sampler is not 1."""
+    rule = {"rule": "weight", "mode": "truncate", "low": 0.999, "high": 1.001}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2, objective={"mismatch": [rule]})
+    fresh, stale = trainer.steps()
+    assert fresh["sampler/gap"] < 1e-5 < 1e-3 < stale["sampler/gap"]
+    name = next(key for key in stale if key.startswith("mismatch/") and key.endswith("tokens_share"))
+    assert fresh[name] == 0 < stale[name]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_only_adapters_are_copied(demo_tokenizer, tmp_path):
+    pytest.importorskip("peft")
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=3, lora={"rank": 2})
+    mine = dict(trainer.engine.policy.model.named_parameters())
+    for name, weight in trainer.policy.model.named_parameters():
+        assert (mine[name] is weight) == ("lora_" not in name)
+    trainer.train()
+    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1]
+    assert "from a copy of the weights (0.0 MiB)" in trainer.describe()
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+DYNAMIC = {"group_filter": {"rule": "dynamic_sampling", "max_rounds": 3}}
+
+
+def by_row(completions, answer, **_):
+    """Rewards that do not depend on the policy; some groups are dead."""
+    return [0.1 * g * (int(answer[g]) % 3) + int(answer[g]) for g in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [DYNAMIC, {"order": "curriculum", "curriculum": "measured", "num_epochs": 2}],
+    ids=["dynamic", "measured"],
+)
+def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settings):
+    """Also where the rewards decide which prompts come next."""
+    seen = {}
+    for lag in (0, 1, 2):
+        folder = tmp_path / str(lag)
+        run = make_trainer(demo_tokenizer, folder, lag=lag, max_steps=7, rewards=by_row, save_steps=3, **settings)
+        break_after(run, 5)
+        resumed = make_trainer(demo_tokenizer, folder, lag=lag, max_steps=7, rewards=by_row, save_steps=3, **settings)
+        resumed.train(resume=True)
+        seen[lag] = [[(row["group"], row["row"]) for row in rows_of(folder, step)] for step in range(1, 8)]
+    assert seen[0] == seen[1] == seen[2]
+
+
+# Resuming -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer, tmp_path, lag):
+    def make(folder):
+        settings = {"lag": lag, "max_steps": 5, "save_steps": 1, "num_iterations": 2, "minibatches": 2, "top_p": 0.9}
+        settings |= {"lr_scheduler_type": "cosine", "eval_rows": ROWS[:3], "eval_steps": 2, "beta": 0.05}
+        return make_trainer(demo_tokenizer, folder, rewards=[slow_digits, digits_reward], **settings)
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    for stop in range(1, 5):
+        break_after(make(tmp_path / f"at-{stop}"), stop)
+        resumed = make(tmp_path / f"at-{stop}")
+        resumed.train(resume=True)
+        assert same_parameters(straight, resumed)
+        assert untimed_metrics_of(tmp_path / f"at-{stop}") == untimed_metrics_of(tmp_path / "straight")
+        assert rows_of(tmp_path / f"at-{stop}", 5) == rows_of(tmp_path / "straight", 5)
+
+
+def test_a_run_with_tools_resumes_exactly(tmp_path):
+    def make(folder):
+        settings = {"regex": episodes.CALL, "max_turns": 3, "max_steps": 4, "save_steps": 1, "lag": 1}
+        return episodes.trainer(folder, episodes.few_calls, [episodes.add], **settings)
+
+    straight_and_resumed(make, tmp_path, stop=2)
+
+
+def test_the_lag_may_change_when_a_run_resumes(demo_tokenizer, tmp_path):
+    def make(lag):
+        return make_trainer(demo_tokenizer, tmp_path / "run", lag=lag, max_steps=6, save_steps=1)
+
+    break_after(make(2), 2)
+    break_after_resuming(make(0), 4)
+    make(1).train(resume=True)
+    # After step 2, two rollouts are pending. They are used first.
+    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2, 2, 0, 1]
+
+
+def break_after_resuming(trainer, step):
+    for metrics in trainer.steps(resume=True):
+        if metrics["step"] == step:
+            return
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def failing_at(step, error):
+    def fails(completions, trainer_state, **_):
+        if trainer_state.global_step == step and not trainer_state.evaluating:
+            raise error
+        return digits_reward(completions)
+
+    return fails
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path, lag):
+    settings = {"lag": lag, "max_steps": 5, "on_error": "stop"}
+    broken = make_trainer(demo_tokenizer, tmp_path / "run", rewards=failing_at(3, ValueError("no")), **settings)
+    with pytest.raises(RewardError, match=r"no.*; in step 4; a checkpoint of step 3 is kept: fix it and resume"):
+        broken.train()
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3]
+    fixed = failing_at(9, ValueError("no"))
+    make_trainer(demo_tokenizer, tmp_path / "run", rewards=fixed, **settings).train(resume=True)
+    # What was pending is lost, and sampled anew.
+    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, lag, 0, 1]
+
+
+def test_a_checkpoint_holds_what_was_complete_before_the_failure(demo_tokenizer, tmp_path):
+    settings = {"lag": 2, "max_steps": 5, "on_error": "stop", "save_steps": 2}
+    broken = make_trainer(demo_tokenizer, tmp_path / "run", rewards=failing_at(3, ValueError("no")), **settings)
+    with pytest.raises(RewardError, match="a checkpoint of step 3 is kept"):
+        broken.train()
+    state = tmp_path / "run" / "checkpoints" / "step-2" / "state"
+    assert sorted(path.name for path in state.glob("rollout-*.json")) == ["rollout-2.json"]  # steps count from 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_other_errors_surface_as_they_are(demo_tokenizer, tmp_path, error):
+    def fails(completions, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise error
+        return digits_reward(completions)
+
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=4, rewards=fails, on_error="stop")
+    expected = KeyboardInterrupt if error is KeyboardInterrupt else RewardError
+    with pytest.raises(expected):
+        trainer.train()
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+
+
+class Fails:
+    """An environment that fails from the third step on."""
+
+    begun = 0
+
+    def reset(self, **_):
+        Fails.begun += 1
+        return "Go on."
+
+    def step(self, text):
+        if Fails.begun > 12:
+            raise ValueError("out of order")
+        return Step("Done.", float(len(text)), done=True)
+
+
+def test_failing_episodes_stop_the_run_at_their_step(tmp_path):
+    Fails.begun = 0
+    run = episodes.trainer(tmp_path / "run", environment_factory=Fails, regex="[0-9]", lag=1, max_steps=4)
+    with pytest.raises(EpisodeError, match="out of order.*in step 3; a checkpoint of step 2 is kept"):
+        run.train()
+
+
+def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tokenizer, tmp_path, monkeypatch):
+    shift_sampler_logps(monkeypatch, lambda: 0.2)
+    with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
+        make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2).train()
+
+
+def test_an_engine_without_weights_of_its_own_is_refused(demo_tokenizer, tmp_path):
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2)
+    trainer.engine = LocalEngine(trainer.policy, demo_tokenizer, trainer.engine.end_token_ids)
+    with pytest.raises(ConfigError, match="rollout.lag"):
+        next(trainer.steps())
+
+
+# Abandoning -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["sampling", "reward"])
+def test_closing_the_iterator_ends_what_is_pending(demo_tokenizer, tmp_path, monkeypatch, where):
+    reached = threading.Event()
+
+    async def waits(completion, trainer_state, **_):
+        if where == "reward" and trainer_state.global_step == 1:
+            reached.set()
+            await asyncio.sleep(60)
+        return float(len(completion))
+
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=4, rewards=waits)
+    if where == "sampling":
+        real = trainer.engine.backend.step
+
+        def slow(tokens):
+            if threading.current_thread().name == "rollout-1":
+                reached.set()
+                time.sleep(0.05)
+            return real(tokens)
+
+        monkeypatch.setattr(trainer.engine.backend, "step", slow)
+    steps = trainer.steps()
+    next(steps)
+    assert reached.wait(10)
+    start = time.perf_counter()
+    steps.close()
+    assert time.perf_counter() - start < 5
+    assert rollout_threads() == []
+    assert trainer.engine.unfinished == 0
+
+
+def test_a_function_that_does_not_return_is_left_behind(demo_tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("cohort.train.ahead.ABANDON_SECONDS", 0.05)
+    release, reached = threading.Event(), threading.Event()
+
+    def hangs(completions, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            reached.set()
+            release.wait(30)
+        return digits_reward(completions)
+
+    steps = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=4, rewards=hangs).steps()
+    next(steps)
+    assert reached.wait(10)
+    with caplog.at_level(logging.WARNING, "cohort.train"):
+        steps.close()
+    assert "the rollout of step 2 goes on: a function in it does not return" in caplog.text
+    release.set()
+    for thread in rollout_threads():
+        thread.join(10)
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_are_of_the_present_weights(demo_tokenizer, tmp_path):
+    """Those of the run, and one that is asked for between two steps."""
+    settings = {"eval_rows": ROWS[:4], "eval_steps": 2, "temperature_eval": 0.5}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=2, max_steps=4, **settings)
+    for metrics in trainer.steps():
+        asked = trainer.evaluate()
+        model = tiny_llama(vocab_size=len(demo_tokenizer))
+        model.load_state_dict(trainer.policy.model.state_dict())
+        plain = make_trainer(demo_tokenizer, None, model=model, **settings).evaluate()
+        assert asked == plain
+        if metrics["step"] % 2 == 0:
+            assert {key: metrics[key] for key in plain} == plain
+    straight = make_trainer(demo_tokenizer, tmp_path / "plain", lag=2, max_steps=4, **settings)
+    straight.train()
+    assert same_parameters(trainer, straight)  # evaluations do not affect the training
+
+
+def test_early_stopping_ends_what_is_pending(demo_tokenizer, tmp_path):
+    settings = {"eval_rows": ROWS[:4], "eval_steps": 1, "metric_for_best_model": "eval/length/mean"}
+    settings |= {"early_stopping_patience": 1, "greater_is_better": False, "learning_rate": 1e-9}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=9, **settings)
+    trainer.train()
+    assert trainer.summary["stopped_early"]
+    assert trainer.summary["steps"] < 4
+
+
+def test_seconds_of_what_was_hidden(demo_tokenizer, tmp_path):
+    async def slow(completion, **_):
+        await asyncio.sleep(0.3)
+        return digits_reward([completion])[0]
+
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=3, rewards=slow, max_concurrent=64)
+    for metrics in trainer.steps():
+        sampled = metrics["seconds/generate"] + metrics["seconds/reward"]
+        assert sampled > 0.3
+        assert metrics["seconds/rollout_hidden"] == pytest.approx(
+            max(0.0, sampled - metrics["seconds/rollout_wait"]), abs=1e-6
+        )
+        phases = ("rollout_wait", "logps", "update", "measure")
+        assert metrics["seconds/step"] == pytest.approx(sum(metrics[f"seconds/{phase}"] for phase in phases))
+        time.sleep(0.4)  # as a step that takes longer
+    assert metrics["seconds/rollout_wait"] < 0.2 < metrics["seconds/rollout_hidden"]
