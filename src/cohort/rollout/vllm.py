@@ -260,7 +260,7 @@ class VLLMEngine(Engine):
                         return None
                     if not error.is_failure:
                         raise EngineError(f"{error}. The server refuses what the settings ask for") from None
-                    self.fleet.leave_out(server, error.reason, outdated=isinstance(error, WrongWeightsError))
+                    self.fleet.fail(server, error.reason, outdated=isinstance(error, WrongWeightsError))
         raise self.fleet.failure(f"a completion was given up after {attempts} attempts:")
 
     def _answer_of(self, server: Server, body: dict[str, Any]) -> DrawnTurn:
@@ -340,7 +340,7 @@ class VLLMEngine(Engine):
         if paused:
             failed = self.transport.send(paused, named_weights(self.policy), label)
             for server, error in failed.items():
-                fleet.leave_out(server, str(error), outdated=True)
+                fleet.fail(server, str(error), outdated=True)
             loaded = [server for server in paused if server not in failed and self._succeeds(server, self._resume)]
             for server in loaded:
                 fleet.take_in(server)
@@ -356,7 +356,7 @@ class VLLMEngine(Engine):
         try:
             act(server)
         except ServerError as error:
-            self.fleet.leave_out(server, str(error), outdated=True)
+            self.fleet.fail(server, str(error), outdated=True)
             return False
         return True
 
