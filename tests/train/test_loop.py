@@ -336,7 +336,7 @@ def test_a_finished_run_can_be_made_longer(finished):
     folder, again = finished
     with pytest.raises(ConfigError, match="is complete"):
         again().train(resume=True)
-    again(max_steps=3, save_total_limit=2).train(resume=True)
+    assert again(max_steps=3, save_total_limit=2).train(resume=True)["updates"] == 3
     assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2, 3]
     assert checkpoints_of(folder) == ["step-2", "step-3"]
 
