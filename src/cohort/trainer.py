@@ -20,7 +20,7 @@ from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import DividedSampler, EngineSetup, LocalEngine, Sampler
+from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
@@ -170,12 +170,11 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        progress = self._prints
         steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
+        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
             for metrics in steps:
                 display.show(metrics)
-        if progress:
+        if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
 
@@ -186,13 +185,9 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        if self.args.rollout.lag and isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy:
-            raise ConfigError(
-                "rollout.lag needs an engine with weights of its own: make it with local_engine(ahead=True)"
-            )
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
-        parts = TrainerParts(
+        self._parts = parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -209,7 +204,6 @@ class GRPOTrainer:
             identity=self._identity,
             layout=self.layout,
         )
-        self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
@@ -304,7 +298,8 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        on_main(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge))
+        write = self.world.is_main
+        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=write))
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
