@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import signal
 import threading
 import time
 
@@ -312,6 +313,23 @@ def test_closing_the_iterator_ends_what_is_pending(demo_tokenizer, tmp_path, mon
     assert time.perf_counter() - start < 5
     assert rollout_threads() == []
     assert trainer.engine.unfinished == 0
+
+
+def test_an_interrupt_while_training_waits_ends_what_it_waits_for(demo_tokenizer, tmp_path):
+    async def waits(completion, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            await asyncio.sleep(60)
+        return float(len(completion))
+
+    steps = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=3, rewards=waits).steps()
+    next(steps)
+    start = time.perf_counter()
+    ctrl_c = threading.Timer(0.3, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert time.perf_counter() - start < 10
+    assert rollout_threads() == []
 
 
 def test_a_function_that_does_not_return_is_left_behind(demo_tokenizer, tmp_path, monkeypatch, caplog):
