@@ -16,16 +16,16 @@ from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
-from cohort.parallel import World, layout_of, on_main, together
+from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import DividedSampler, EngineSetup, LocalEngine, Sampler
+from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_ranks, check_same, fingerprint, seed_of
+from cohort.train.ranks import check_same, checked_layout, fingerprint, seed_of
 
 
 class GRPOTrainer:
@@ -78,14 +78,11 @@ class GRPOTrainer:
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
-        self.layout = layout_of(config.parallel.layout, self.world)
-        check_ranks(config, self.world)
+        self.layout = checked_layout(config, self.world)
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
         self.budget.tokens = min(self.world.gather(self.budget.tokens))
-        facts = {"weights": fingerprint(self.policy.model)} if self.world.size > 1 else {}
-        sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
-        check_same(self.world, {**sections, **self._identity, **facts})
+        check_same(self.world, config, {**self._identity, "weights": self._weights})
 
     def _prepare(
         self,
@@ -135,6 +132,7 @@ class GRPOTrainer:
         show = announce if self._prints else None
         self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
+        self._weights = fingerprint(self.policy.model) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
@@ -172,12 +170,11 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        progress = self._prints
         steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
+        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
             for metrics in steps:
                 display.show(metrics)
-        if progress:
+        if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
 
@@ -188,13 +185,9 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        if self.args.rollout.lag and isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy:
-            raise ConfigError(
-                "rollout.lag needs an engine with weights of its own: make it with local_engine(ahead=True)"
-            )
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
-        parts = TrainerParts(
+        self._parts = parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -211,7 +204,6 @@ class GRPOTrainer:
             identity=self._identity,
             layout=self.layout,
         )
-        self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
@@ -323,7 +315,7 @@ class GRPOTrainer:
 
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
-        self._log_to(folder)
+        log_to(folder, self.world)
         set_seed(seed_of(self.args.run.seed, self.world))
         if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
@@ -348,15 +340,10 @@ class GRPOTrainer:
                 "raise eval.early_stopping_patience, or set it to 0, to train longer"
             )
         on_main(self.world, lambda: folder.resume(self.args, step))
-        self._log_to(folder)
+        log_to(folder, self.world)
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
-
-    def _log_to(self, folder: RunFolder) -> None:
-        """The console is rank 0's; the others log to files."""
-        if not self.world.is_main:
-            log_to(folder.path / "logs" / f"rank-{self.world.rank}.log")
 
     def _reward_runner(self, given: Any) -> RewardRunner:
         """The reward functions: those given, those of the settings, or the environment's reward."""

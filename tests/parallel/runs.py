@@ -12,7 +12,8 @@ import torch
 from cohort.policy import load_tokenizer
 from cohort.rewards import reward
 from tests.conftest import DEMO_MODEL
-from tests.train.harness import ROWS, digits_reward, make_trainer, parameters
+from tests.train.harness import ROWS, break_after, digits_reward, make_trainer, parameters
+from tests.train.test_objectives import mostly_dead
 
 
 @reward(per="sample")
@@ -139,3 +140,55 @@ def killed(folder, place):
         trained(folder, max_steps=3, save_steps=1)
     except BaseException as error:
         return type(error).__name__, str(error), time.time() - float((folder.parent / "killed").read_text())
+
+
+# Runs of several kinds ------------------------------------------------------------------------------------------------
+
+
+def with_tool(folder):
+    """Episodes with a tool; returns the metrics of the steps."""
+    from tests.environments import test_training as episodes
+
+    made = episodes.trainer(
+        folder, episodes.few_calls, [episodes.add], regex=episodes.CALL, max_turns=3, precision="float64"
+    )
+    return list(made.steps())
+
+
+def with_environment(folder):
+    """Episodes whose environments add to the prompt, and give the rewards."""
+    from tests.environments import test_training as episodes
+
+    settings = {"max_turns": 4, "regex": "[0-9]", "precision": "float64"}
+    made = episodes.trainer(folder, environment_factory=episodes.Count, **settings)
+    return list(made.steps())
+
+
+def various(folder):
+    """The metrics of runs that differ in what the ranks share. All but "first" in float64."""
+    filtered = {"group_filter": {"rule": "dynamic_sampling", "max_rounds": 3}, "order": "sequential"}
+    kinds = {
+        "first": {"precision": "float32", "max_steps": 1, "log_completions": True},
+        "one_prompt": {"prompts_per_step": 1, "max_steps": 2},
+        "lora": {"lora": {"rank": 2}},
+        "filtered": {**filtered, "rewards": mostly_dead, "max_steps": 2},
+        "measured": {"term_norms_steps": 1, "entropy": {"coefficient": 0.01}, "beta": 0.1, "sync_ref_model": True},
+        "minibatches": {"minibatches": 2, "num_iterations": 2, "preset": "dapo"},
+    }
+    found = {}
+    for name, settings in kinds.items():
+        defaults = {"precision": "float64", "max_steps": 2, "close": False}
+        found[name] = trained(folder / name, **defaults | settings)[1]
+    found["tool"], found["environment"] = with_tool(folder / "tool"), with_environment(folder / "environment")
+    return found
+
+
+def stopped(folder, after, **settings):
+    """A run that ends after a step, as one that is killed."""
+    tokenizer = load_tokenizer(str(DEMO_MODEL))
+    made = make_trainer(tokenizer, folder, precision="float64", save_steps=1, **settings)
+    break_after(made, after)
+
+
+def resumed(folder, **settings):
+    return precise(folder, resume=True, save_steps=1, **settings)[1]

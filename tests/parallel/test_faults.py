@@ -36,7 +36,7 @@ def test_a_fault_on_one_rank_is_the_same_on_all(tmp_path):
 def test_a_killed_rank_ends_all_within_ten_seconds(tmp_path, place, record_property):
     folder = tmp_path / "run"
     with Ranks(2, killed, folder, place) as ranks:
-        ranks.wait(400)
+        ranks.wait(900)
         outcomes = ranks.outcomes()
     dead = 0 if place == "checkpoint" else 1
     assert outcomes[dead][:2] == ("died", -9)

@@ -132,7 +132,7 @@ class World:
         import torch.distributed as dist
 
         with self._exchange():
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=None if tensor.is_cuda else self.control)
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
         return tensor

@@ -10,22 +10,21 @@ from torch import nn
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
-from cohort.parallel import World
+from cohort.parallel import Layout, World, layout_of
 
 
-def check_ranks(config: GRPOConfig, world: World) -> None:
-    """Refuse settings that several ranks cannot serve.
+def checked_layout(config: GRPOConfig, world: World) -> Layout:
+    """The layout of the settings.
 
     Raises:
-        ConfigError: names the setting and what to do.
+        ConfigError: something else in the settings excludes it, or several ranks; says what to do.
     """
-    if world.size == 1:
-        return
-    if config.model.device.startswith("cuda:"):
+    if world.size > 1 and config.model.device.startswith("cuda:"):
         raise ConfigError(
             f"model.device is {config.model.device!r} on each of {world.size} ranks: set 'auto' or 'cuda', which is "
             "the device of the rank's number on its machine"
         )
+    return layout_of(config.parallel.layout, world)
 
 
 def seed_of(seed: int, world: World) -> int:
@@ -33,13 +32,14 @@ def seed_of(seed: int, world: World) -> int:
     return (seed + world.rank * 0x9E3779B1) % 2**32
 
 
-def check_same(world: World, facts: Mapping[str, str]) -> None:
-    """Check that every rank has read the same.
+def check_same(world: World, config: GRPOConfig, facts: Mapping[str, str]) -> None:
+    """Check that every rank has the same settings, and the same further facts.
 
     Raises:
         ConfigError: names the first difference and its rank. Raised on every rank.
     """
-    each = world.gather(dict(facts))
+    sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
+    each = world.gather(sections | dict(facts))
     for rank, others in enumerate(each):
         for name, value in each[0].items():
             if others.get(name) != value:
