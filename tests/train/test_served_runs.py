@@ -133,6 +133,20 @@ def test_a_server_that_computes_something_else_stops_the_run(demo_tokenizer, tmp
     assert all(torch.equal(one, other) for one, other in zip(before, trainer.policy.model.parameters(), strict=True))
 
 
+def test_a_run_ahead(demo_tokenizer, tmp_path, serve):
+    """``rollout.lag``: requests are under way while the policy is trained."""
+    _, first, second = serve(demo_tokenizer, 2)
+    runs = []
+    for folder in ("one", "two"):
+        trainer = served(demo_tokenizer, tmp_path / folder, first, second, lag=1)
+        trainer.train()
+        runs.append(trainer)
+    lines = [line for line in metrics_of(tmp_path / "one") if line["step"]]
+    assert [line["sampler/version_lag_max"] for line in lines] == [0, *[1] * (STEPS - 1)]
+    assert lines[0]["sampler/gap"] < 1e-5 < lines[1]["sampler/gap"]
+    assert same_parameters(*runs)
+
+
 def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serve):
     _, stand_in = serve(demo_tokenizer)
 
