@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from cohort import GRPOConfig
 from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
 from cohort.policy import Policy
@@ -272,6 +273,15 @@ def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tok
     shift_sampler_logps(monkeypatch, lambda: 0.2)
     with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
         make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"layout": "full"}, "parallel.layout 'full' avoids"), ({"engine": "vllm", "sleep": True}, "vllm.sleep frees")],
+)
+def test_what_excludes_a_lag(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(lag=1, **settings)
 
 
 def test_an_engine_without_weights_of_its_own_is_refused(demo_tokenizer, tmp_path):
