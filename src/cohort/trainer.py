@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_ranks, check_same, fingerprint
+from cohort.train.ranks import check_ranks, check_same, divide_policy, fingerprint, update_engine
 
 
 class GRPOTrainer:
@@ -82,10 +83,15 @@ class GRPOTrainer:
         check_ranks(config, self.world)
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
-        self.budget.tokens = min(self.world.gather(self.budget.tokens))
         facts = {"weights": fingerprint(self.policy.model)} if self.world.size > 1 else {}
         sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
         check_same(self.world, {**sections, **self._identity, **facts})
+        divide_policy(self.layout, self.policy, self.reference)
+        if self.layout.passes_exchange:  # a rank that fails in a pass cannot tell the others
+            self._measure()
+        else:
+            together(self.world, self._measure)
+        self.budget.tokens = min(self.world.gather(self.budget.tokens))
 
     def _prepare(
         self,
@@ -127,26 +133,29 @@ class GRPOTrainer:
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, prompts.epoch_length)
 
-        self._load(model, prompts.longest)
+        self._longest_prompt = prompts.longest
+        self._load(model)
 
-    def _load(self, model: Any, longest_prompt: int) -> None:
-        """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
+    def _load(self, model: Any) -> None:
+        """Load the model, and make what needs the whole model: reference and engine."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config.vocab_size, longest_prompt, show)
+        self._engine_setup.connect(self._model_config.vocab_size, self._longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
-        self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
-        self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
-        )
         acting = {"tools and environments": ", ".join(self.acting.names)} if self.acting else {}
         rewards = ", ".join(self.rewards.names)
         self._identity = {**acting, "prompts": self.prompts.fingerprint, "reward functions": rewards}
+
+    def _measure(self) -> None:
+        """Make what needs the divided model: the optimizer and the memory budget."""
+        optim, longest = self.args.optim, self.args.rollout.max_completion_length
+        self.optimizer = Optimizer(self.policy.model, optim, self.schedule.updates, self.layout)
+        self.budget = find_budget(self.policy, optim.microbatch_tokens, self._longest_prompt, longest)
 
     @property
     def sampler(self) -> Sampler:
@@ -156,7 +165,18 @@ class GRPOTrainer:
         if self._episodes is not None:
             self._episodes.engine = self.engine  # which may have been replaced
             sampler = self._episodes
-        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world)
+        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, self._whole_weights)
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Around sampling: the weights that this process samples from are whole."""
+        if not (isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy):
+            yield
+            return
+        with self.layout.whole(self.policy.model):
+            yield
+        if self.layout.passes_exchange:
+            self.engine.sleep()  # copies in compute precision would be whole, too
 
     @property
     def _prints(self) -> bool:
@@ -299,7 +319,7 @@ class GRPOTrainer:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         if self._parts is not None:
             self._parts.wait_for_pending()
-        self.engine.update_weights(self.policy.version)
+        update_engine(self.engine, self.policy, self.layout)
         return evaluator.evaluate(self.sampler)
 
     def save_model(self, path: str | Path, *, merge: bool = False) -> None:
@@ -310,7 +330,8 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        on_main(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge))
+        write = self.world.is_main
+        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=write))
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""

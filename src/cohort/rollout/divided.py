@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from cohort.parallel import World, agreed, prompt_shares
@@ -21,15 +22,19 @@ class DividedSampler(Sampler):
     Args:
         sampler: samples a rank's share.
         world: the ranks.
+        weights: a block in which the sampler's weights are whole; see ``Layout.whole``.
     """
 
-    def __init__(self, sampler: Sampler, world: World) -> None:
+    def __init__(
+        self, sampler: Sampler, world: World, weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self.sampler = sampler
         self.world = world
+        self.weights = weights
 
     def on(self, world: World) -> DividedSampler:
         """The same with exchanges in another group of the same ranks."""
-        return DividedSampler(self.sampler, world)
+        return DividedSampler(self.sampler, world, self.weights)
 
     def generate(
         self,
@@ -56,7 +61,9 @@ class DividedSampler(Sampler):
             ]
 
         groups: list[Group | None] = [None] * len(prompts)
-        for indices, found in zip(shares, agreed(self.world, sample_own), strict=True):
+        with self.weights():
+            outcomes = agreed(self.world, sample_own)
+        for indices, found in zip(shares, outcomes, strict=True):
             for index, (prompt, completions) in zip(indices, found, strict=True):
                 groups[index] = Group(prompt or prompts[index], completions)
         for index, group in zip(own, sampled, strict=True):
