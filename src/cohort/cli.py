@@ -57,12 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (CohortError, CycloptsError, OSError) as error:
-        print(f"cohort: error: {error}", file=sys.stderr)
+        if not _told_by_rank_0(error):
+            print(f"cohort: error: {error}", file=sys.stderr)
         # A full disk, a missing folder or a rank that has died is not a user error.
         return 1 if isinstance(error, OSError | RankError) else 2
     except KeyboardInterrupt as interrupt:
-        print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
+        if not _told_by_rank_0(interrupt):
+            print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)
         return 130
+
+
+def _told_by_rank_0(error: BaseException) -> bool:
+    """Whether this is another rank than 0, and the error is one that ``parallel.agreed`` has raised on every rank."""
+    return os.environ.get("RANK", "0") != "0" and bool(getattr(error, "__notes__", None))
 
 
 def _launched_apart(tokens: Sequence[str]) -> list[str]:
@@ -144,9 +151,11 @@ def train(
     trainer.started = STARTED
     try:
         summary = trainer.train(resume=resume)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_state_after_interrupt(trainer)) from None
-    if settings.report.progress:
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (_state_after_interrupt(trainer),)
+        raise
+    trainer.world.close()
+    if settings.report.progress and trainer.world.is_main:
         print(
             f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
             f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"

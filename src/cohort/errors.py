@@ -18,6 +18,8 @@ traceback and exits with code 2. Each class also derives from a built-in excepti
 work.
 """
 
+from typing import Any
+
 
 class CohortError(Exception):
     """Base of all errors that Cohort raises on purpose."""
@@ -37,6 +39,9 @@ class RewardError(CohortError, ValueError):
 
 class EpisodeError(CohortError, RuntimeError):
     """Every episode of a rollout failed in its tools or environment, or the environments of a group differ."""
+
+    failed: Any = None
+    """The groups whose episodes have all failed, for a sampler that knows of others; None: another reason."""
 
 
 class SandboxError(CohortError, RuntimeError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,25 @@ from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
-from cohort.parallel import World, layout_of, on_main, together
+from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
-from cohort.rollout import DividedSampler, EngineSetup, LocalEngine, Sampler
+from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_ranks, check_same, divide_policy, fingerprint, update_engine
+from cohort.train.ranks import (
+    check_same,
+    checked_layout,
+    common_budget,
+    divide_policy,
+    fingerprint,
+    seed_of,
+    update_engine,
+    whole_to_sample,
+)
 
 
 class GRPOTrainer:
@@ -79,19 +87,14 @@ class GRPOTrainer:
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
-        self.layout = layout_of(config.parallel.layout, self.world)
-        check_ranks(config, self.world)
+        self.layout = checked_layout(config, self.world)
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
-        facts = {"weights": fingerprint(self.policy.model)} if self.world.size > 1 else {}
-        sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
-        check_same(self.world, {**sections, **self._identity, **facts})
+        check_same(self.world, config, {**self._identity, "weights": self._weights})
         divide_policy(self.layout, self.policy, self.reference)
-        if self.layout.passes_exchange:  # a rank that fails in a pass cannot tell the others
-            self._measure()
-        else:
-            together(self.world, self._measure)
-        self.budget.tokens = min(self.world.gather(self.budget.tokens))
+        self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates, self.layout)
+        sizes = config.optim.microbatch_tokens, self._longest_prompt, config.rollout.max_completion_length
+        self.budget = common_budget(self.layout, lambda: find_budget(self.policy, *sizes))
 
     def _prepare(
         self,
@@ -140,8 +143,9 @@ class GRPOTrainer:
         """Load the model, and make what needs the whole model: reference and engine."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config.vocab_size, self._longest_prompt, show)
+        self._engine_setup.connect(self._model_config, self.tokenizer, self._longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
+        self._weights = fingerprint(self.policy.model) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
@@ -151,12 +155,6 @@ class GRPOTrainer:
         rewards = ", ".join(self.rewards.names)
         self._identity = {**acting, "prompts": self.prompts.fingerprint, "reward functions": rewards}
 
-    def _measure(self) -> None:
-        """Make what needs the divided model: the optimizer and the memory budget."""
-        optim, longest = self.args.optim, self.args.rollout.max_completion_length
-        self.optimizer = Optimizer(self.policy.model, optim, self.schedule.updates, self.layout)
-        self.budget = find_budget(self.policy, optim.microbatch_tokens, self._longest_prompt, longest)
-
     @property
     def sampler(self) -> Sampler:
         """The engine or, with tools or environments, what drives it through episodes; on several ranks, what divides
@@ -165,18 +163,8 @@ class GRPOTrainer:
         if self._episodes is not None:
             self._episodes.engine = self.engine  # which may have been replaced
             sampler = self._episodes
-        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, self._whole_weights)
-
-    @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Around sampling: the weights that this process samples from are whole."""
-        if not (isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy):
-            yield
-            return
-        with self.layout.whole(self.policy.model):
-            yield
-        if self.layout.passes_exchange:
-            self.engine.sleep()  # copies in compute precision would be whole, too
+        weights = partial(whole_to_sample, self.layout, self.engine)
+        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, weights)
 
     @property
     def _prints(self) -> bool:
@@ -192,12 +180,11 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        progress = self._prints
         steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=progress, groups_can_die=groups_can_die) as display:
+        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
             for metrics in steps:
                 display.show(metrics)
-        if progress:
+        if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
 
@@ -208,13 +195,9 @@ class GRPOTrainer:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        if self.args.rollout.lag and isinstance(self.engine, LocalEngine) and self.engine.trained is self.engine.policy:
-            raise ConfigError(
-                "rollout.lag needs an engine with weights of its own: make it with local_engine(ahead=True)"
-            )
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
-        parts = TrainerParts(
+        self._parts = parts = TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -231,9 +214,9 @@ class GRPOTrainer:
             identity=self._identity,
             layout=self.layout,
         )
-        self._parts = parts
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         return self._steps(folder, parts, first_step)
 
@@ -246,19 +229,14 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (
-            RewardError,
-            EpisodeError,
-            DataError,
-            ConfigError,
-            EngineError,
-        ) as error:
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
             parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
             kept = self._keep_last_step(folder, parts, can_write=unchanged)
             hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
-            raise type(error)(f"{error}; in step {self.summary['steps'] + 1}; {hint}") from error.__cause__
+            error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
+            raise
         finally:
             parts.abandon_pending()
             self.rewards.close()
@@ -348,8 +326,8 @@ class GRPOTrainer:
 
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
-        self._log_to(folder)
-        set_seed(self.args.run.seed)
+        log_to(folder, self.world)
+        set_seed(seed_of(self.args.run.seed, self.world))
         if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0
@@ -373,15 +351,10 @@ class GRPOTrainer:
                 "raise eval.early_stopping_patience, or set it to 0, to train longer"
             )
         on_main(self.world, lambda: folder.resume(self.args, step))
-        self._log_to(folder)
+        log_to(folder, self.world)
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {step}")
         return step
-
-    def _log_to(self, folder: RunFolder) -> None:
-        """The console is rank 0's; the others log to files."""
-        if not self.world.is_main:
-            log_to(folder.path / "logs" / f"rank-{self.world.rank}.log")
 
     def _reward_runner(self, given: Any) -> RewardRunner:
         """The reward functions: those given, those of the settings, or the environment's reward."""

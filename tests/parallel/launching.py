@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 400) -> list[Any]:
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 900) -> list[Any]:
     """What a module's function returns on each rank, by rank.
 
     Raises:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.launching import on_ranks
-from tests.parallel.runs import precise
+from tests.parallel.runs import precise, resumed, stopped, various
 from tests.train.harness import ROWS, metrics_of, rows_of
 
 EVAL = ROWS[:3]
@@ -25,7 +25,7 @@ def same_metrics(one, other):
 
 
 def drawn(folder, step=1):
-    keys = ("group", "row", "token_ids", "sampler_logps", "finish_reason")
+    keys = ("group", "row", "token_ids", "finish_reason")
     return [{key: row[key] for key in keys} for row in rows_of(folder, step)]
 
 
@@ -54,3 +54,36 @@ def test_a_run_on_two_ranks_is_the_run_on_one(tmp_path):
 
 def run_two(folder, settings):
     return precise(folder, **settings)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 4])
+def test_runs_of_every_kind(tmp_path, size):
+    """LoRA, filters with rounds, episodes, fewer prompts than ranks: as on one rank."""
+    alone, ranks = various(tmp_path / "one"), on_ranks(size, various, tmp_path / "ranks")
+    for found in ranks:
+        assert found.keys() == alone.keys()
+        for name in alone.keys() - {"first"}:  # whose updates are in float32
+            same_metrics(found[name], alone[name])
+    exact = ("group", "token_ids", "sampler_logps", "finish_reason", "reward")
+    first, second = (rows_of(tmp_path / one / "first") for one in ("one", "ranks"))
+    assert [[row[key] for key in exact] for row in first] == [[row[key] for key in exact] for row in second]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4), (4, 2)])
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, before, after):
+    settings = {"max_steps": 3, "beta": 0.04}
+    straight = precise(tmp_path / "straight", **settings)[1]
+    on_ranks(before, stop_at_one, tmp_path / "run", settings)
+    for steps in on_ranks(after, go_on, tmp_path / "run", settings):
+        same_metrics(steps, straight[1:])
+    same_metrics(metrics_of(tmp_path / "run"), metrics_of(tmp_path / "straight"))
+
+
+def stop_at_one(folder, settings):
+    stopped(folder, 1, **settings)
+
+
+def go_on(folder, settings):
+    return resumed(folder, **settings)

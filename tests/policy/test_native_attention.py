@@ -276,3 +276,25 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
         q = q[:3]
     with pytest.raises(ValueError, match="."):
         packed_attention(q, k, v, Layout(layout[0], CPU, *layout[1:]), scaling=0.4, prefix=prefix, native=True)
+
+
+@pytest.mark.parametrize("name", ["more than a block of keys", "one prefix", "long prefixes"])
+def test_tokens_whose_output_is_not_needed_change_nothing(name):
+    lengths, prefixes, prefix_lengths = LAYOUTS[name]
+    tokens = sum(lengths)
+    drawn_N = torch.tensor([0, *range(tokens // 3, tokens // 2), tokens - 1])
+    weights = torch.zeros(4, tokens, 8)
+    weights[:, drawn_N] = torch.randn(4, len(drawn_N), 8, generator=torch.Generator().manual_seed(5))
+    results = []
+    for chosen in (None, drawn_N):
+        leaves = [tensor.requires_grad_() for tensor in made(LAYOUTS[name])]
+        q, k, v, *prefix = (leaf.transpose(0, 1) for leaf in leaves)
+        where = Layout(lengths, CPU, prefixes, prefix_lengths)
+        options = {"scaling": 0.4, "prefix": tuple(prefix) or None, "native": True, "drawn_N": chosen}
+        with threads(1):
+            out = packed_attention(q, k, v, where, **options)
+            (out * weights).sum().backward()
+        results.append([out.detach()[:, drawn_N], *(leaf.grad for leaf in leaves)])
+        left_out = int((out.detach() == 0).all(dim=-1).all(dim=0).sum())
+    assert left_out > tokens // 4, "some tiles were not computed"
+    assert all(map(torch.equal, *results))

@@ -74,9 +74,16 @@ class Attention:
 
     def step(self, qkv, threads=2):
         """Of a ``[S, (Q + 2K) D]`` output of a product; ``[S, Q, D]``."""
+        return self.attended(self.cache.next_step(), qkv, threads)
+
+    def read(self, rows, lengths, qkv):
+        """Texts of some rows: the outputs of all tokens, and those of a layer that needs only the last of each text."""
+        return [self.attended(step, qkv) for step in self.cache.next_texts(rows, lengths)]
+
+    def attended(self, step, qkv, threads=2):
         kv_heads, group, width = self.sizes
         out = torch.full((len(qkv), kv_heads * group, width), math.nan, dtype=self.dtype)
-        call, step = self.call, self.cache.next_step()
+        call = self.call
         step.scaling, step.cap, step.threads = width**-0.5, self.cap or 0, min(threads, step.threads)
         q, k, v = qkv.split([kv_heads * group * width, kv_heads * width, kv_heads * width], -1)
         call.q, call.k, call.v, call.out = (part.data_ptr() for part in (q, k, v, out))
@@ -156,6 +163,31 @@ def test_a_row_has_the_same_bits_alone_and_on_one_thread(group, window, dtype):
         assert torch.equal(narrow.step(qkv, threads=1), together)
         for row, one in enumerate(alone):
             assert torch.equal(one.step(qkv[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("group", "window", "dtype"), cover([1, 2, 3, 7], [None, 7, 7, None], [torch.float32, torch.bfloat16])
+)
+def test_a_text_has_the_bits_of_tokens_that_are_read_one_by_one(group, window, dtype):
+    def made(owners):
+        return Attention(2, group, 24, dtype, LENGTHS, owners, 40, window=window, plain=False)
+
+    rows, lengths, ends = [2, 0], [13, 5], [12, 17]
+    whole, alone = made([3, 0, 2]), {2: made([2]), 0: made([3])}
+    for step in range(3):
+        whole.step(whole.rows(step))
+        for row, one in alone.items():
+            one.step(whole.rows(step)[row : row + 1])
+    qkv = randn(sum(lengths), 2 * (group + 2) * 24, seed=7).to(dtype)
+    texts = zip(rows, qkv.split(lengths), strict=True)
+    expected = torch.cat([alone[row].step(token) for row, text in texts for token in text.split(1)])
+    every, last = whole.read(rows, lengths, qkv)
+    assert torch.equal(every, expected)
+    assert torch.equal(last[ends], expected[ends])
+    assert last[:12].isnan().all()
+    after = whole.step(whole.rows(9))
+    for row, one in alone.items():
+        assert torch.equal(after[row], one.step(whole.rows(9)[row : row + 1])[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -263,11 +263,20 @@ class Schedule:
         ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         if self.objective.beta == 0:
             ref = "not computed: beta is 0, no reference model"
+        lag = f"\n  {self._lag()}" if self.config.rollout.lag else ""
         return (
             f"schedule: {self.prompts_per_step} prompts x {size} = {self.prompts_per_step * size} completions per "
             f"rollout, {_count(updates.updates_per_rollout, 'update')} each "
             f"({_count(updates.num_iterations, 'iteration')} x {_count(updates.minibatches, 'minibatch', 'es')})\n"
-            f"  {self._length()}\n  old log-probs: {old}\n  ref log-probs: {ref}"
+            f"  {self._length()}\n  old log-probs: {old}\n  ref log-probs: {ref}{lag}"
+        )
+
+    def _lag(self) -> str:
+        """The lag in words."""
+        lag, objective = self.config.rollout.lag, self.objective
+        seen = objective.ratio_anchor == "sampler" or bool(objective.mismatch)
+        return f"lag: step t trains on what the weights after step t - {lag + 1} have drawn, beside the training" + (
+            "" if seen else "; nothing in the objective looks at the difference: set objective.mismatch (docs/scale.md)"
         )
 
     def _length(self) -> str:

@@ -134,11 +134,12 @@ class EpisodeBatch:
                     self._handle_ready()
             if self._running:
                 self._wait()
-        self._report_failures()
-        return [
+        groups = [
             Group(prompt, tuple(self._done[episode] for episode in group))
             for prompt, group in zip(self._prompts, self._groups, strict=True)
         ]
+        self._report_failures(groups)
+        return groups
 
     def abandon(self) -> None:
         """Close the environments of episodes that have not ended."""
@@ -359,13 +360,15 @@ class EpisodeBatch:
         if self._watch.on_completion:
             self._watch.on_completion(episode.prompt_index, episode.sample, completion)
 
-    def _report_failures(self) -> None:
+    def _report_failures(self, groups: list[Group]) -> None:
         """Raise if every episode failed; log how many did otherwise."""
         if not self._failures:
             return
         count, first = f"{len(self._failures)} of {len(self._done)} episodes failed", self._failures[0]
         if len(self._failures) == len(self._done):
-            raise EpisodeError(f"{count}, the first: {first}") from first
+            error = EpisodeError(f"{count}, the first: {first}")
+            error.failed = groups
+            raise error from first
         log.warning("%s and are left out. The first:\n%s", count, first.details)
 
 

@@ -19,6 +19,7 @@ typedef struct {
     float *grad_prefix_k, *grad_prefix_v; /* [slots, X, G, D] */
     const int64_t *sequences;             /* [S, 4]: first token, tokens, first token and tokens of its prefix */
     const int64_t *items;                 /* [items, 3]: first sequence, sequence after the last, slot */
+    const int64_t *drawn_before;          /* [T + 1]: tokens before each that need an output; NULL: all need one */
     float *scratch;                       /* [threads, scratch_size] */
     int64_t item_count, kv_heads, group, width, padded, longest, prefix_tokens, window, half, prefix_half, scratch_size,
         threads;
@@ -102,6 +103,12 @@ static void put_tile(const packed *p, const float *from, const int64_t *sequence
         const int64_t at = index_of(p, sequence, head, j + i) * p->width;
         for (int64_t d = 0; d < p->width; d++) store1(to, at + d, from[i * p->padded + d], (int)p->half);
     }
+}
+
+/* Whether a tile has a query whose output is needed. */
+static int needed(const packed *p, const int64_t *sequence, int64_t j) {
+    const int64_t last = sooner(j + TILE, sequence[1] * p->group) - 1, *drawn = p->drawn_before;
+    return !drawn || drawn[sequence[0] + last / p->group + 1] > drawn[sequence[0] + j / p->group];
 }
 
 static void forward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
@@ -222,9 +229,11 @@ static void attend_packed(void *what, int64_t number, int thread) {
     for (int64_t s = item[0]; s < item[1]; s++) {
         const int64_t *sequence = p->sequences + s * 4;
         lay(p, &t, p->k, p->v, sequence[0], sequence[1], head, sequence[3], (int)p->half);
-        for (int64_t j = 0; j < sequence[1] * p->group; j += TILE)
+        for (int64_t j = 0; j < sequence[1] * p->group; j += TILE) {
+            if (!needed(p, sequence, j)) continue;
             if (p->grad_out) backward_tile(p, &t, sequence, head, j);
             else forward_tile(p, &t, sequence, head, j);
+        }
         if (p->grad_out) put_own(p, &t, sequence, head);
     }
     if (p->grad_out) put_prefix(p, &t, first, head, item[2]);

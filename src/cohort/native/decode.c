@@ -1,7 +1,8 @@
 /* What a decode step of the lean sampler computes between its matrix products, on a CPU.
  *
  * The sums of a row run over its keys in order, in vectors of LANES numbers, whatever the other rows and the threads: a
- * row's results are bit-equal in every batch. Sums are float32.
+ * row's results are bit-equal in every batch. Sums are float32. A text is read as rows of one slot, a row for each of
+ * its tokens: with the bits of tokens that are read one after the other.
  *
  * The head dimension D is stored as `padded`, the next multiple of LANES. A slot stores the tokens of a row or a prompt:
  * values by token, [tokens, padded]; keys in blocks, see tiles.h.
@@ -14,8 +15,10 @@
 typedef struct {
     int64_t kv_heads, group, width, padded; /* group: query heads of each key-value head; width: D */
     int64_t own_tokens, prompt_tokens;            /* capacity of a slot */
+    int64_t text;                                 /* rows that are tokens of texts; 0: each row has one token to read */
     const int32_t *order;                         /* rows; those of one prompt are neighbours */
-    const int32_t *items;                         /* [items, 2]: start and count in `order` of rows of one prompt */
+    const int32_t *items;                         /* [items, 2]: start and count in `order` of rows of one prompt, and
+                                                   * with `text` of successive rows of one slot */
     int64_t item_count;
     const int32_t *row_slots, *row_prompts, *row_lengths; /* tokens count the new one */
     const int32_t *prompt_lengths;                /* of each prompt slot */
@@ -55,12 +58,12 @@ INLINE void prepare(const void *from, int64_t at, const step *s, const layer *l,
     }
 }
 
-/* Scale and cap the scores of the tokens from `from` to `end`, and set the others of the blocks from `least` on to -inf.
- * Returns the maximum of `top` and the scores. */
-INLINE vec settle(const step *s, float *scores, int64_t least, int64_t from, int64_t end, vec top) {
+/* Scale and cap the scores of the tokens from `from` to `end`, and set the others of the blocks from `least` to `most`
+ * to -inf. Returns the maximum of `top` and the scores. */
+INLINE vec settle(const step *s, float *scores, int64_t least, int64_t from, int64_t end, int64_t most, vec top) {
     ivec lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int64_t t = least / LANES * LANES; t < end; t += LANES) {
+    for (int64_t t = least / LANES * LANES; t < most; t += LANES) {
         vec x = load(scores, t, 0) * s->scaling;
         if (s->cap > 0) x = tangent(x / s->cap) * s->cap;
         const ivec position = lane + (int32_t)t;
@@ -96,9 +99,9 @@ INLINE void fetch(const char *from, int64_t bytes) {
     for (int64_t i = 0; i < sooner(bytes, 8192); i += 64) __builtin_prefetch(from + i);
 }
 
-/* Store a row's new key and value in its slot, at `token`. */
-INLINE void append(const step *s, const layer *l, int32_t row, int64_t head, int64_t position, int64_t token,
-                    const int half) {
+/* Store a row's new key and value in its slot. */
+INLINE void append(const step *s, const layer *l, int32_t row, int64_t head, const int half) {
+    const int64_t token = s->row_lengths[row] - 1, position = s->prompt_lengths[s->row_prompts[row]] + token;
     float key[s->padded];
     char *keys = own_slot(s, l->own_k, row, head, half), *values = own_slot(s, l->own_v, row, head, half);
     prepare(l->k, row * l->k_stride + head * s->width, s, l, l->k_norm, l->k_eps, position, key, half);
@@ -106,11 +109,10 @@ INLINE void append(const step *s, const layer *l, int32_t row, int64_t head, int
     for (int64_t d = 0; d < s->width; d++) store1(keys, first + d * LANES, key[d], half);
     memcpy(values + token * s->padded * size, (const char *)l->v + (row * l->v_stride + head * s->width) * size,
            (size_t)(s->width * size));
-    fetch(values, token * s->padded * size);
 }
 
-/* Store the new keys and values of some rows of one prompt, for one key-value head, and attend. In `scores` of a query,
- * the prompt's tokens come before the row's own. */
+/* Attend for one item, for one key-value head; unless they are stored already, store the rows' new keys and values
+ * first. In `scores` of a query, the prompt's tokens come before the row's own. */
 INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int64_t count, int64_t head, float *scratch,
                         const int half) {
     const shape of = {s->width, s->padded};
@@ -118,7 +120,8 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
     const int64_t own_start = up(s->prompt_tokens) * LANES, stride = own_start + up(s->own_tokens) * LANES;
     const int64_t length = s->prompt_lengths[s->row_prompts[rows[0]]], reach = l->window ? l->window : INT32_MAX;
     float *q = scratch, *out = q + queries * padded, *scores = out + queries * padded, sums[queries];
-    int64_t least = length; /* the first token of the prompt that any row sees */
+    /* The first token of the prompt that any row sees, and with `text` those of the slot that any row sees. */
+    int64_t least = length, own_least = 0, own_most = 0;
     memset(out, 0, (size_t)(queries * padded) * sizeof *out);
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], position = length + own - 1;
@@ -126,28 +129,40 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
             prepare(l->q, rows[i] * l->q_stride + (head * group + g) * s->width, s, l, l->q_norm, l->q_eps, position,
                     q + (i * group + g) * padded, half);
         least = sooner(least, later(0, length + own - reach));
-        fetch(own_slot(s, l->own_k, rows[i], head, half), own * padded * (half ? 2 : 4));
+        if (!s->text || !i) fetch(own_slot(s, l->own_k, rows[i], head, half), own * padded * (half ? 2 : 4));
     }
     score(queries, q, prompt_slot(s, l->prompt_k, rows[0], head, half), &of, least / LANES, up(length), scores, stride,
           half);
+    if (s->text) {
+        own_least = later(0, s->row_lengths[rows[0]] - reach), own_most = s->row_lengths[rows[count - 1]];
+        score(queries, q, own_slot(s, l->own_k, rows[0], head, half), &of, own_least / LANES, up(own_most),
+              scores + own_start, stride, half);
+    }
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], first = i * group;
         const int64_t seen = later(0, length + own - reach), own_seen = later(0, own - reach);
-        append(s, l, rows[i], head, length + own - 1, own - 1, half);
-        score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), &of, own_seen / LANES, up(own),
-              scores + first * stride + own_start, stride, half);
+        if (!s->text) {
+            own_least = own_seen, own_most = own;
+            append(s, l, rows[i], head, half);
+            fetch(own_slot(s, l->own_v, rows[i], head, half), (own - 1) * padded * (half ? 2 : 4));
+            score(group, q + first * padded, own_slot(s, l->own_k, rows[i], head, half), &of, own_seen / LANES, up(own),
+                  scores + first * stride + own_start, stride, half);
+        }
         for (int64_t query = first; query < first + group; query++) {
             float *of_prompt = scores + query * stride, *of_own = of_prompt + own_start;
-            vec top = settle(s, of_prompt, least, seen, length, all(-INFINITY));
-            const float most = highest(settle(s, of_own, own_seen, own_seen, own, top));
+            vec top = settle(s, of_prompt, least, seen, length, length, all(-INFINITY));
+            const float most = highest(settle(s, of_own, own_least, own_seen, own, own_most, top));
             const vec total = exponentials(of_prompt, least, length, most, (vec){0});
-            sums[query] = sum(exponentials(of_own, own_seen, own, most, total));
+            sums[query] = sum(exponentials(of_own, own_least, own_most, most, total));
         }
     }
     mix(queries, scores, stride, prompt_slot(s, l->prompt_v, rows[0], head, half), &of, least, length, out, half);
+    if (s->text)
+        mix(queries, scores + own_start, stride, own_slot(s, l->own_v, rows[0], head, half), &of, own_least, own_most,
+            out, half);
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], first = i * group;
-        mix(group, scores + first * stride + own_start, stride, own_slot(s, l->own_v, rows[i], head, half), &of,
+        if (!s->text) mix(group, scores + first * stride + own_start, stride, own_slot(s, l->own_v, rows[i], head, half), &of,
             later(0, own - reach), own, out + first * padded, half);
         for (int64_t g = 0; g < group; g++)
             for (int64_t d = 0; d < s->width; d++)
@@ -171,8 +186,18 @@ static void attend_one(void *what, int64_t number, int thread) {
     else attend_item(a->s, a->l, rows, item[1], head, scratch, 0);
 }
 
+static void append_one(void *what, int64_t number, int thread) {
+    const attention *a = what;
+    const int32_t row = (int32_t)(number % a->s->text);
+    const int64_t head = number / a->s->text;
+    (void)thread;
+    if (a->s->half) append(a->s, a->l, row, head, 1);
+    else append(a->s, a->l, row, head, 0);
+}
+
 void cohort_attend(const step *s, const layer *l) {
     attention a = {s, l};
+    if (s->text) run(append_one, &a, s->text * s->kv_heads, (int)s->threads);
     run(attend_one, &a, s->item_count * s->kv_heads, (int)s->threads);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from cohort.errors import RankError
 from cohort.parallel.world import World, pickled
 
 T = TypeVar("T")
+log = logging.getLogger("cohort.parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
         raise
     except BaseException as error:
         outcome, cause = pickled((place, Failure.of(world.rank, error))), error
+        if not world.is_main:  # the console is rank 0's
+            log.error("rank %d of %d failed", world.rank, world.size, exc_info=error)
     outcomes = world.gather_pickled(outcome)
     if len(places := {place for place, _ in outcomes}) > 1:
         raise RankError(f"the ranks are at different places: {', '.join(sorted(places))}")

@@ -51,8 +51,6 @@ class World:
     size: int = 1
     local_rank: int = 0
     """Number among the ranks of this machine: the index of its GPU."""
-    local_size: int = 1
-    """Ranks of this machine, which share its memory."""
     control: Any = field(default=None, repr=False, compare=False)
     """The process group of Python values; None for a single process."""
     exchanged: Exchanged = field(default_factory=Exchanged, repr=False, compare=False)
@@ -88,7 +86,7 @@ class World:
                     "one rank for each device"
                 )
             torch.cuda.set_device(local_rank)
-        return cls(rank, size, local_rank, _number(variables, "LOCAL_WORLD_SIZE", size), _control_group(timeout))
+        return cls(rank, size, local_rank, _control_group(timeout))
 
     @property
     def is_main(self) -> bool:
@@ -134,7 +132,7 @@ class World:
         import torch.distributed as dist
 
         with self._exchange():
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=None if tensor.is_cuda else self.control)
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
         return tensor
@@ -247,6 +245,11 @@ def _bytes() -> torch.dtype:
     import torch
 
     return torch.uint8
+
+
+def local_ranks(variables: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this machine, which share its memory."""
+    return max(1, _number(variables, "LOCAL_WORLD_SIZE", _number(variables, "WORLD_SIZE", 1)))
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

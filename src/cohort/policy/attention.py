@@ -44,6 +44,7 @@ def packed_attention(
     window: int | None = None,
     cap: float | None = None,
     native: bool = False,
+    drawn_N: Tensor | None = None,
 ) -> Tensor:
     """Attention as the module describes it. Differentiable in all tensors, the prefixes included.
 
@@ -56,6 +57,7 @@ def packed_attention(
         window: a token sees this many tokens, itself included. None: all tokens.
         cap: scores become ``cap * tanh(scores / cap)``. None: no cap.
         native: whether to use the native kernel, which knows no cap, where each thread has an item of work.
+        drawn_N: indices of the tokens whose output is needed; that of the others has no meaning. None: all tokens.
 
     Returns:
         ``[A, T, D]``, in the dtype of ``v_ATD``.
@@ -64,7 +66,8 @@ def packed_attention(
         window = None
     prefix_k, prefix_v = prefix or (None, None)
     if native and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
-        whole: Tensor = _Native.apply(layout.work, scaling, window, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+        work = layout.work if drawn_N is None else layout.work._replace(drawn_before=_counted(drawn_N, layout.tokens))
+        whole: Tensor = _Native.apply(work, scaling, window, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
         return whole
     padding = q_ATD.shape[1] - layout.tokens
     q, k, v = (part[:, : layout.tokens] if padding else part for part in (q_ATD, k_ATD, v_ATD))
@@ -100,7 +103,7 @@ class _Native(torch.autograd.Function):
         ctx.dtypes, ctx.rest = [part.dtype for part in given if part is not None], (work, scaling, window)
         tensors = *_by_token(*given[:3]), *_by_token(*given[3:])
         out, lse = (
-            _zeros_after(tensors[0], work.tokens),
+            _zeros_after(tensors[0], _written(work)),
             tensors[0].new_empty(tensors[0].shape[:2], dtype=torch.float32),
         )
         _attend_natively(ctx.rest, tensors, out=out, lse=lse)
@@ -113,7 +116,7 @@ class _Native(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         work, *_ = ctx.rest
         (grad,) = _by_token(grad.to(out.dtype))
-        grads = [_zeros_after(part, work.tokens) for part in tensors[:3]]
+        grads = [_zeros_after(part, _written(work)) for part in tensors[:3]]
         if tensors[3] is not None:
             grads += [out.new_zeros(work.slots, *tensors[3].shape, dtype=torch.float32) for _ in range(2)]
         names = ("grad_q", "grad_k", "grad_v", "grad_prefix_k", "grad_prefix_v")
@@ -122,6 +125,18 @@ class _Native(torch.autograd.Function):
         summed = [*grads[:3], *(part[0] if len(part) == 1 else part.sum(0) for part in grads[3:])]
         found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(summed, ctx.dtypes, strict=True)]
         return None, None, None, *found, *([None] * (5 - len(found)))
+
+
+def _counted(drawn_N: Tensor, tokens: int) -> Tensor:
+    """See ``Work.drawn_before``."""
+    counts = torch.zeros(tokens + 1, dtype=torch.int64)
+    counts[drawn_N + 1] = 1
+    return counts.cumsum(0)
+
+
+def _written(work: Work) -> int:
+    """How many tokens are written for certain."""
+    return work.tokens if work.drawn_before is None else 0
 
 
 def _zeros_after(like: Tensor, count: int) -> Tensor:
@@ -148,8 +163,9 @@ def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence
     size = library.cohort_attention_scratch(work.longest, padded, "grad_out" in others)
     call(
         "packed_attention", q=q, k=k, v=v, prefix_k=prefix_k, prefix_v=prefix_v, sequences=work.sequences,
-        items=work.items, scratch=q.new_empty(threads, size, dtype=torch.float32), item_count=len(work.items),
-        kv_heads=kv_heads, group=heads // kv_heads, width=width, padded=padded, longest=work.longest,
+        items=work.items, drawn_before=work.drawn_before,
+        scratch=q.new_empty(threads, size, dtype=torch.float32), item_count=len(work.items), kv_heads=kv_heads,
+        group=heads // kv_heads, width=width, padded=padded, longest=work.longest,
         prefix_tokens=len(prefix[0]) if prefix else 0, window=window or 0, scratch_size=size, threads=threads,
         scaling=scaling, **others,
     )  # fmt: skip

@@ -61,7 +61,8 @@ class CustomAttention:
                 **arguments,
             )
             output = call_gathered(self.model.model, run)
-        return Hidden(output.last_hidden_state[0], tuple(getattr(output, "router_logits", None) or ()))
+        routers = tuple(getattr(output, "router_logits", None) or ())
+        return packed.select(Hidden(output.last_hidden_state[0], routers))
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:

@@ -33,6 +33,8 @@ class Work(NamedTuple):
     slots: int
     longest: int
     """Tokens of the longest sequence with its prefix."""
+    drawn_before: Tensor | None = None
+    """``[T + 1]``: tokens before each that need an output. None: all of them need one."""
 
 
 @dataclass(frozen=True, slots=True)

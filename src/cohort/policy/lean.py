@@ -20,7 +20,7 @@ from cohort.native import call, require, threads_for
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Norm
 from cohort.policy.compute import ComputeModel
-from cohort.policy.head import gradient_of, takes_in_place
+from cohort.policy.head import gradient_of, in_like_shapes, takes_in_place
 from cohort.policy.passes import Hidden, PackedPass
 
 Angles = dict[str, tuple[Tensor, Tensor]]
@@ -57,7 +57,8 @@ class LeanLayers:
             for number, layer in enumerate(self.anatomy.layers):
                 run = partial(self._outputs, number, angles, packed)
                 x, update, _ = call_gathered(layer.module, run, x, update)
-            return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
+            found = Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
+            return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
 
     def _outputs(
         self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
@@ -91,7 +92,8 @@ class LeanLayers:
     def _layer(
         self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream and the update that is added to it next, before and after a layer."""
+        """The residual stream and the update that is added to it next, before and after a layer; after the last layer
+        only those of the tokens that ``packed.select`` selects."""
         anatomy, layer, fused = self.anatomy, self.anatomy.layers[number], self.fused
         attention, mlp = layer.module.self_attn, layer.module.mlp
         x, normed = self._add_norm(x, update, layer.before_attention)
@@ -104,11 +106,17 @@ class LeanLayers:
         if layer.rope is not None:
             q, k = (fused.rotate(part, *angles[layer.rope]) for part in (q, k))
         q, k, v = (part.to(fused.narrow).transpose(0, 1) for part in (q, k, v))
-        if packed.read is not None and number + 1 == len(anatomy.layers):
+        last = number + 1 == len(anatomy.layers)
+        if packed.read is not None and last:
             packed.record(number, k, v)  # nothing reads the rest of the layer
             return x, None
-        out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap)
-        update = attention.o_proj(out_ATD.transpose(0, 1).flatten(1))
+        drawn_N = packed.drawn_N if last else None
+        out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N)
+        out_TAD = out_ATD.transpose(0, 1)
+        if drawn_N is not None:
+            index_N = in_like_shapes(drawn_N).to(x.device)
+            x, out_TAD = x.index_select(0, index_N), out_TAD.index_select(0, index_N)
+        update = attention.o_proj(out_TAD.flatten(1))
         if layer.after_attention is not None:
             update = self._norm(update, layer.after_attention, wide=True)
         x, normed = self._add_norm(x, update, layer.before_mlp)

@@ -124,8 +124,8 @@ class Body(Protocol):
     """Whether each layer returns the keys and values that a pass reads, as ``call_gathered`` wants it."""
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
-        """The last hidden states. They have no meaning in a pass that only reads keys and values. Tokens after those
-        that ``packed`` knows are padding."""
+        """The last hidden states of the tokens that ``packed.select`` selects. They have no meaning in a pass that only
+        reads keys and values. Tokens after those that ``packed`` knows are padding."""
 
 
 class SharedPasses:
@@ -167,9 +167,8 @@ class SharedPasses:
         layout = Layout(
             rows.lengths_B.tolist(), self.model.device, rows.prompt_B.tolist(), [len(prompt) - 1 for prompt in prompts]
         )
-        packed = PackedPass(layout, self.native, prefixes=prefixes.keys_values)
-        found = self._run(rows.inputs_T(prompts), packed)
-        return found.select(slice(layout.tokens) if rows.drawn_N is None else rows.drawn_N)
+        packed = PackedPass(layout, self.native, prefixes=prefixes.keys_values, drawn_N=rows.drawn_N)
+        return self._run(rows.inputs_T(prompts), packed)
 
     def _run(self, ids_T: Tensor, packed: PackedPass) -> Hidden:
         ids_T = ids_T.to(self.model.device)
@@ -184,15 +183,27 @@ class PackedPass:
         native: whether to use native kernels.
         read: receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed.
         prefixes: keys and values that the rows attend to besides their own.
+        drawn_N: indices of the tokens whose hidden states are needed. None: all.
     """
 
     def __init__(
-        self, layout: Layout, native: bool, *, read: KeysValues | None = None, prefixes: KeysValues | None = None
+        self,
+        layout: Layout,
+        native: bool,
+        *,
+        read: KeysValues | None = None,
+        prefixes: KeysValues | None = None,
+        drawn_N: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.native = native
         self.read = read
         self.prefixes = prefixes or {}
+        self.drawn_N = drawn_N
+
+    def select(self, found: Hidden) -> Hidden:
+        """The hidden states that are needed, from those of all tokens."""
+        return found.select(slice(self.layout.tokens) if self.drawn_N is None else self.drawn_N)
 
     def record(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's keys and values if this pass reads prompts."""
@@ -201,13 +212,21 @@ class PackedPass:
             self.read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, cap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
+        drawn_N: Tensor | None = None,
     ) -> Tensor:
-        """One layer's attention; ``[A, T, D]`` each."""
+        """One layer's attention; ``[A, T, D]`` each. ``drawn_N``: see ``packed_attention``."""
         self.record(layer, k, v)
-        prefix = self.prefixes.get(layer)
+        prefix, native = self.prefixes.get(layer), self.native
         return packed_attention(
-            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=self.native
+            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=native, drawn_N=drawn_N
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from cohort.errors import ConfigError
+from cohort.parallel.world import local_ranks
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
 
@@ -20,7 +21,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free now on a device. None: unknown."""
+    """Memory that is free now on a device; of a machine's main memory, a rank's share. None: unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -31,7 +32,7 @@ def free_bytes(device: torch.device) -> int | None:
         free = int(available[0].split()[1]) * 1024 if available else free
     except (OSError, ValueError, AttributeError):
         return None
-    return int(min(free, _left_in_container()))
+    return int(min(free, _left_in_container())) // local_ranks()
 
 
 def _left_in_container() -> float:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from cohort.rollout.capacity import Capacity, moves_for_removal, order_after_removal
 
+PREFILL_MULTIPLE = 64
+"""Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
 ROW_MULTIPLE = 8
 """Rows are computed in multiples of this: then CPU matrix products sum each row in the same order."""
 TOKEN_MULTIPLE = 32

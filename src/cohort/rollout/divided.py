@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from cohort.errors import EpisodeError
 from cohort.parallel import World, agreed, prompt_shares
 from cohort.rollout.engine import Sampler, Watch, samplings_of
 from cohort.rollout.philox import RNGKey
 from cohort.rollout.settings import Sampling
 from cohort.types import Completion, Group, Prompt
+
+log = logging.getLogger("cohort.rollout")
 
 
 class DividedSampler(Sampler):
@@ -50,22 +54,34 @@ class DividedSampler(Sampler):
         own = shares[self.world.rank]
         sampled: list[Group] = []
 
-        def sample_own() -> list[tuple[Prompt | None, tuple[Completion, ...]]]:
+        def sample_own() -> tuple[list[tuple[Prompt | None, tuple[Completion, ...]]], str]:
+            failure = ""
             if own:
                 mine, theirs = [prompts[index] for index in own], [samplings[index] for index in own]
                 mapped = watch and _renumbered(watch, own)
-                sampled.extend(self.sampler.generate(mine, num_generations, theirs, key, mapped))
+                try:
+                    sampled.extend(self.sampler.generate(mine, num_generations, theirs, key, mapped))
+                except EpisodeError as error:
+                    if error.failed is None:
+                        raise
+                    sampled.extend(error.failed)
+                    failure = str(error)
             return [  # the other ranks have the prompts, unless an environment has added to one
                 (None if group.prompt is prompts[index] else group.prompt, group.completions)
                 for index, group in zip(own, sampled, strict=True)
-            ]
+            ], failure
 
         groups: list[Group | None] = [None] * len(prompts)
         with self.weights():
-            outcomes = agreed(self.world, sample_own)
-        for indices, found in zip(shares, outcomes, strict=True):
+            each = agreed(self.world, sample_own)
+        for indices, (found, _) in zip(shares, each, strict=True):
             for index, (prompt, completions) in zip(indices, found, strict=True):
                 groups[index] = Group(prompt or prompts[index], completions)
+        failures = [failure for found, failure in each if found]
+        if failures and all(failures):  # every episode of every rank
+            raise EpisodeError(failures[0])
+        if failure := each[self.world.rank][1]:
+            log.warning("%s on this rank, and are left out", failure)
         for index, group in zip(own, sampled, strict=True):
             groups[index] = group
         return [group for group in groups if group is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from threading import Condition
 from cohort.errors import EngineError
 from cohort.rollout.server import Server, ServerError
 
+log = logging.getLogger("cohort.rollout")
 KEEP_TOGETHER = 16
 """Requests that a server may have more than the least busy one to get those that share a prefix with earlier ones."""
 RECHECK_SECONDS = 5.0
@@ -45,9 +47,9 @@ class Fleet:
         self.version = ""
         """The label of the weights that answers must come from."""
         self.failures = 0
-        """How often a server was left out."""
+        """How often a server has failed."""
         self._states = {server: ServerState(left_out="it has no weights yet") for server in servers}
-        self._changed = Condition()
+        self._changed = Condition()  # its lock is reentrant
 
     @property
     def live(self) -> list[Server]:
@@ -93,10 +95,17 @@ class Fleet:
         with self._changed:
             state = self._states[server]
             state.left_out, state.checked = reason, time.monotonic()
-            self.failures += 1
             if outdated:
                 state.version = None
             self._changed.notify_all()
+
+    def fail(self, server: Server, reason: str, *, outdated: bool = False) -> None:
+        """Leave out a server that has failed, with a warning. See ``leave_out``."""
+        with self._changed:
+            self.failures += 1
+            if not self._states[server].left_out:  # else other requests have failed with it
+                log.warning("%s is left out: %s", server.url, reason)
+            self.leave_out(server, reason, outdated=outdated)
 
     def take_in(self, server: Server) -> None:
         """Give a server requests: it has the present weights."""

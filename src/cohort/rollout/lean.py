@@ -28,14 +28,10 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
 from cohort.rollout.backend import PREFILL_TOKENS, Backend
-from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
+from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Decoder, Kernels, SlotCache
 from cohort.rollout.weights import DecoderWeights, LayerWeights
-
-PREFILL_MULTIPLE = 64
-"""Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
-
 
 Store = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores keys and values in a layer for a prompt or a row; returns those that its new tokens attend to."""
@@ -173,9 +169,14 @@ class LeanBackend(Backend):
     @torch.inference_mode()
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""
-        starts = [self.cache.position(row) for row in rows]
-        logits = self._read_in_parts(texts, starts, rows, self.cache.append)
-        self.cache.grow(rows, [len(text) for text in texts])
+        cache, decoder = self._cache, self._decoder
+        if decoder is not None:
+            parts = [self._logits(decoder.read(rows[part], texts[part]))[: len(rows[part])] for part in _parts(texts)]
+            return torch.cat(parts)
+        assert isinstance(cache, GroupCache)
+        starts = [cache.position(row) for row in rows]
+        logits = self._read_in_parts(texts, starts, rows, cache.append)
+        cache.grow(rows, [len(text) for text in texts])
         return logits
 
     def _store_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,15 +186,7 @@ class LeanBackend(Backend):
     def _read_in_parts(
         self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
     ) -> Tensor:
-        logits = []
-        start = 0
-        while start < len(texts):
-            stop, tokens = start + 1, len(texts[start])
-            while stop < len(texts) and tokens + len(texts[stop]) <= PREFILL_TOKENS:
-                tokens += len(texts[stop])
-                stop += 1
-            logits.append(self._read(texts[start:stop], starts[start:stop], indices[start:stop], store))
-            start = stop
+        logits = [self._read(texts[part], starts[part], indices[part], store) for part in _parts(texts)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _read(
@@ -318,6 +311,19 @@ class LeanBackend(Backend):
         """Logits in float32, or in float64 for a float64 policy."""
         logits_SV = self.weights.head(normed_SH)
         return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
+
+
+def _parts(texts: Sequence[Sequence[int]]) -> list[slice]:
+    """Texts that go through the model together."""
+    parts, start = list[slice](), 0
+    while start < len(texts):
+        stop, tokens = start + 1, len(texts[start])
+        while stop < len(texts) and tokens + len(texts[stop]) <= PREFILL_TOKENS:
+            tokens += len(texts[stop])
+            stop += 1
+        parts.append(slice(start, stop))
+        start = stop
+    return parts
 
 
 def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:

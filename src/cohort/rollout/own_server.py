@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
@@ -38,7 +39,7 @@ class OwnServer:
     Args:
         settings: interpreter, arguments and time limit.
         model: folder or hub id of the model.
-        tokenizer: folder of the tokenizer, for stop strings. Empty: the model's.
+        tokenizer: looks for stop strings. It is written to a folder from which the server reads it. None: the model's.
         dtype: of the weights in the server, as in "bfloat16".
         trust_remote_code: as in the settings of the model.
 
@@ -47,26 +48,29 @@ class OwnServer:
     """
 
     def __init__(
-        self, settings: VLLMConfig, model: str, *, tokenizer: str = "", dtype: str, trust_remote_code: bool = False
+        self, settings: VLLMConfig, model: str, *, tokenizer: Any = None, dtype: str, trust_remote_code: bool = False
     ) -> None:
         python = interpreter(settings)
         port = _port(settings.arguments)
+        self._folder = Path(tempfile.mkdtemp(prefix="cohort-vllm-"))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(self._folder / "tokenizer")
         command = [python, "-m", "vllm.entrypoints.openai.api_server"]
-        command += server_arguments(settings, model, tokenizer=tokenizer, dtype=dtype, port=port)
+        command += server_arguments(
+            settings, model, tokenizer=str(self._folder / "tokenizer") if tokenizer else "", dtype=dtype, port=port
+        )
         command += ["--trust-remote-code"] if trust_remote_code else []
         self.server = Server(f"http://{HOST}:{port}")
-        handle, log = tempfile.mkstemp(prefix="cohort-vllm-", suffix=".log")
-        os.close(handle)
-        self.log = Path(log)
+        self.log = self._folder / "vllm.log"
         """What the server has printed."""
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), log, *command],
+            [sys.executable, "-I", "-S", str(GUARD), str(self.log), *command],
             stdin=subprocess.PIPE,
             env=server_environment(os.environ, python),
             text=True,
             start_new_session=True,
         )
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process, self._folder)
 
     def wait(self, seconds: float, announce: Callable[[str], object] | None = None) -> None:
         """Wait until the server answers.
@@ -114,12 +118,14 @@ class OwnServer:
         self._end()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], folder: Path) -> None:
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(20)
+    if not (folder / "vllm.log").exists():  # it is in the run's folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def interpreter(settings: VLLMConfig) -> str:

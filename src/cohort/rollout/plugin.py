@@ -38,6 +38,7 @@ class ServerDescription:
     transfer: str | None
     """The way of its weight transfers; "cohort": through the plugin."""
     can_sleep: bool
+    has_tokenizer: bool
     sizes: Mapping[str, int]
     """Every size in the model's config: ``hidden_size``, ``vocab_size``, ..."""
 
@@ -60,6 +61,7 @@ def describe_server(server: Server) -> ServerDescription:
             workers,
             found["transfer"],
             bool(found["can_sleep"]),
+            bool(found["has_tokenizer"]),
             found["sizes"],
         )
     except ServerError as error:

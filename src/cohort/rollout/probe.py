@@ -50,9 +50,10 @@ class ServerProbe(Probe):
         for server in servers:
             text_N, drawn, drawn_N = self._scored(server)
             ours_N = self._logps(self.token_ids + drawn)
-            theirs_N = torch.tensor(text_N + drawn_N, dtype=ours_N.dtype)
+            theirs_N = torch.tensor(text_N + drawn_N, dtype=torch.float64)
             gaps_N = (theirs_N - ours_N).abs()
-            mean = max(_mean(gaps_N[: len(text_N)]), _mean(gaps_N[len(text_N) :]))
+            parts = gaps_N[: len(text_N)].mean(), gaps_N[len(text_N) :].mean()
+            mean = float(torch.stack(parts).max())  # NaN if one of them is
             means.append(mean)
             largest.append(float(gaps_N.max()))
             self._check(server, mean, largest[-1])
@@ -102,7 +103,3 @@ class ServerProbe(Probe):
     def _logps(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The policy's log-probs of all tokens but the first."""
         return self.policy.logps([token_ids[:1]], [token_ids[1:]], temperature=1.0).logps_N.cpu()
-
-
-def _mean(gaps: torch.Tensor) -> float:
-    return float(gaps.double().mean())

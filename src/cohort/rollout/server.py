@@ -174,8 +174,11 @@ class Server:
 class WeightTransport(Protocol):
     """Moves the trainer's weights to servers."""
 
-    def check(self, servers: Sequence[Server]) -> None:
+    def check(self, servers: Sequence[Server]) -> Mapping[Server, Any]:
         """Check that the servers have what the transport needs. Called before the model is loaded.
+
+        Returns:
+            what each says of itself, a ``plugin.ServerDescription``.
 
         Raises:
             ConfigError: a server lacks it; says how to start the server.

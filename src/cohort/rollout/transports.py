@@ -6,11 +6,11 @@ Both need the plugin in the servers; see ``plugin``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.plugin import ServerDescription, describe_server, how_to_start
+from cohort.rollout.plugin import PLUGIN, ServerDescription, describe_server, how_to_start
 from cohort.rollout.server import Server, ServerError, WeightTransport
 
 FILE_BYTES = 2**30
@@ -62,7 +62,7 @@ class FileTransport(WeightTransport):
         self._shared = bool(folder)
         self._descriptions: dict[Server, ServerDescription] = {}
 
-    def check(self, servers: Sequence[Server]) -> None:
+    def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
         """See ``WeightTransport``."""
         self._descriptions |= {server: describe_server(server) for server in servers}
         for server in servers:
@@ -76,6 +76,7 @@ class FileTransport(WeightTransport):
             tempfile.TemporaryFile(dir=self._parent).close()
         except OSError as error:
             raise ConfigError(f"vllm.folder: cannot write to {self._parent}: {error.strerror}") from None
+        return self._descriptions
 
     def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:  # noqa: ARG002
         """See ``WeightTransport``."""
@@ -116,7 +117,7 @@ class GroupTransport(WeightTransport):
         self._descriptions: dict[Server, ServerDescription] = {}
         self._groups: dict[Server, Any] = {}
 
-    def check(self, servers: Sequence[Server]) -> None:
+    def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
         """See ``WeightTransport``."""
         for server in servers:
             found = self._descriptions[server] = describe_server(server)
@@ -124,59 +125,35 @@ class GroupTransport(WeightTransport):
                 raise ConfigError(
                     f"{server.url} lacks the weight transfer that vllm.transport 'group' needs. {how_to_start()}"
                 )
+        return self._descriptions
 
     def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
         """See ``WeightTransport``."""
-        dtype = _common_dtype(self._descriptions, servers)
-        named = [(name, tensor.dtype if not tensor.is_floating_point() else dtype, tensor) for name, tensor in weights]
-        body = {
-            "update_info": {
-                "names": [name for name, _, _ in named],
-                "dtypes": [str(kind).removeprefix("torch.") for _, kind, _ in named],
-                "shapes": [list(tensor.shape) for _, _, tensor in named],
-            }
-        }
-        failed = _to_each(servers, self._begin)
-        ready = _without(servers, failed)
-        with ThreadPoolExecutor(max(1, len(ready))) as threads:
-            loading = {
-                server: threads.submit(server.post, "/update_weights", body, timeout=self.timeout) for server in ready
-            }
-            failed |= self._broadcast(loading, (tensor.to(kind) for _, kind, tensor in named))
-        for server in failed:
-            self._groups.pop(server, None)  # what is left of it cannot be used again
-        finish = {"weight_version": version}
-        return failed | _to_each(
-            _without(servers, failed),
-            lambda server: server.post("/finish_weight_update", finish, timeout=self.timeout),
-        )
+        named = list(weights)
+        return _to_each(servers, lambda server: self._update(server, named, version))
 
-    def _broadcast(self, loading: Mapping[Server, Future[Any]], tensors: Iterable[Tensor]) -> Failures:
-        """Broadcast tensors to servers that are receiving. Waits for nothing that a failed server would have to do."""
-        failed: Failures = {}
-        until = time.monotonic() + self.timeout
-        for tensor in tensors:
-            kept = tensor.detach().contiguous()
-            works = {}
-            for server in _without(list(loading), failed):
-                where = "cpu" if self._descriptions[server].device == "cpu" else self.device
-                with _recorded(server, failed):
-                    works[server] = self._groups[server].broadcast(kept.to(where), 0)
-            for server, work in works.items():
-                with _recorded(server, failed):
-                    while not work.is_completed():
-                        if loading[server].done():
-                            loading[server].result()  # raises what the server reported
-                        if time.monotonic() > until:
-                            raise EngineError(f"took no weights within {self.timeout:g} s (vllm.update_timeout)")
-                        time.sleep(POLL_SECONDS)
-                    work.wait()
-        for server in failed:
-            server.disconnect()  # ends the request that waits for its answer
-        for server in _without(list(loading), failed):
-            with _recorded(server, failed):
-                loading[server].result()
-        return failed
+    def _update(self, server: Server, weights: Sequence[tuple[str, Tensor]], version: str) -> None:
+        """Send weights to one server, in a thread of its own: a slow server delays no other."""
+        found = self._descriptions[server]
+        dtypes = [found.dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in weights]
+        info = {
+            "names": [name for name, _ in weights],
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "shapes": [list(tensor.shape) for _, tensor in weights],
+        }
+        self._begin(server)
+        where = torch.device("cpu") if found.device == "cpu" else self.device
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                loading = threads.submit(server.post, "/update_weights", {"update_info": info}, timeout=self.timeout)
+                for (_, tensor), dtype in zip(weights, dtypes, strict=True):
+                    kept = tensor.detach().to(where, dtype).contiguous()
+                    _wait(self._groups[server].broadcast(kept, 0), loading)
+                loading.result()
+        except BaseException:
+            self._leave(server)
+            raise
+        server.post("/finish_weight_update", {"weight_version": version}, timeout=self.timeout)
 
     def _begin(self, server: Server) -> None:
         """Begin an update of a server, in a group with it."""
@@ -184,7 +161,7 @@ class GroupTransport(WeightTransport):
             try:
                 server.post("/start_weight_update", timeout=self.timeout)
             except ServerError:  # it was started again, so it is in no group
-                del self._groups[server]
+                self._leave(server)
             else:
                 return
         self._groups[server] = self._join(server)
@@ -205,12 +182,25 @@ class GroupTransport(WeightTransport):
         store = distributed.TCPStore(
             host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
         )
-        made: Future[Any] = Future()
-        # A thread of its own: making a group blocks until all members are there, and a server that cannot join says so.
-        threading.Thread(target=_fulfil, args=(made, store, size, backend, timeout, self.device), daemon=True).start()
         meeting = {"host": host, "port": port, "size": size, "backend": backend, "timeout": self.timeout}
-        server.post("/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout)
-        return made.result(self.timeout)
+        ready = [f"ready{rank}" for rank in range(1, size)]
+        with ThreadPoolExecutor(1) as threads:
+            joining = threads.submit(
+                server.post, "/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout
+            )
+            while not store.check(ready):  # making a group would wait for a server that cannot join
+                if joining.done():
+                    joining.result()
+                    raise EngineError(f"{server.url}: its plugin is of another version: copy {PLUGIN} to it")
+                time.sleep(POLL_SECONDS)
+            group = _group(store, size, backend, timeout, self.device)
+            joining.result()
+        return group
+
+    def _leave(self, server: Server) -> None:
+        """Use the group with a server no more. It is never freed: gloo's destructor waits for what is under way, and
+        aborts the process if that ends meanwhile."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._groups.pop(server, None)))
 
     def close(self) -> None:
         """See ``WeightTransport``."""
@@ -220,11 +210,14 @@ class GroupTransport(WeightTransport):
         self._groups.clear()
 
 
-def _fulfil(made: Future[Any], *arguments: Any) -> None:
-    try:
-        made.set_result(_group(*arguments))
-    except BaseException as error:
-        made.set_exception(error)
+def _wait(work: Any, loading: Future[Any]) -> None:
+    """Wait for a broadcast, unless the server reports that it will not receive it."""
+    while not work.is_completed():
+        if loading.done():
+            loading.result()
+            break  # it has received them
+        time.sleep(POLL_SECONDS)
+    work.wait()
 
 
 def _group(store: Any, size: int, backend: str, timeout: timedelta, device: torch.device) -> Any:
@@ -274,28 +267,17 @@ def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 def _to_each(servers: Sequence[Server], act: Callable[[Server], object]) -> Failures:
     """Do something with all servers at the same time; returns the errors."""
     failed: Failures = {}
-    if servers:
-        with ThreadPoolExecutor(len(servers)) as threads:
-            running = {server: threads.submit(act, server) for server in servers}
-            for server, future in running.items():
-                with _recorded(server, failed):
-                    future.result()
+    with ThreadPoolExecutor(len(servers) or 1) as threads:
+        running = {server: threads.submit(act, server) for server in servers}
+        for server, future in running.items():
+            try:
+                future.result()
+            except EngineError as error:
+                failed[server] = error
+            except (RuntimeError, TimeoutError) as error:  # of a process group
+                first_line = next(iter(str(error).splitlines()), type(error).__name__)
+                failed[server] = EngineError(f"{server.url}: the weights did not get there ({first_line})")
     return failed
-
-
-@contextlib.contextmanager
-def _recorded(server: Server, failed: Failures) -> Iterator[None]:
-    """Record what goes wrong with a server."""
-    try:
-        yield
-    except EngineError as error:
-        failed[server] = error
-    except RuntimeError as error:  # of a process group
-        failed[server] = EngineError(f"{server.url}: the weights did not get there ({str(error).splitlines()[0]})")
-
-
-def _without(servers: Sequence[Server], failed: Failures) -> list[Server]:
-    return [server for server in servers if server not in failed]
 
 
 def _is_here(host: str) -> bool:

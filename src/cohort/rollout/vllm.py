@@ -57,6 +57,7 @@ class VLLMEngine(Engine):
         max_batch_size: requests under way at each server at the same time.
         request_timeout: seconds after which a server that has not answered a request is left out.
         probe: compares the servers with the policy after each update; None: nothing does.
+        sleeps: whether ``sleep`` frees the servers' memory. Their weights are lost with it.
         world: the ranks. Each sends its own requests; rank 0 sends the weights.
 
     A server that fails (no connection, no answer in time, a status of 500 or above, an answer that is malformed or from
@@ -78,6 +79,7 @@ class VLLMEngine(Engine):
         max_batch_size: int = 256,
         request_timeout: float = 600.0,
         probe: Probe | None = None,
+        sleeps: bool = False,
         world: World | None = None,
     ) -> None:
         self.policy, self.tokenizer = policy, tokenizer
@@ -87,6 +89,8 @@ class VLLMEngine(Engine):
         self.context = min((length for length in (context, own) if length is not None), default=None)
         """Maximum number of tokens of prompt and completion together; None: no limit."""
         self.transport, self.probe = transport, probe
+        self.sleeps = sleeps
+        self._asleep: set[Server] = set()
         self.request_timeout = request_timeout
         self.world = world or World()
         self._run = secrets.token_hex(4)  # so that another run's weights are never taken for this run's
@@ -188,11 +192,17 @@ class VLLMEngine(Engine):
         self._version = version
 
     def sleep(self) -> None:
-        """See ``Engine``. The servers keep their memory."""
+        """See ``Engine``. Servers that are not set up to sleep keep their memory."""
         check_finished(self.unfinished, "sleep")
+        for server in self.fleet.live if self.sleeps and self.world.is_main else ():
+            if self._succeeds(server, lambda one: one.post("/sleep", level="2", timeout=ADMIN_SECONDS)):
+                self._asleep.add(server)
+                self.fleet.leave_out(server, "it sleeps", outdated=True)
 
     def wake(self) -> None:
-        """See ``Engine``. Nothing to do."""
+        """See ``Engine``. Servers that sleep have lost their weights, so they are given them again."""
+        if self._version is not None:
+            self.update_weights(self.policy.version)
 
     def close(self) -> None:
         """See ``Engine``."""
@@ -250,7 +260,7 @@ class VLLMEngine(Engine):
                         return None
                     if not error.is_failure:
                         raise EngineError(f"{error}. The server refuses what the settings ask for") from None
-                    self.fleet.leave_out(server, error.reason, outdated=isinstance(error, WrongWeightsError))
+                    self.fleet.fail(server, error.reason, outdated=isinstance(error, WrongWeightsError))
         raise self.fleet.failure(f"a completion was given up after {attempts} attempts:")
 
     def _answer_of(self, server: Server, body: dict[str, Any]) -> DrawnTurn:
@@ -330,7 +340,7 @@ class VLLMEngine(Engine):
         if paused:
             failed = self.transport.send(paused, named_weights(self.policy), label)
             for server, error in failed.items():
-                fleet.leave_out(server, str(error), outdated=True)
+                fleet.fail(server, str(error), outdated=True)
             loaded = [server for server in paused if server not in failed and self._succeeds(server, self._resume)]
             for server in loaded:
                 fleet.take_in(server)
@@ -346,15 +356,20 @@ class VLLMEngine(Engine):
         try:
             act(server)
         except ServerError as error:
-            self.fleet.leave_out(server, str(error), outdated=True)
+            self.fleet.fail(server, str(error), outdated=True)
             return False
         return True
 
     def _pause(self, server: Server) -> None:
         # Nobody waits for requests that may be left over; the answers to aborted ones are dropped.
         server.post("/pause", mode="abort", timeout=ADMIN_SECONDS)
+        if server in self._asleep:
+            server.post("/wake_up", tags="weights", timeout=ADMIN_SECONDS)
 
     def _resume(self, server: Server) -> None:
+        if server in self._asleep:  # the cache was not there while weights were sent
+            server.post("/wake_up", tags="kv_cache", timeout=ADMIN_SECONDS)
+            self._asleep.discard(server)
         server.post("/update_weight_version", {"new_version": self.fleet.version}, timeout=ADMIN_SECONDS)
         server.post("/reset_prefix_cache", timeout=ADMIN_SECONDS)  # what it holds belongs to the previous weights
         server.post("/resume", timeout=ADMIN_SECONDS)

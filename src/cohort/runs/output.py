@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
@@ -25,8 +24,12 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
     return RunFolder(path, keep_checkpoints=config.run.save_total_limit)
 
 
-def log_to(path: Path) -> None:
-    """Send this process's log and warnings to a file, and not to the console, which is rank 0's."""
+def log_to(folder: RunFolder, world: World) -> None:
+    """Send this process's log and warnings to ``logs/rank-N.log``, and not to the console, which is rank 0's. Does
+    nothing on rank 0."""
+    if world.is_main:
+        return
+    path = folder.path / "logs" / f"rank-{world.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))

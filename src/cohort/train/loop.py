@@ -68,6 +68,9 @@ def run(
             checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
             check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
+        if config.vllm.sleep:  # free the memory of servers on this GPU for the update
+            parts.engine.sleep()
+
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):

@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError, ModelError
-from cohort.parallel import Layout, World
+from cohort.parallel import Layout, World, layout_of, together
 from cohort.parallel.full import released
 from cohort.policy import Policy
 from cohort.policy.choose import MAX_GAP
 from cohort.rollout import Engine, LocalEngine
+from cohort.train.memory import TokenBudget
 
 
-def check_ranks(config: GRPOConfig, world: World) -> None:
-    """Refuse settings that several ranks cannot serve.
+def checked_layout(config: GRPOConfig, world: World) -> Layout:
+    """The layout of the settings.
 
     Raises:
-        ConfigError: names the setting and what to do.
+        ConfigError: something else in the settings excludes it, or several ranks; says what to do.
     """
-    if world.size == 1:
-        return
-    if config.model.dropout:
-        raise ConfigError(
-            f"model.dropout draws from the global random generator, whose state a checkpoint stores once, and there "
-            f"are {world.size} ranks: set model.dropout = false, or train with one rank"
-        )
-    if config.model.device.startswith("cuda:"):
+    if world.size > 1 and config.model.device.startswith("cuda:"):
         raise ConfigError(
             f"model.device is {config.model.device!r} on each of {world.size} ranks: set 'auto' or 'cuda', which is "
             "the device of the rank's number on its machine"
         )
+    return layout_of(config.parallel.layout, world)
 
 
-def check_same(world: World, facts: Mapping[str, str]) -> None:
-    """Check that every rank has read the same.
+def seed_of(seed: int, world: World) -> int:
+    """The seed of a rank's global random generators, so that dropout differs between ranks; rank 0 has the run's."""
+    return (seed + world.rank * 0x9E3779B1) % 2**32
+
+
+def check_same(world: World, config: GRPOConfig, facts: Mapping[str, str]) -> None:
+    """Check that every rank has the same settings, and the same further facts.
 
     Raises:
         ConfigError: names the first difference and its rank. Raised on every rank.
     """
-    each = world.gather(dict(facts))
+    sections = {f"settings [{name}]": repr(getattr(config, name)) for name in type(config).model_fields}
+    each = world.gather(sections | dict(facts))
     for rank, others in enumerate(each):
         for name, value in each[0].items():
             if others.get(name) != value:
@@ -93,8 +95,32 @@ def trial_logps(policy: Policy) -> Tensor:
         return policy.logps([(token,) * length], [(token,) * length], 1.0).logps_N.detach()
 
 
+def common_budget(layout: Layout, measure: Callable[[], TokenBudget]) -> TokenBudget:
+    """The measured budget, with the fewest tokens of all ranks: they cut the same packs. Every rank must call."""
+    # A rank that fails in a pass that exchanges weights cannot tell the others: its error ends the run.
+    budget = measure() if layout.passes_exchange else together(layout.world, measure)
+    budget.tokens = min(layout.world.gather(budget.tokens))
+    return budget
+
+
+@contextmanager
+def whole_to_sample(layout: Layout, engine: Engine) -> Iterator[None]:
+    """Around sampling: weights that the engine reads where they are trained are whole. Every rank must call."""
+    if not reads_trained(engine):
+        yield
+        return
+    with layout.whole(engine.policy.model):
+        yield
+    if layout.passes_exchange:
+        engine.sleep()  # copies in compute precision would be whole, too
+
+
+def reads_trained(engine: Engine) -> TypeGuard[LocalEngine]:
+    """Whether an engine samples with the very weights that are trained."""
+    return isinstance(engine, LocalEngine) and engine.trained is engine.policy
+
+
 def update_engine(engine: Engine, policy: Policy, layout: Layout) -> None:
     """Give an engine the policy's present weights, whole if it copies or sends them. Every rank must call."""
-    reads = isinstance(engine, LocalEngine) and engine.trained is engine.policy
-    with nullcontext() if reads else layout.whole(policy.model):
+    with nullcontext() if reads_trained(engine) else layout.whole(policy.model):
         engine.update_weights(policy.version)

@@ -13,7 +13,7 @@ from cohort.parallel import together
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import TrainerState
 from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
-from cohort.train.ahead import Ahead, Place, Sampled
+from cohort.train.ahead import Ahead, Place, Sampled, check_lag
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
 from cohort.train.ranks import update_engine
@@ -32,6 +32,7 @@ def begin(
         weights_step: complete steps.
         cursor: position of its prompts in the data.
     """
+    check_lag(config.rollout.lag, parts.engine)
     update_engine(parts.engine, parts.policy, parts.layout)
     lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
     if not lag:

@@ -8,6 +8,7 @@ from ctypes import Structure
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -46,18 +47,20 @@ class SlotCache:
         self._row_slots, self._row_prompts, self._row_lengths = (np.zeros(0, np.int32) for _ in range(3))
         self._prompt_slots: list[int] = []
         self._prompt_lengths = np.zeros(capacity.prompts, np.int32)  # of the slots
-        self._step = StepCall(
-            kv_heads=heads,
-            group=group,
-            width=width,
-            padded=self.padded,
-            own_tokens=own_tokens,
-            prompt_tokens=prompt_tokens,
-            prompt_lengths=self._prompt_lengths.ctypes.data,
-            half=dtype == torch.bfloat16,
-        )
+        self._sizes = {
+            "kv_heads": heads,
+            "group": group,
+            "width": width,
+            "padded": self.padded,
+            "own_tokens": own_tokens,
+            "prompt_tokens": prompt_tokens,
+            "prompt_lengths": self._prompt_lengths.ctypes.data,
+            "half": dtype == torch.bfloat16,
+        }
+        self._step = StepCall(**self._sizes)
         self._stale = True
         self._referenced: tuple[object, ...] = ()  # the step points to them
+        self._texts: tuple[object, ...] = ()  # and those of texts to these
 
     @property
     def tokens(self) -> int:
@@ -122,47 +125,55 @@ class SlotCache:
         del self._parked[handle]
         self._free_rows.append(handle)
 
-    def position(self, row: int) -> int:
-        """Position of the next token of a row, its prompt counted."""
-        return int(self._prompt_lengths[self._row_prompts[row]] + self._row_lengths[row])
-
-    def append(self, layer: int, row: int, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of further tokens of a row in one layer; returns those of the whole text. ``grow``
-        follows after the last layer."""
-        slot, prompt, start = int(self._row_slots[row]), int(self._row_prompts[row]), int(self._row_lengths[row])
-        own = self.own[:, layer, slot]
-        tokens = torch.arange(start, start + len(k_LKD))
-        keys = own[0].view(self._heads, -1, self.padded, self._lanes)
-        keys[:, tokens // self._lanes, : self._width, tokens % self._lanes] = k_LKD.to(own.dtype)
-        own[1, :, start : start + len(v_LKD), : self._width] = v_LKD.transpose(0, 1)
-        before = self._read(self.prompts[:, layer, prompt], int(self._prompt_lengths[prompt]))
-        after = self._read(own, start + len(k_LKD))
-        return torch.cat([before[0], after[0]]), torch.cat([before[1], after[1]])
-
-    def grow(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Count tokens that were appended."""
-        self._row_lengths[list(rows)] += np.array(lengths, np.int32)
-
-    def _read(self, slot: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The first keys and values of a slot, ``[length, K, D]``."""
-        blocks = slot[0].view(self._heads, -1, self.padded, self._lanes)[:, : -(-length // self._lanes), : self._width]
-        keys = blocks.permute(1, 3, 0, 2).reshape(-1, self._heads, self._width)
-        return keys[:length], slot[1, :, :length, : self._width].transpose(0, 1)
-
     def next_step(self) -> Structure:
         """The arguments of the coming step, in which each row gets one more token. The caller sets the scaling of
         scores."""
         self._row_lengths += 1
         threads = torch.get_num_threads()
         if self._stale or threads != self._step.threads:
-            self._lay_out(threads)
+            order = np.argsort(self._row_prompts, kind="stable").astype(np.int32)
+            counts = np.unique(self._row_prompts, return_counts=True)[1].tolist()
+            rows = (self._row_slots, self._row_prompts, self._row_lengths)
+            self._referenced = self._lay_out(self._step, threads, order, counts, rows)
             self._stale = False
         return self._step
 
-    def _lay_out(self, threads: int) -> None:
-        step = self._step
-        order = np.argsort(self._row_prompts, kind="stable").astype(np.int32)
-        counts = np.unique(self._row_prompts, return_counts=True)[1].tolist()
+    def next_texts(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[Structure, Structure]:
+        """The arguments of a pass in which some rows get several more tokens each: of layers whose output is needed for
+        all tokens, and of the last layer, whose output is needed for the last token of each row."""
+        chosen, counts = np.array(rows), np.array(lengths)
+        ends = counts.cumsum()
+        of_T = np.repeat(chosen, counts)
+        before = self._row_lengths[of_T] - np.repeat(ends - counts, counts)
+        grown = (before + np.arange(1, ends[-1] + 1)).astype(np.int32)
+        tokens = (self._row_slots[of_T], self._row_prompts[of_T], grown)
+        self._row_lengths[chosen] += counts.astype(np.int32)
+        whole, last = (StepCall(**self._sizes, text=len(of_T)) for _ in range(2))
+        threads = torch.get_num_threads()
+        order = np.arange(len(of_T), dtype=np.int32)
+        self._texts = (
+            self._lay_out(whole, threads, order, lengths, tokens),
+            self._lay_out(last, threads, (ends - 1).astype(np.int32), [1] * len(rows), tokens),
+        )
+        return whole, last
+
+    def _lay_out(
+        self,
+        step: Structure,
+        threads: int,
+        order: NDArray[np.int32],
+        counts: Sequence[int],
+        rows: tuple[NDArray[np.int32], ...],
+    ) -> tuple[object, ...]:
+        """Fill in how threads share the rows; returns what the structure points to.
+
+        Args:
+            step: the arguments.
+            threads: their number.
+            order: the rows that attend.
+            counts: how many neighbours in ``order`` may share an item.
+            rows: of each row its slot, its prompt's slot, and its tokens with the new one.
+        """
         most = max(1, TILE // self._group)  # rows of one work item
         while most > 1 and sum(-(-count // most) for count in counts) * self._heads < 2 * threads:
             most //= 2
@@ -174,7 +185,6 @@ class SlotCache:
         size = most * self._group * (2 * self.padded + self.own.shape[-2] + self.prompts.shape[-2])
         scratch = torch.empty(threads, size)
         step.order, step.items, step.item_count = order.ctypes.data, items_N2.ctypes.data, len(items)
-        step.row_slots, step.row_prompts = self._row_slots.ctypes.data, self._row_prompts.ctypes.data
-        step.row_lengths = self._row_lengths.ctypes.data
+        step.row_slots, step.row_prompts, step.row_lengths = (part.ctypes.data for part in rows)
         step.scratch, step.scratch_size, step.threads = scratch.data_ptr(), size, threads
-        self._referenced = (order, items_N2, scratch)
+        return order, items_N2, scratch, rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from cohort.native import threads_for
 from cohort.policy.anatomy import Layer, Norm
-from cohort.rollout.cache import ROW_MULTIPLE
+from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
 from cohort.rollout.weights import DecoderWeights, LayerWeights
@@ -44,18 +45,40 @@ class Decoder:
 
     def step(self, tokens_S: Tensor) -> Tensor:
         """Read one token for every row; the input of the head, ``[S padded, H]``."""
-        count, anatomy = len(tokens_S), self._anatomy
-        step = self._cache.next_step()
-        step.scaling, step.cap = anatomy.scaling, anatomy.score_cap or 0
-        x = anatomy.embedding(functional.pad(tokens_S, (0, -count % ROW_MULTIPLE))).float().contiguous()
+        return self._run(self._cache.next_step(), tokens_S, ROW_MULTIPLE)
+
+    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Read further tokens of some rows; the input of the head after each text, ``[S padded, H]``."""
+        lengths = [len(text) for text in texts]
+        whole, last = self._cache.next_texts(rows, lengths)
+        tokens_T = torch.tensor([token for text in texts for token in text])
+        return self._run(whole, tokens_T, PREFILL_MULTIPLE, last, torch.tensor(lengths).cumsum(0) - 1)
+
+    def _run(
+        self,
+        step: Structure,
+        tokens_T: Tensor,
+        multiple: int,
+        last_step: Structure | None = None,
+        last_S: Tensor | None = None,
+    ) -> Tensor:
+        """The layers over tokens, padded to a multiple; those of the last layer over some of the tokens."""
+        anatomy, last_layer = self._anatomy, len(self._calls) - 1
+        for one in (step, last_step or step):
+            one.scaling, one.cap = anatomy.scaling, anatomy.score_cap or 0
+        x = anatomy.embedding(functional.pad(tokens_T, (0, -len(tokens_T) % multiple))).float().contiguous()
         # Rows are padded for the products; attention does not write the padding, which must not hold NaN.
         attended = x.new_zeros(len(x), anatomy.num_heads * anatomy.head_dim, dtype=self._weights.dtype)
         normed = torch.empty_like(x, dtype=self._weights.dtype)
         self._add_norm(self._first, x, None, normed)
-        for call, middle, last, weights in zip(
-            self._calls, self._middle, self._last, self._weights.layers, strict=True
-        ):
-            self._attend(step, call, weights, normed, attended)
+        layers = zip(self._calls, self._middle, self._last, self._weights.layers, strict=True)
+        for number, (call, middle, last, weights) in enumerate(layers):
+            if last_step is not None and last_S is not None and number == last_layer:
+                self._attend(last_step, call, weights, normed, attended)
+                padded_S = functional.pad(last_S, (0, -len(last_S) % ROW_MULTIPLE))
+                x, attended, normed = x[padded_S], attended[padded_S], normed[padded_S]
+            else:
+                self._attend(step, call, weights, normed, attended)
             self._add_norm(middle, x, weights.output(attended), normed)
             self._add_norm(last, x, weights.down(self._activate(weights, normed)), normed)
         return normed

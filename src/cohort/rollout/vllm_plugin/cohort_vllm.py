@@ -37,7 +37,7 @@ class CohortWorker:
             "sizes": {name: value for name, value in sizes.items() if type(value) is int},
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "device": self.device.type,
-            "logprobs": config.model_config.logprobs_mode,
+            "has_tokenizer": not config.model_config.skip_tokenizer_init,
             "transfer": getattr(transfer, "backend", None),
             "can_sleep": bool(config.model_config.enable_sleep_mode),
             "quantization": config.model_config.quantization,
@@ -128,7 +128,11 @@ class CohortTransfer(WeightTransferEngine[Meeting, Announcement]):
 
     def receive_weights(self, update_info: Announcement) -> None:
         """Receive and load."""
-        self.loaded = self.model.load_weights(self._received(update_info))
+        try:
+            self.loaded = self.model.load_weights(self._received(update_info))
+        except BaseException:
+            self.group = None  # so that the trainer's end fails too, instead of waiting
+            raise
 
     def _received(self, update_info: Announcement) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
@@ -149,6 +153,7 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> Any:
     """A process group beside the default one, which is vLLM's."""
     timeout = timedelta(seconds=meeting.timeout)
     store = distributed.TCPStore(meeting.host, meeting.port, meeting.size, is_master=False, timeout=timeout)
+    store.set(f"ready{rank}", "")  # from here on, the trainer can wait without checking
     if meeting.backend == "gloo":
         return distributed.ProcessGroupGloo(store, rank, meeting.size, timeout)
     options = distributed.ProcessGroupNCCL.Options()

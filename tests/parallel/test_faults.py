@@ -1,0 +1,51 @@
+"""One rank's fault becomes every rank's, and a rank that dies ends the others."""
+
+import pytest
+
+from tests.parallel.launching import Ranks, on_ranks
+from tests.parallel.runs import faults, killed, trained
+
+
+def test_a_fault_on_one_rank_is_the_same_on_all(tmp_path):
+    first, second = on_ranks(2, faults, tmp_path)
+    for name in first:
+        if first[name][0] != "trained":
+            assert first[name] == second[name], name
+    for name in ("nothing", "memory", "nonfinite"):
+        assert first[name][0] == "trained", first[name]
+    for name, value in first["nothing"][1].items():  # smaller passes on both ranks, the same gradient
+        assert (abs(first["memory"][1][name] - value) < 1e-5).all(), name  # float32
+        assert (second["memory"][1][name] == first["memory"][1][name]).all()
+    assert first["nonfinite"][2:] == second["nonfinite"][2:] == ([1, 0], 1)
+    assert len(list((tmp_path / "nonfinite" / "nonfinite").iterdir())) == 1
+    kind, text = first["reward"]
+    assert kind == "RewardError"
+    assert "rank 1 of 2" in text
+    assert "in step 2; a checkpoint of step 1 is kept" in text
+    assert first["episode"][0] == "EpisodeError"
+    assert "rank 1 of 2: all failed; in step 2" in first["episode"][1]
+    assert first["interrupt"] == ("KeyboardInterrupt", "rank 0 of 2")
+    assert first["unknown"] == ("FaultError", "rank 1 of 2: a bug")
+    assert first["evaluation"][0] == "RewardError"
+    assert "rank 1 of 2: no judge" in first["evaluation"][1]
+    assert (tmp_path / "evaluation" / "checkpoints" / "step-1").exists()  # a failed evaluation costs no progress
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("place", ["sampling", "update", "checkpoint"])
+def test_a_killed_rank_ends_all_within_ten_seconds(tmp_path, place, record_property):
+    folder = tmp_path / "run"
+    with Ranks(2, killed, folder, place) as ranks:
+        ranks.wait(900)
+        outcomes = ranks.outcomes()
+    dead = 0 if place == "checkpoint" else 1
+    assert outcomes[dead][:2] == ("died", -9)
+    kind, (name, text, seconds), _ = outcomes[1 - dead]
+    assert (kind, name) == ("returned", "RankError")
+    assert "another rank has ended" in text
+    assert seconds < 10
+    print(f"{place}: {seconds:.2f} s")
+    # What was complete is there, and the run goes on from it.
+    _, steps, summary = trained(folder, resume=True, max_steps=3, save_steps=1)
+    assert [line["step"] for line in steps] == [2, 3]
+    assert summary["steps"] == 3
