@@ -298,7 +298,8 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        on_main(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge))
+        write = self.world.is_main
+        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=write))
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
