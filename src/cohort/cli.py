@@ -196,6 +196,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
             flags,
             output_dir=settings.run.output_dir,
             device=settings.model.device,
+            layout=settings.parallel.layout,
             prompts=settings.rollout.prompts_per_step,
             restartable=bound.kwargs.get("resume") == "auto",
         )

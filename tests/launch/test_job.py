@@ -48,6 +48,11 @@ def test_all_ranks_get_the_same_free_folder(config, capsys):
     assert "each rank runs: cohort demo tool --seed 3 --output-dir runs/demo-001" in capsys.readouterr().out
 
 
+def test_ranks_without_prompts_are_for_memory(config):
+    for layout in ("--layout full train c.toml", "train c.toml --parallel.layout full"):
+        assert main(f"launch --ranks 5 --dry-run {layout}".split()) == 0
+
+
 def test_several_machines(config, capsys):
     command = (
         "launch --ranks 2 --nnodes 2 --rdzv-endpoint a:29400 --rdzv-id 7 --max-restarts 3 --dry-run "
@@ -70,6 +75,7 @@ def test_several_machines(config, capsys):
         ("launch --ranks 2 train --help", "cannot start 'cohort train --help'"),
         ("launch --ranks 0 train c.toml", "Must be >= 1"),
         ("launch --ranks 5 train c.toml", "5 ranks would share the 4 prompts of a step"),
+        ("launch --ranks 5 train c.toml --parallel.layout optimizer", "start fewer ranks, or take the layout 'full'"),
         ("launch --ranks 2 --layout full demo", "leave it out"),
         ("launch --ranks 2 --nnodes 2 train c.toml", "--nnodes 2 needs a place where the machines meet"),
         ("launch --ranks 2 --nnodes 2 --rdzv-endpoint a train c.toml", "must be HOST:PORT"),

@@ -6,7 +6,9 @@ import pytest
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import ConfigError, PolicyMismatchError
+from cohort.parallel import World
 from cohort.policy import load_model, resolve_device, resolve_precision
+from cohort.rollout import EngineSetup
 
 from ..conftest import DEMO_MODEL
 from .stand_in_weights import GENERATE, WeightStandIn
@@ -79,6 +81,7 @@ def test_weights_that_arrive_wrong_stop_the_run(tmp_path, stand_in):
     [
         ({"can_sleep": False}, {"sleep": True}, r"vllm.sleep: .*--enable-sleep-mode"),
         ({"sizes": {"hidden_size": 77}}, {}, r"serves another model \(hidden_size 77, the policy 128\)"),
+        ({}, {"sleep": True, "start": True, "url": (), "transport": "group"}, r"NCCL connects no two processes"),
         ({}, {"start": True, "python": "python"}, r"vllm.start starts a server and vllm.url names running ones"),
     ],
 )
@@ -100,6 +103,22 @@ def test_stop_strings_need_a_tokenizer_in_the_server(tmp_path, stand_in):
     )
     with pytest.raises(ConfigError, match="has no tokenizer to look for stop strings"):
         GRPOTrainer(None, reward, config, ROWS)
+
+
+def test_sleeping_servers_cannot_sample_during_updates(stand_in):
+    config = GRPOConfig(
+        model={"path": str(DEMO_MODEL)},
+        rollout={"engine": "vllm", "lag": 1},
+        vllm={"url": stand_in.url, "sleep": True},
+    )
+    with pytest.raises(ConfigError, match=r"vllm.sleep .* rollout.lag"):
+        GRPOTrainer(None, reward, config, ROWS)
+
+
+def test_a_server_of_its_own_is_for_one_rank():
+    config = GRPOConfig(model={"path": "model"}, rollout={"engine": "vllm"}, vllm={"start": True, "python": "python"})
+    with pytest.raises(ConfigError, match="vllm.start is for one process, and there are 2"):
+        EngineSetup(config, World(rank=1, size=2))
 
 
 def test_quantized_policies_are_refused(tmp_path, stand_in):

@@ -81,6 +81,11 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(RunFolderError, match="Not a directory"), replaced(tmp_path / "file" / "step-1"):
         ran.append(True)
     assert ran  # the other ranks may wait for what the block exchanges
+    (tmp_path / "other").mkdir()
+    (tmp_path / "step-2.part").symlink_to(tmp_path / "other")
+    with pytest.raises(RunFolderError, match="File exists"), replaced(tmp_path / "step-2"):
+        pass
+    assert not (tmp_path / "step-2").exists()
 
 
 def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):

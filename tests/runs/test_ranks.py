@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from cohort.config import OptimConfig
 from cohort.errors import RunFolderError
-from cohort.parallel import World, together
+from cohort.parallel import World, layout_of, together
 from cohort.policy import Policy, Precision
 from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state
 from cohort.runs.tensors import named_weights, whole
@@ -28,24 +28,24 @@ class Run:
     """A policy, a reference and an optimizer: what a checkpoint stores."""
 
     def __init__(self, layout, tied, world, values=True):
-        self.world = world
+        self.world, self.layout = world, layout_of(layout, world)
         policy, reference = (tiny_llama(tie_word_embeddings=tied) for _ in range(2))
         for model in (policy, reference):
             if not values:
                 for parameter in model.parameters():
                     torch.nn.init.zeros_(parameter)
-            if layout == "full":
-                shard(model)
+            self.layout.shard(model)
         self.models = Models(Policy(policy, SINGLE), Policy(reference, SINGLE), NoTokenizer())
-        self.optimizer = Optimizer(policy, OptimConfig(learning_rate=1e-2, lr_scheduler_type="cosine"), 5)
+        self.optimizer = Optimizer(policy, OptimConfig(learning_rate=1e-2, lr_scheduler_type="cosine"), 5, self.layout)
 
     def train(self):
         for step in range(2):
             self.optimizer.zero_grad()
             ids = torch.randint(2, 37, (2, 9), generator=torch.Generator().manual_seed(step))
             self.models.policy.model(ids).logits.square().mean().backward()
-            self.optimizer.rules[0].step()
-            self.optimizer.schedules[0].step()
+            self.layout.sum_gradients(self.optimizer.parameters)
+            assert self.optimizer.step(self.layout.clip_gradients) > 0
+            self.layout.stepped()
 
     def save(self, path):
         random = self.world.gather(random_state())
@@ -67,16 +67,6 @@ class Run:
         return found | {"rate": torch.tensor(self.optimizer.learning_rate)}
 
 
-def shard(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
 def saved_and_loaded(folder: Path, layout: str, tied: bool, other: Path | None):
     """Save a trained run in a layout, and load what another wrote; the values of both."""
     world = World.of_environment()
@@ -86,14 +76,18 @@ def saved_and_loaded(folder: Path, layout: str, tied: bool, other: Path | None):
     return run.values(), other and Run(layout, tied, world, values=False).load(other).values()
 
 
+KINDS = [("full", True), ("optimizer", False)]
+"""A layout with tied tables and one without; one start of the processes serves both."""
+
+
 def both_saved(folder: Path):
-    """Models with tied tables and without; one start of the processes serves both."""
-    return [saved_and_loaded(folder / str(tied), "full", tied, None)[0] for tied in (True, False)]
+    return [saved_and_loaded(folder / layout, layout, tied, None)[0] for layout, tied in KINDS]
 
 
 def both_loaded(folder: Path):
-    world = World.of_environment()
-    return [Run("full", tied, world, values=False).load(folder / str(tied)).values() for tied in (True, False)]
+    """Each kind in the layout of the other."""
+    world, others = World.of_environment(), {"full": "optimizer", "optimizer": "full"}
+    return [Run(others[layout], tied, world, values=False).load(folder / layout).values() for layout, tied in KINDS]
 
 
 def assert_equal(one, other):
@@ -102,14 +96,14 @@ def assert_equal(one, other):
 
 
 def test_two_sharded_ranks_and_one_process_read_each_other(tmp_path):
-    one = Run("whole", True, World())
+    one = Run("replicate", True, World())
     one.train()
     one.save(tmp_path / "one")
     (values, from_one), (same, _) = on_ranks(2, saved_and_loaded, tmp_path / "two", "full", True, tmp_path / "one")
     assert_equal(values, same)
     assert any(values["policy.model.norm.weight"] != 1)
     assert_equal(from_one, one.values())
-    run = Run("whole", True, World(), values=False).load(tmp_path / "two")
+    run = Run("replicate", True, World(), values=False).load(tmp_path / "two")
     assert_equal(run.values(), values)
     assert run.models.policy.model.lm_head.weight is run.models.policy.model.model.embed_tokens.weight
     theirs = AutoModelForCausalLM.from_pretrained(RunFolder(tmp_path / "two").checkpoint(2))
@@ -119,12 +113,13 @@ def test_two_sharded_ranks_and_one_process_read_each_other(tmp_path):
 @pytest.mark.ranks
 def test_four_ranks_save_and_fewer_or_more_load(tmp_path):
     """Of 5 ranks, one has no rows of a matrix with 12."""
-    values, *_ = on_ranks(4, both_saved, tmp_path)
+    values, *_ = on_ranks(4, both_saved, tmp_path, timeout=600)
     for size in (2, 3, 5):
-        for rank in on_ranks(size, both_loaded, tmp_path):
+        for rank in on_ranks(size, both_loaded, tmp_path, timeout=600):
             assert_equal(rank[0], values[0])
             assert_equal(rank[1], values[1])
-    assert_equal(Run("whole", False, World(), values=False).load(tmp_path / "False").values(), values[1])
+    for (layout, tied), expected in zip(KINDS, values, strict=True):
+        assert_equal(Run("replicate", tied, World(), values=False).load(tmp_path / layout).values(), expected)
 
 
 def full_disk(folder: Path):
@@ -152,8 +147,8 @@ def full_disk(folder: Path):
 
 @pytest.mark.ranks
 def test_a_full_disk_is_every_ranks_error(tmp_path):
-    for text, left in on_ranks(2, full_disk, tmp_path):
+    for text, left in on_ranks(2, full_disk, tmp_path, timeout=600):
         assert "rank 0 of 2: cannot write" in text
         assert "No space left on device" in text
         assert left == []
-    Run("whole", True, World(), values=False).load(tmp_path)
+    Run("replicate", True, World(), values=False).load(tmp_path)

@@ -1,9 +1,11 @@
 """The training loop on a tiny model: log-probs, reference, metrics, checkpoints and resuming."""
 
 import math
+import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -225,14 +227,20 @@ def test_due_counts_from_one():
 # Checkpoints and resuming ---------------------------------------------------------------------------------------------
 
 
+def noisy_reward(completions, **_):
+    """Draws from every global generator."""
+    return [random.random() + np.random.normal() + torch.rand(1).item() for _ in completions]
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(demo_tokenizer, tmp_path):
-    """With tied embeddings, a learning rate that changes in every step and a reference that moves."""
+    """With tied embeddings, a learning rate that changes in every step, a reference that moves and a reward that draws
+    random numbers."""
     settings = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "save_steps": 2, "max_steps": 4, "minibatches": 2}
     settings |= {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
 
     def make(folder):
         model = tiny_llama(vocab_size=len(demo_tokenizer), tie_word_embeddings=True)
-        return make_trainer(demo_tokenizer, folder, model=model, **settings)
+        return make_trainer(demo_tokenizer, folder, model=model, rewards=noisy_reward, **settings)
 
     _, resumed = straight_and_resumed(make, tmp_path, stop=3)  # the checkpoint is of step 2: step 3 is repeated
     assert (resumed.summary["steps"], resumed.summary["completions"]) == (4, 64)
@@ -328,7 +336,7 @@ def test_a_finished_run_can_be_made_longer(finished):
     folder, again = finished
     with pytest.raises(ConfigError, match="is complete"):
         again().train(resume=True)
-    again(max_steps=3, save_total_limit=2).train(resume=True)
+    assert again(max_steps=3, save_total_limit=2).train(resume=True)["updates"] == 3
     assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2, 3]
     assert checkpoints_of(folder) == ["step-2", "step-3"]
 

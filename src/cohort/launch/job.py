@@ -68,6 +68,7 @@ def job_of(
     *,
     output_dir: str | None,
     device: str = "auto",
+    layout: str | None = None,
     prompts: int | None = None,
     restartable: bool = False,
 ) -> Job:
@@ -78,6 +79,7 @@ def job_of(
         flags: of ``cohort launch``.
         output_dir: the run folder that the command names; None: it names none.
         device: ``model.device`` of the run.
+        layout: ``parallel.layout`` of the command, unless ``flags`` change it.
         prompts: prompts of a step; None: not known.
         restartable: whether the same command continues the run after a failure.
 
@@ -99,10 +101,12 @@ def job_of(
         )
     ranks = flags.ranks or _gpus(device) or 1
     total = ranks * flags.nnodes
-    if prompts is not None and total > prompts:
+    # In the layout "full", a rank without prompts still holds its part of the weights.
+    if prompts is not None and total > prompts and (flags.layout or layout) != "full":
         raise ConfigError(
             f"{total} ranks would share the {prompts} prompts of a step, and some would have none: set "
-            f"rollout.prompts_per_step to a multiple of {total}, or start fewer ranks"
+            f"rollout.prompts_per_step to a multiple of {total}, start fewer ranks, or take the layout 'full' if the "
+            "model needs the memory of all"
         )
     if total > 1 and ":" in device:
         raise ConfigError(f"model.device {device!r} is one GPU, and there are {total} ranks: set it to 'cuda'")

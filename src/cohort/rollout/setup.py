@@ -10,7 +10,7 @@ import torch
 
 from cohort.config import GRPOConfig, RolloutConfig
 from cohort.errors import ConfigError
-from cohort.parallel import World, on_main
+from cohort.parallel import World
 from cohort.policy import Policy, end_token_ids, resolve_device, resolve_precision
 from cohort.rollout.connect import check_servers, servers_of
 from cohort.rollout.engine import check_capabilities
@@ -68,7 +68,7 @@ class EngineSetup:
         served = config.rollout.engine == "vllm"
         check_capabilities(VLLMEngine if served else LocalEngine, config)
         if served:
-            check_settings(config)
+            check_settings(config, self.world.size)
             self.servers = [] if config.vllm.start else servers_of(config.vllm)
 
     def connect(
@@ -94,7 +94,7 @@ class EngineSetup:
         if config.rollout.engine != "vllm":
             return
         if config.vllm.start:
-            self.servers = [Server(on_main(self.world, lambda: self._start(model_config, tokenizer, announce)))]
+            self.servers = [self._start(model_config, tokenizer, announce)]
         longest = longest_prompt + config.rollout.max_completion_length
         self.context = check_servers(self.servers, config.vllm, model_config.vocab_size, longest, announce)
         self.transport = transport_of(config.vllm, resolve_device(config.model.device))
@@ -102,8 +102,8 @@ class EngineSetup:
         for server, found in self._descriptions.items():
             check_description(server, found, config, model_config.to_dict())
 
-    def _start(self, model_config: Any, tokenizer: Any, announce: Callable[[str], object] | None) -> str:
-        """Start a server with the policy's model; returns its address."""
+    def _start(self, model_config: Any, tokenizer: Any, announce: Callable[[str], object] | None) -> Server:
+        """Start a server with the policy's model."""
         config, model = self.config, model_config
         if not model._name_or_path:
             raise ConfigError("vllm.start needs a model that was loaded from a folder or hub id; or set vllm.url")
@@ -118,7 +118,7 @@ class EngineSetup:
             trust_remote_code=config.model.trust_remote_code,
         )
         self.own.wait(config.vllm.startup_timeout, announce)
-        return self.own.server.url
+        return self.own.server
 
     def move_log(self, folder: Path) -> None:
         """Write the log of the server that was started to a folder from now on."""
@@ -145,7 +145,7 @@ class EngineSetup:
         )
 
 
-def check_settings(config: GRPOConfig) -> None:
+def check_settings(config: GRPOConfig, ranks: int) -> None:
     """Check settings that concern servers, before anything is asked of one.
 
     Raises:
@@ -153,6 +153,17 @@ def check_settings(config: GRPOConfig) -> None:
     """
     if config.vllm.start and config.vllm.url:
         raise ConfigError("vllm.start starts a server and vllm.url names running ones: set one of them")
+    if config.vllm.start and ranks > 1:
+        raise ConfigError(
+            f"vllm.start is for one process, and there are {ranks}: start a server and set vllm.url to it"
+        )
+    if config.vllm.sleep and config.rollout.lag:
+        raise ConfigError("vllm.sleep frees servers during updates, and rollout.lag samples then: set one of them")
+    if config.vllm.sleep and config.vllm.transport == "group" and config.vllm.start:
+        raise ConfigError(
+            "vllm.sleep is for a server on the trainer's own GPU, and NCCL connects no two processes on one GPU: set "
+            "vllm.transport to 'files'"
+        )
     if config.model.quantization != "none":
         raise ConfigError(
             f"rollout.engine 'vllm' gets the weights with the adapters merged in, and model.quantization "

@@ -221,9 +221,10 @@ def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool 
     weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call.
     """
     model = policy.model
+    weights = named_weights(model)
     more: dict[str, Any] = {}
-    if any(is_sharded(parameter) for parameter in model.parameters()):
-        more["state_dict"] = _gathered(model, keep=write)
+    if any(is_sharded(tensor) for tensor in weights.values()):
+        more["state_dict"] = _gathered(model, weights, keep=write)
     if not write:
         return
     if has_adapters(model):
@@ -240,11 +241,11 @@ def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool 
     tokenizer.save_pretrained(path)
 
 
-def _gathered(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def _gathered(model: nn.Module, weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """The whole tensors of a sharded model's state on the CPU, tied ones as one tensor under each of their names, as
     transformers needs them to choose the name to save; nothing unless ``keep``."""
     found: dict[str, Tensor] = {}
-    for name, tensor in named_weights(model).items():
+    for name, tensor in weights.items():
         values = whole(tensor)
         if keep:
             found[name] = values.cpu()

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,13 +24,16 @@ MANIFEST, FORMAT = "manifest.json", 1
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file to the disk, and hash it on the way."""
+    """Write a new file to the disk. A thread hashes each chunk while the next one is made and written."""
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(exist_ok=True)
-    with path.open("xb") as file:
+    with path.open("xb") as file, ThreadPoolExecutor(1) as thread:
+        hashed: Future[None] | None = None
         for chunk in chunks:
             file.write(chunk)
-            digest.update(chunk)
+            if hashed:
+                hashed.result()  # so that no more than two chunks are in memory
+            hashed = thread.submit(digest.update, chunk)
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
@@ -54,9 +57,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
     """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     others = [name for name in names if name not in known]
-    for name in others:
-        _sync(folder / name)
-    records = {**dict(zip(others, _records([folder / name for name in others]), strict=True)), **known}
+    records = {**dict(zip(others, _records(folder, others, sync=True), strict=True)), **known}
     manifest = {"format": FORMAT, "files": {name: records[name] for name in names}}
     write_file(folder / MANIFEST, [(json.dumps(manifest, indent=1) + "\n").encode()])
 
@@ -82,7 +83,7 @@ def check_whole(folder: Path) -> None:
             raise RunFolderError(f"{folder} lacks {name}")
         if (size := path.stat().st_size) != record.get("bytes"):
             raise RunFolderError(f"{folder}: {name} has {size:,} bytes; {record.get('bytes')} were written")
-    for name, found in zip(expected, _records([folder / name for name in expected]), strict=True):
+    for name, found in zip(expected, _records(folder, expected), strict=True):
         if found != expected[name]:
             raise RunFolderError(f"{folder}: {name} is not what was written: its SHA-256 differs")
     for path in folder.rglob("*.safetensors*"):
@@ -123,15 +124,17 @@ def replaced(target: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _records(paths: list[Path]) -> list[FileRecord]:
-    """The records of files, several at a time."""
+def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[FileRecord]:
+    """The records of files, several at a time; with ``sync``, also bring them to the disk."""
+
+    def record(name: str) -> FileRecord:
+        if sync:
+            _sync(folder / name)
+        with (folder / name).open("rb") as file:
+            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(_record, paths))
-
-
-def _record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return list(threads.map(record, names))
 
 
 def _sync(path: Path) -> None:
