@@ -38,6 +38,7 @@ from cohort.train.logps import policy_logps
 from cohort.train.memory import OutOfMemory
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
+from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
 from cohort.train.term_norms import term_norms
@@ -221,7 +222,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     if parts.evaluator is None:
         return {}
     parts.wait_for_pending()
-    parts.engine.update_weights(parts.policy.version)
+    update_engine(parts.engine, parts.policy, parts.layout)
     evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
