@@ -1,12 +1,13 @@
 """The driver of episodes: how they end, and what happens when tools or environments fail."""
 
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cohort.environments.contract import Answer, EpisodeFailed
+from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.policy import Policy
@@ -90,16 +91,52 @@ def test_a_rollout_without_any_usable_episode_is_an_error(engine):
 
 
 class Silent(LetterHost):
-    """The environments of the first prompt never answer."""
+    """The environments of the first prompt never answer, and fail at the end."""
 
     def answer(self, episode, parsed):
         return Future() if episode.prompt_index == 0 else super().answer(episode, parsed)
+
+    def end(self, episode):
+        super().end(episode)
+        failure = EpisodeFailed("raised OSError: at the end")
+        return self._soon(lambda: raised(failure) if episode.prompt_index == 0 else Ended())
 
 
 def test_time_limits(engine):
     completions = play(engine, Silent(turns=4), episode_timeout=3)
     assert reasons(completions)[:3] == ["timeout"] * 3
     assert completions[0].episode.error == "it took more than environment.episode_timeout, 3 s"
+    assert all(completion.finish_reason.usable for completion in completions[3:])
+
+
+class Late(LetterHost):
+    """The environment of the first episode has not been reset before it is ended."""
+
+    def begin(self, episode, prompt, seed):
+        future = super().begin(episode, prompt, seed)
+        if len(self.played) > 1:
+            return future
+        self.first = Future()
+        return self.first
+
+    def end(self, episode):
+        if (episode.prompt_index, episode.sample) == (0, 0):
+            self.first.set_result(Answer())
+        return super().end(episode)
+
+
+def test_an_episode_that_times_out_in_reset_does_not_hold_its_group_and_counts_once(engine, monkeypatch):
+    submitted, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda requests: submitted.extend(requests) or submit(requests))
+    until = time.monotonic() + 30  # a rollout that waits for the environment would never end
+    watch = Watch(cancelled=lambda: time.monotonic() > until)
+    # With nine environments, drawing would begin when all have been reset.
+    completions = play(engine, Late(turns=2), watch=watch, episode_timeout=3, max_environments=8)
+    assert [(one.prompt_index, one.sample) for one in submitted[-2:]] == [(0, 1), (0, 2)]
+    assert len(submitted) == 8
+    assert reasons(completions)[:3] == ["timeout"] * 3
+    assert [len(one.episode.turns) for one in completions] == [0, 1, 1, *[2] * 6]
+    assert completions[0].num_tokens == 0
     assert all(completion.finish_reason.usable for completion in completions[3:])
 
 
