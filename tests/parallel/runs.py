@@ -192,3 +192,15 @@ def stopped(folder, after, **settings):
 
 def resumed(folder, **settings):
     return precise(folder, resume=True, save_steps=1, **settings)[1]
+
+
+def demo(folder):
+    """The metrics of three steps of the demo, in float64."""
+    from cohort import GRPOTrainer
+    from cohort.config import load_config
+    from cohort.demo.run import MODEL, SETTINGS
+    from cohort.demo.task import accuracy, problems
+
+    settings = {"run.output_dir": folder, "run.max_steps": 3, "model.precision": "float64", "report.progress": "false"}
+    config = load_config(SETTINGS, [text for name, value in settings.items() for text in (f"--{name}", str(value))])
+    return list(GRPOTrainer(str(MODEL), accuracy, config, problems(200, held_out=False, seed=0)).steps())
