@@ -114,6 +114,7 @@ def test_a_server_answers_and_ends_with_all_it_has_started(python, tmp_path, mon
     server.close()
     assert ends(found["child"])
     assert not server.server.is_healthy()
+    assert not before.parent.exists()
 
 
 def test_a_server_ends_when_the_trainer_is_killed(python):
@@ -136,6 +137,7 @@ def test_a_server_that_ends_names_its_first_error_and_shows_the_end_of_its_log(p
     server = own(python, "--fail")
     with pytest.raises(EngineError, match="exit code 3(.|\n)*ValueError: no such model(.|\n)*cleaning up 59"):
         server.wait(30)
+    assert server.log.exists()
 
 
 def test_a_server_that_does_not_answer_is_ended(python):

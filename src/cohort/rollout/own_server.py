@@ -92,7 +92,8 @@ class OwnServer:
                 continue
             problem = f"did not answer within {seconds:g} s" if code is None else f"ended with exit code {code}"
             hint = "raise vllm.startup_timeout, or see below" if code is None else "see below"
-            self.close()
+            self._end.detach()
+            _end(self._process)  # the log stays
             raise EngineError(f"the vLLM server {problem}: {hint}.\n{self.tail()}")
 
     def tail(self) -> str:
@@ -118,13 +119,13 @@ class OwnServer:
         self._end()
 
 
-def _end(process: subprocess.Popen[str], folder: Path) -> None:
+def _end(process: subprocess.Popen[str], folder: Path | None = None) -> None:
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(20)
-    if not (folder / "vllm.log").exists():  # it is in the run's folder
+    if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 

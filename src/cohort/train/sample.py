@@ -16,6 +16,7 @@ from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
 from cohort.train.ahead import Ahead, Place, Sampled, check_lag
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
+from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 
 
@@ -32,7 +33,7 @@ def begin(
         cursor: position of its prompts in the data.
     """
     check_lag(config.rollout.lag, parts.engine)
-    parts.engine.update_weights(parts.policy.version)
+    update_engine(parts.engine, parts.policy, parts.layout)
     lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
     if not lag:
         return Ahead(step, weights_step, work, parts.world)
