@@ -214,6 +214,7 @@ REFUSED = {
     "top-p": ({"top_p": 0.9}, "VLLMEngine lacks .* support"),
     "top-p, not replayed": ({"top_p": 0.9, "replay_sampling": False}, "VLLMEngine lacks .* full_logps"),
     "grammar": ({"regex": "a"}, "VLLMEngine lacks .* grammars"),
+    "temperature": ({"temperature": 0.005}, "rollout.temperature is 0.005: vLLM would raise it to 0.01"),
     "penalty": ({"repetition_penalty": 1.1}, "VLLMEngine lacks .* repetition_penalty"),
 }
 

@@ -70,6 +70,7 @@ class GRPOConfig(Section):
                 f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
             )
         self._check_adapters()
+        self._check_lag()
         self._check_layout()
         if optim.warmup_steps and optim.lr_scheduler_type == "constant":
             raise ValueError("optim.warmup_steps needs a schedule: set optim.lr_scheduler_type 'constant_with_warmup'")
@@ -84,6 +85,17 @@ class GRPOConfig(Section):
         if weights is not None and functions and len(weights) != len(functions):
             raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
         return self
+
+    def _check_lag(self) -> None:
+        if not self.rollout.lag:
+            return
+        if self.vllm.sleep:
+            raise ValueError("vllm.sleep frees the servers during the update, when rollout.lag samples: unset one")
+        if self.rollout.engine == "local" and self.parallel.layout == "full":
+            raise ValueError(
+                "rollout.lag with the local engine needs the whole weights on each rank, which parallel.layout 'full' "
+                "avoids: set rollout.engine 'vllm', parallel.layout 'optimizer', or rollout.lag 0"
+            )
 
     def _check_adapters(self) -> None:
         model = self.model

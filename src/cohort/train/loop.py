@@ -127,8 +127,10 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
     the first step have.
     """
     lag, pending = config.rollout.lag, parts.pending
-    current = pending.popleft() if pending else begin(parts, schedule, config, step, step, parts.cursor)
-    current.wait(clock)
+    if not pending:
+        pending.append(begin(parts, schedule, config, step, step, parts.cursor))
+    pending[0].wait(clock)
+    current = pending.popleft()
     while len(pending) < min(lag, schedule.steps - step - 1):
         if (place := place_after(parts, schedule, [current, *pending])) is None:
             break  # a pending rollout has failed: its error is raised when its step comes
