@@ -136,6 +136,21 @@ def on_each_layout(names, cases):
     return found
 
 
+def out_of_memory_on_one_rank(name):
+    """Updates of which rank 1 fails in its third pass."""
+    world = World.of_environment()
+    states, passes = Policy.states, []
+
+    def fails(*arguments: Any, **settings: Any):
+        passes.append(1)
+        if world.rank == 1 and len(passes) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return states(*arguments, **settings)
+
+    Policy.states = fails
+    return updates(LAYOUTS[name](world))[0]
+
+
 def gap(one, other):
     """The largest difference between weights."""
     assert one.keys() == other.keys()
