@@ -1,5 +1,6 @@
 """The driver of episodes: how they end, and what happens when tools or environments fail."""
 
+import re
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -197,8 +198,11 @@ def test_environments_that_fail_or_end_in_reset_leave_the_rest_of_their_group(en
 
 
 def test_long_answers_are_shortened_in_the_middle():
+    read = []
+
     class Words:
         def encode(self, text, add_special_tokens):
+            read.append(len(text))
             return text.split()
 
         def decode(self, words, **_):
@@ -209,6 +213,19 @@ def test_long_answers_are_shortened_in_the_middle():
     assert turn_format.shortened(answer, 7) == answer
     short = turn_format.shortened(answer, 3).messages[0]["content"]
     assert short == "one two\n[4 tokens are left out here]\nseven"
+
+    def shortened(text):
+        read.clear()
+        return turn_format.shortened(Answer(({"role": "tool", "content": text},)), 5).messages[0]["content"]
+
+    long = " ".join(map(str, range(10_000, 110_000)))  # of a megabyte, few characters are tokenized
+    assert re.fullmatch(
+        r"10000 10001 10002\n\[about (9|1[01])\d,\d{3} tokens are left out here\]\n109998 109999", shortened(long)
+    )
+    assert sum(read) <= 2 * 5 * 16
+    sparse = "one two three" + " " * 9_999 + "four five"
+    assert shortened(sparse) == sparse
+    assert shortened(sparse + " six") == "one two three\n[1 tokens are left out here]\nfive six"
 
 
 def test_seconds_of_waiting_and_what_was_not_hidden(engine):
