@@ -337,6 +337,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
     trl = parser.add_argument_group("the part trl")
     trl.add_argument("--batches", type=int, nargs="+", default=[64, 16], help="TRL's completions a pass")
+    trl.add_argument("--calls", type=int, default=3, help="calls of an episode; a file of weights is for one number")
     trl.add_argument("--learning-steps", type=int, default=400)
     trl.add_argument("--weights", type=Path, help="file to keep the model in that has learned the conversations")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
 """The part ``trl`` of ``episodes.py``: a GRPO step with a tool against TRL 1.16.0's own loop.
 
 A register has entries; a lookup returns a line of some 75 tokens that names the next one. Each of 8 prompts asks to
-follow the register from its entry 10: three calls, one after the other, then an answer. A tiny Qwen3 model first learns
-these conversations by heart, so that both sides play the same turns; calls, turns and tokens of both stand beside the
-times.
+follow the register from its entry 10: three calls (``--calls``), one after the other, then an answer. A tiny Qwen3
+model first learns these conversations by heart, so that both sides play the same turns; calls, turns and tokens of both
+stand beside the times.
 
 Both sides have the model, tokenizer, chat template (Qwen3's, which TRL knows), tool, prompts, reward, objective,
 optimizer, float32 and limits in common; each is its own trainer in a process of its own, and they take turns. TRL calls
@@ -39,8 +39,7 @@ from common import (
 )
 from episodes import chat_tokenizer
 
-PROMPTS, CALLS, FIRST = 8, 3, 10
-LIMIT = 512
+PROMPTS, FIRST = 8, 10
 WORDS = ["river", "stone", "cloud", "maple", "amber", "quiet", "north", "seven", "light", "paper", "glass", "winter"]
 CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -59,10 +58,15 @@ def question(number: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{WORDS[number]}: follow the register from entry {FIRST}."}]
 
 
-def conversation(number: int) -> list[dict[str, Any]]:
+def limit(calls: int) -> int:
+    """Tokens of an episode, given ones included; a turn with its answer has about 110."""
+    return 128 * (calls + 1)
+
+
+def conversation(number: int, calls: int) -> list[dict[str, Any]]:
     """What the model learns to say to a question."""
     messages, entry = question(number), FIRST
-    for _ in range(CALLS):
+    for _ in range(calls):
         call = {"type": "function", "function": {"name": "lookup", "arguments": {"entry": entry}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "name": "lookup", "content": lookup(entry)})
@@ -104,10 +108,10 @@ def model_of(tokenizer: Any) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def learn(tokenizer: Any, path: Path, steps: int) -> None:
+def learn(tokenizer: Any, path: Path, steps: int, calls: int) -> None:
     """Train a model on the conversations until each of its own tokens is almost certain, and save its weights."""
     model = model_of(tokenizer)
-    rows = [_ids_and_labels(tokenizer, conversation(number)) for number in range(PROMPTS)]
+    rows = [_ids_and_labels(tokenizer, conversation(number, calls)) for number in range(PROMPTS)]
     longest = max(len(ids) for ids, _ in rows)
     pad = tokenizer.pad_token_id
     ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
@@ -156,7 +160,7 @@ def trained(tokenizer: Any, path: Path) -> Any:
 # ---- the sides
 
 
-def cohort_side(turns: Turns, path: Path) -> None:
+def cohort_side(turns: Turns, path: Path, calls: int) -> None:
     import cohort
 
     tokenizer = tokenizer_of()
@@ -164,7 +168,7 @@ def cohort_side(turns: Turns, path: Path) -> None:
     config = cohort.GRPOConfig(
         prompts_per_step=PROMPTS,
         num_generations=GROUP,
-        max_completion_length=LIMIT,
+        max_completion_length=limit(calls),
         learning_rate=LEARNING_RATE,
         precision="float32",
         device="cpu",
@@ -195,13 +199,13 @@ def cohort_side(turns: Turns, path: Path) -> None:
         }
 
 
-def trl_side(turns: Turns, path: Path, batch: int) -> None:
+def trl_side(turns: Turns, path: Path, calls: int, batch: int) -> None:
     tokenizer = tokenizer_of()
     model = trained(tokenizer, path)
     config = trl_config(
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=PROMPTS * GROUP // batch,
-        max_completion_length=LIMIT,
+        max_completion_length=limit(calls),
     )
     rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
     trainer = trl_trainer(model, config, rows, tokenizer, drawn_characters, tools=[lookup])
@@ -238,11 +242,11 @@ def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path = options.weights or Path(folder) / "weights.pt"
         if not path.exists():
-            learn(tokenizer_of(), path, options.learning_steps)
+            learn(tokenizer_of(), path, options.learning_steps, options.calls)
         path = path.resolve()
-        sides = {"cohort": stack.enter_context(Side(cohort_side, path, threads=options.threads))}
+        sides = {"cohort": stack.enter_context(Side(cohort_side, path, options.calls, threads=options.threads))}
         for batch in options.batches:
-            side = stack.enter_context(Side(trl_side, path, batch, threads=options.threads))
+            side = stack.enter_context(Side(trl_side, path, options.calls, batch, threads=options.threads))
             sides[f"trl, {batch} a pass"] = side
         reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for repeat in range(1 + options.repeats):
@@ -252,14 +256,14 @@ def compare(options: argparse.Namespace) -> None:
                 progress(f"{name}: {report}")
                 if repeat:
                     reports[name].append(report)
-    show(reports)
+    show(reports, options.calls)
 
 
-def show(reports: dict[str, list[dict[str, Any]]]) -> None:
+def show(reports: dict[str, list[dict[str, Any]]], calls: int) -> None:
     def median(name: str, key: str) -> float:
         return statistics.median(report[key] for report in reports[name])
 
-    print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories with a tool, float32")
+    print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories with {calls} calls of a tool, float32")
     print("\n| side | step, s | processor | generate | update | calls | turns | tokens drawn |")
     print("|---|---|---|---|---|---|---|---|")
     for name, own in reports.items():

@@ -23,9 +23,8 @@ from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
-from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, run
+from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.ranks import check_same, checked_layout, fingerprint, seed_of
 
 
 class GRPOTrainer:
@@ -78,11 +77,14 @@ class GRPOTrainer:
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
-        self.layout = checked_layout(config, self.world)
+        self.layout = ranks.checked_layout(config, self.world)
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
-        self.budget.tokens = min(self.world.gather(self.budget.tokens))
-        check_same(self.world, config, {**self._identity, "weights": self._weights})
+        ranks.check_same(self.world, config, {**self._identity, "weights": self._weights})
+        ranks.divide_policy(self.layout, self.policy, self.reference)
+        self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates, self.layout)
+        sizes = config.optim.microbatch_tokens, self._longest_prompt, config.rollout.max_completion_length
+        self.budget = ranks.common_budget(self.layout, lambda: find_budget(self.policy, *sizes))
 
     def _prepare(
         self,
@@ -124,24 +126,21 @@ class GRPOTrainer:
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, prompts.epoch_length)
 
-        self._load(model, prompts.longest)
+        self._longest_prompt = prompts.longest
+        self._load(model)
 
-    def _load(self, model: Any, longest_prompt: int) -> None:
-        """Load the model, and make what needs it: reference, optimizer, engine, memory budget."""
+    def _load(self, model: Any) -> None:
+        """Load the model, and make what needs the whole model: reference and engine."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config, self.tokenizer, longest_prompt, show)
+        self._engine_setup.connect(self._model_config, self.tokenizer, self._longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
-        self._weights = fingerprint(self.policy.model) if self.world.size > 1 else ""
+        self._weights = ranks.fingerprint(self.policy.model) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
-        self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates)
         self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
-        self.budget = find_budget(
-            self.policy, config.optim.microbatch_tokens, longest_prompt, config.rollout.max_completion_length
-        )
         acting = {"tools and environments": ", ".join(self.acting.names)} if self.acting else {}
         rewards = ", ".join(self.rewards.names)
         self._identity = {**acting, "prompts": self.prompts.fingerprint, "reward functions": rewards}
@@ -154,7 +153,8 @@ class GRPOTrainer:
         if self._episodes is not None:
             self._episodes.engine = self.engine  # which may have been replaced
             sampler = self._episodes
-        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world)
+        weights = partial(ranks.whole_to_sample, self.layout, self.engine)
+        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, weights)
 
     @property
     def _prints(self) -> bool:
@@ -287,7 +287,7 @@ class GRPOTrainer:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         if self._parts is not None:
             self._parts.wait_for_pending()
-        self.engine.update_weights(self.policy.version)
+        ranks.update_engine(self.engine, self.policy, self.layout)
         return evaluator.evaluate(self.sampler)
 
     def save_model(self, path: str | Path, *, merge: bool = False) -> None:
@@ -317,7 +317,7 @@ class GRPOTrainer:
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
         log_to(folder, self.world)
-        set_seed(seed_of(self.args.run.seed, self.world))
+        set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
             announce(self.describe(), f"run folder: {folder.path}")
         return 0

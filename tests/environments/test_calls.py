@@ -371,12 +371,27 @@ class TestUserFunction:
             assert turn.message == {"role": "assistant", "content": "x"}
 
 
+PYTHON = (
+    "<|python_tag|>[{{ n }}({% for k, v in a.items() %}{{ k }}={{ v if v is not string else v | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})]<|end|>"
+)
+
+
+def learned(call):
+    """The parser for a template that writes calls of the function ``n`` with the arguments ``a`` so."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% set n = c.function.name %}{% set a = c.function.arguments %}" + call + "{% endfor %}</{{ m.role }}>\n"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return CallParser.of(with_template(template), TOOLS)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         ("[TOOL_CALLS]{{ n }}[ARGS]{{ a | tojson }}", '[TOOL_CALLS]add[ARGS]{"a": 2, "b": 40}'),
-        ("<|python_tag|>[{{ n }}({% for k, v in a.items() %}{{ k }}={{ v if v is not string else v | tojson }}"
-         "{% if not loop.last %}, {% endif %}{% endfor %})]<|end|>", "<|python_tag|>[add(a=2, b=40)]<|end|>"),
+        (PYTHON, "<|python_tag|>[add(a=2, b=40)]<|end|>"),
         ('<invoke name="{{ n }}">\n{% for k, v in a.items() %}<parameter name="{{ k }}">'
          "{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>",
          '<invoke name="add">\n<parameter name="a">2</parameter>\n<parameter name="b">40</parameter>\n</invoke>'),
@@ -390,15 +405,15 @@ class TestUserFunction:
 def test_other_formats_are_learned(call, text):
     """Formats of no fixture: Mistral's newer one, Python's syntax, MiniMax's, and three made up, the second of which
     takes arguments as JSON text only."""
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{% set n = c.function.name %}{% set a = c.function.arguments %}" + call + "{% endfor %}</{{ m.role }}>\n"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    found = CallParser.of(with_template(template), TOOLS)
+    found = learned(call)
     assert found.parse(text, "").calls == (ADD,)
     assert found.parse(f"One. {text}", "").content == "One."
     assert found.parse("No call: [1], <x>, {}.", "").calls == ()
+
+
+def test_arguments_in_pythons_syntax_have_names():
+    (call,) = learned(PYTHON).parse("<|python_tag|>[add(2, b=40)]<|end|>", "").calls
+    assert call.error == "invalid tool call: expected NAME(ARGUMENT=VALUE, ...)"
 
 
 @pytest.mark.parametrize("family", [name for name in CALL if not FAMILIES[name].one_call])

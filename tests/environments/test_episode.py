@@ -1,12 +1,14 @@
 """The driver of episodes: how they end, and what happens when tools or environments fail."""
 
+import re
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cohort.environments.contract import Answer, EpisodeFailed
+from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.policy import Policy
@@ -90,16 +92,52 @@ def test_a_rollout_without_any_usable_episode_is_an_error(engine):
 
 
 class Silent(LetterHost):
-    """The environments of the first prompt never answer."""
+    """The environments of the first prompt never answer, and fail at the end."""
 
     def answer(self, episode, parsed):
         return Future() if episode.prompt_index == 0 else super().answer(episode, parsed)
+
+    def end(self, episode):
+        super().end(episode)
+        failure = EpisodeFailed("raised OSError: at the end")
+        return self._soon(lambda: raised(failure) if episode.prompt_index == 0 else Ended())
 
 
 def test_time_limits(engine):
     completions = play(engine, Silent(turns=4), episode_timeout=3)
     assert reasons(completions)[:3] == ["timeout"] * 3
     assert completions[0].episode.error == "it took more than environment.episode_timeout, 3 s"
+    assert all(completion.finish_reason.usable for completion in completions[3:])
+
+
+class Late(LetterHost):
+    """The environment of the first episode has not been reset before it is ended."""
+
+    def begin(self, episode, prompt, seed):
+        future = super().begin(episode, prompt, seed)
+        if len(self.played) > 1:
+            return future
+        self.first = Future()
+        return self.first
+
+    def end(self, episode):
+        if (episode.prompt_index, episode.sample) == (0, 0):
+            self.first.set_result(Answer())
+        return super().end(episode)
+
+
+def test_an_episode_that_times_out_in_reset_does_not_hold_its_group_and_counts_once(engine, monkeypatch):
+    submitted, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda requests: submitted.extend(requests) or submit(requests))
+    until = time.monotonic() + 30  # a rollout that waits for the environment would never end
+    watch = Watch(cancelled=lambda: time.monotonic() > until)
+    # With nine environments, drawing would begin when all have been reset.
+    completions = play(engine, Late(turns=2), watch=watch, episode_timeout=3, max_environments=8)
+    assert [(one.prompt_index, one.sample) for one in submitted[-2:]] == [(0, 1), (0, 2)]
+    assert len(submitted) == 8
+    assert reasons(completions)[:3] == ["timeout"] * 3
+    assert [len(one.episode.turns) for one in completions] == [0, 1, 1, *[2] * 6]
+    assert completions[0].num_tokens == 0
     assert all(completion.finish_reason.usable for completion in completions[3:])
 
 
@@ -160,8 +198,11 @@ def test_environments_that_fail_or_end_in_reset_leave_the_rest_of_their_group(en
 
 
 def test_long_answers_are_shortened_in_the_middle():
+    read = []
+
     class Words:
         def encode(self, text, add_special_tokens):
+            read.append(len(text))
             return text.split()
 
         def decode(self, words, **_):
@@ -172,6 +213,19 @@ def test_long_answers_are_shortened_in_the_middle():
     assert turn_format.shortened(answer, 7) == answer
     short = turn_format.shortened(answer, 3).messages[0]["content"]
     assert short == "one two\n[4 tokens are left out here]\nseven"
+
+    def shortened(text):
+        read.clear()
+        return turn_format.shortened(Answer(({"role": "tool", "content": text},)), 5).messages[0]["content"]
+
+    long = " ".join(map(str, range(10_000, 110_000)))  # of a megabyte, few characters are tokenized
+    assert re.fullmatch(
+        r"10000 10001 10002\n\[about (9|1[01])\d,\d{3} tokens are left out here\]\n109998 109999", shortened(long)
+    )
+    assert sum(read) <= 2 * 5 * 16
+    sparse = "one two three" + " " * 9_999 + "four five"
+    assert shortened(sparse) == sparse
+    assert shortened(sparse + " six") == "one two three\n[1 tokens are left out here]\nfive six"
 
 
 def test_seconds_of_waiting_and_what_was_not_hidden(engine):

@@ -56,6 +56,7 @@ def run_two(folder, settings):
     return precise(folder, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 4])
 def test_runs_of_every_kind(tmp_path, size):

@@ -37,6 +37,7 @@ def test_the_gradient_of_every_preset(size):
     check_gradients(size, tuple(CASES))
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["plain", "lora", "few", "minibatches"])

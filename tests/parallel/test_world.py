@@ -61,6 +61,8 @@ class OddError(Exception):
 def _exchanges():
     world = World.of_environment()
     found = {"gather": world.gather({"rank": world.rank})}
+    tensors = world.gather([torch.arange(1000 * world.rank)[::2], torch.tensor(1.5, dtype=torch.bfloat16), b"x" * 4083])
+    found["tensors"] = [(some.sum().item(), some.dtype, number.item(), len(text)) for some, number, text in tensors]
     found["sum"] = world.sum_(torch.tensor([1.0, world.rank])).tolist()
 
     # Gradients: only rank 0 has the first, no rank has the last.
@@ -104,6 +106,7 @@ def test_exchanges_and_agreement_on_two_ranks():
     assert (first.pop("together"), second.pop("together")) == (0, 1)
     assert first == second
     assert first["gather"] == [{"rank": 0}, {"rank": 1}]
+    assert first["tensors"] == [(0, torch.int64, 1.5, 4083), (249500, torch.int64, 1.5, 4083)]
     assert first["sum"] == [2, 1]
     assert first["grads"] == [[3], [1], [1], None]
     assert first["errors"] == ("RewardError", "rank 1 of 2: it broke", True)

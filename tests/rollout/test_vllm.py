@@ -6,6 +6,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from cohort.errors import ConfigError, DataError, EngineError
 from cohort.policy import Policy, Precision, named_weights
@@ -469,3 +471,14 @@ def test_weights_have_the_names_of_checkpoints(tied):
     assert ("lm_head.weight" in names) is not tied
     assert "model.embed_tokens.weight" in names
     assert len(names) == len(set(names)) == len(list(policy.model.named_parameters()))
+
+
+def test_weights_are_those_that_are_saved(tmp_path):
+    config = {"num_local_experts": 2, "num_experts_per_tok": 1} | tiny_llama().config.to_dict()
+    config = {key: value for key, value in config.items() if key not in ("architectures", "model_type", "rope_scaling")}
+    for model in (tiny_llama(tie_word_embeddings=True), MixtralForCausalLM(MixtralConfig(**config))):
+        model.save_pretrained(tmp_path)
+        saved = load_file(tmp_path / "model.safetensors")
+        sent = dict(named_weights(Policy(model, Precision(torch.float32, torch.float32))))
+        assert sent.keys() == saved.keys()
+        assert all(torch.equal(sent[name], saved[name]) for name in saved)

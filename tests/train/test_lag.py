@@ -3,11 +3,13 @@
 import asyncio
 import copy
 import logging
+import signal
 import threading
 import time
 
 import pytest
 
+from cohort import GRPOConfig
 from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
 from cohort.policy import Policy
@@ -273,6 +275,15 @@ def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tok
         make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2).train()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"layout": "full"}, "rollout.lag.*parallel.layout"), ({"engine": "vllm", "sleep": True}, "vllm.sleep frees")],
+)
+def test_what_excludes_a_lag(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(lag=1, **settings)
+
+
 def test_an_engine_without_weights_of_its_own_is_refused(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2)
     trainer.engine = LocalEngine(trainer.policy, demo_tokenizer, trainer.engine.end_token_ids)
@@ -312,6 +323,23 @@ def test_closing_the_iterator_ends_what_is_pending(demo_tokenizer, tmp_path, mon
     assert time.perf_counter() - start < 5
     assert rollout_threads() == []
     assert trainer.engine.unfinished == 0
+
+
+def test_an_interrupt_while_training_waits_ends_what_it_waits_for(demo_tokenizer, tmp_path):
+    async def waits(completion, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            await asyncio.sleep(60)
+        return float(len(completion))
+
+    steps = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=3, rewards=waits).steps()
+    next(steps)
+    start = time.perf_counter()
+    ctrl_c = threading.Timer(0.3, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    ctrl_c.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert time.perf_counter() - start < 10
+    assert rollout_threads() == []
 
 
 def test_a_function_that_does_not_return_is_left_behind(demo_tokenizer, tmp_path, monkeypatch, caplog):

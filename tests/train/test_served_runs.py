@@ -30,8 +30,7 @@ def serve(monkeypatch):
             StandIn(model or tiny_llama(len(tokenizer), initializer_range=0.1), tokenizer) for _ in range(count)
         ]
         transport = DirectTransport(*stand_ins)
-        name = "transport_of" if hasattr(setup, "transport_of") else "weight_transport"
-        monkeypatch.setattr(setup, name, lambda *_: transport)
+        monkeypatch.setattr(setup, "transport_of", lambda *_: transport)
         made.extend(stand_ins)
         return transport, *stand_ins
 
@@ -59,6 +58,7 @@ def test_a_run_trains_the_policy_that_the_servers_sample_from(demo_tokenizer, tm
         assert line["sampler/version_lag_max"] == 0
         assert line["vllm/servers"] == 1
         assert line["vllm/failures"] == 0
+        assert line["vllm/probe_gap"] < 1e-5
         assert line["seconds/weights"] > 0
     # Once before the first evaluation, and after each update for the evaluation: never twice.
     assert [version.rpartition("-")[2] for version, _ in transport.sent] == [str(n) for n in range(STEPS + 1)]
@@ -115,14 +115,36 @@ def test_a_run_without_servers_stops_and_is_resumed(demo_tokenizer, tmp_path, se
     assert same_parameters(straight, resumed)
 
 
-def test_a_server_that_computes_something_else_stops_the_run(demo_tokenizer, tmp_path, serve):
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [
+        (None, "does not compute the policy: its log-probabilities of a fixed text"),
+        (100.0, "nats from the trainer's.*the vLLM server does not compute what"),
+    ],
+    ids=["probe", "first rollout"],
+)
+def test_a_server_that_computes_something_else_stops_the_run(demo_tokenizer, tmp_path, serve, threshold, message):
     _, stand_in = serve(demo_tokenizer)
     stand_in.load = lambda weights: None
-    trainer = served(demo_tokenizer, tmp_path / "run", stand_in)
+    trainer = served(demo_tokenizer, tmp_path / "run", stand_in, probe_threshold=threshold)
     before = [parameter.clone() for parameter in trainer.policy.model.parameters()]
-    with pytest.raises(PolicyMismatchError, match=r"nats from the trainer's.*the vLLM server does not compute what"):
+    with pytest.raises(PolicyMismatchError, match=message):
         trainer.train()
     assert all(torch.equal(one, other) for one, other in zip(before, trainer.policy.model.parameters(), strict=True))
+
+
+def test_a_run_ahead(demo_tokenizer, tmp_path, serve):
+    """``rollout.lag``: requests are under way while the policy is trained."""
+    _, first, second = serve(demo_tokenizer, 2)
+    runs = []
+    for folder in ("one", "two"):
+        trainer = served(demo_tokenizer, tmp_path / folder, first, second, lag=1)
+        trainer.train()
+        runs.append(trainer)
+    lines = [line for line in metrics_of(tmp_path / "one") if line["step"]]
+    assert [line["sampler/version_lag_max"] for line in lines] == [0, *[1] * (STEPS - 1)]
+    assert lines[0]["sampler/gap"] < 1e-5 < lines[1]["sampler/gap"]
+    assert same_parameters(*runs)
 
 
 def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serve):
@@ -135,7 +157,9 @@ def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serv
 
     stand_in.fault = shifted
     rules = [{"rule": "weight", "mode": "mask", "level": "token", "low": 0.99, "high": 1.01}]
-    (metrics,) = served(demo_tokenizer, tmp_path / "run", stand_in, max_steps=1, mismatch=rules).steps()
+    (metrics,) = served(
+        demo_tokenizer, tmp_path / "run", stand_in, max_steps=1, mismatch=rules, probe_threshold=1.0
+    ).steps()
     assert metrics["sampler/gap"] == pytest.approx(0.05, abs=1e-5)
     assert metrics["sampler/mean_ratio"] == pytest.approx(1.0513, abs=1e-4)
     assert metrics["tokens/mismatch_share"] == 1
@@ -190,6 +214,7 @@ REFUSED = {
     "top-p": ({"top_p": 0.9}, "VLLMEngine lacks .* support"),
     "top-p, not replayed": ({"top_p": 0.9, "replay_sampling": False}, "VLLMEngine lacks .* full_logps"),
     "grammar": ({"regex": "a"}, "VLLMEngine lacks .* grammars"),
+    "temperature": ({"temperature": 0.005}, "rollout.temperature is 0.005: vLLM would raise it to 0.01"),
     "penalty": ({"repetition_penalty": 1.1}, "VLLMEngine lacks .* repetition_penalty"),
 }
 

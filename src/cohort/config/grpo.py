@@ -70,6 +70,7 @@ class GRPOConfig(Section):
                 f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
             )
         self._check_adapters()
+        self._check_layout()
         if optim.warmup_steps and optim.lr_scheduler_type == "constant":
             raise ValueError("optim.warmup_steps needs a schedule: set optim.lr_scheduler_type 'constant_with_warmup'")
         if objective.sync_ref_model and objective.ref_model_sync_steps < objective.updates_per_rollout:
@@ -77,6 +78,8 @@ class GRPOConfig(Section):
                 f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
                 f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
             )
+        if rollout.lag and self.vllm.sleep:
+            raise ValueError("vllm.sleep frees the servers during the update, when rollout.lag samples: unset one")
         if self.data.streaming and self.run.max_steps is None:
             raise ValueError("data.streaming reads data of unknown length: set run.max_steps")
         weights, functions = self.reward.weights, self.reward.functions
@@ -94,6 +97,30 @@ class GRPOConfig(Section):
             raise ValueError("model.lora.rank and model.lora.adapter exclude each other: an adapter has its own rank")
         if model.lora.wanted and self.objective.sync_ref_model:
             raise ValueError("objective.sync_ref_model excludes adapters: the reference is the model without them")
+
+    def _check_layout(self) -> None:
+        """Check that the layout can do what the settings ask for."""
+        layout, rule = self.parallel.layout, self.optim.optimizer
+        if layout != "replicate" and rule in ("muon", "adamw_8bit", "adafactor"):
+            raise ValueError(
+                f"parallel.layout {layout!r} divides the rows of each weight over the ranks, and optim.optimizer "
+                f"{rule!r} needs whole weights: set optim.optimizer 'adamw' or parallel.layout 'replicate'"
+            )
+        if layout != "full":
+            return
+        refused = {
+            "model.quantization": self.model.quantization != "none",
+            "model.lora.save_merged": self.model.lora.save_merged,
+            "model.router_aux_loss_coef": self.model.router_aux_loss_coef > 0,
+            "report.term_norms_steps": self.report.term_norms_steps > 0,
+            "rollout.lag, with rollout.engine 'local',": self.rollout.lag > 0 and self.rollout.engine == "local",
+        }
+        for setting, is_set in refused.items():
+            if is_set:
+                raise ValueError(
+                    f"{setting} needs weights that parallel.layout 'full' has divided: leave it unset, or set "
+                    "parallel.layout to 'optimizer' or 'replicate'"
+                )
 
     def _check_groups(self, objective: Objective) -> None:
         """Check the parts of the objective that depend on the number of completions or on the sign of the rewards."""

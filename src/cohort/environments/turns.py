@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +14,10 @@ from cohort.environments.contract import Answer
 from cohort.environments.encoding import raw_text
 from cohort.rollout.trajectory import decode
 from cohort.types import Group, Message
+
+READ_PER_TOKEN = 16
+"""Characters of a long answer that are tokenized at first, at its start and at its end, for each token that it may
+have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,18 @@ class TurnFormat:
         content = message.get("content")
         if not isinstance(content, str):
             return message
-        token_ids = self.tokenizer.encode(content, add_special_tokens=False)
+        reach, encode = READ_PER_TOKEN * limit, partial(self.tokenizer.encode, add_special_tokens=False)
+        token_ids = encode(content[:reach])
+        while reach < len(content) and len(token_ids) <= 2 * limit:  # a cut changes the tokens beside it, not so many
+            reach *= 4
+            token_ids = encode(content[:reach])
         if len(token_ids) <= limit:
             return message
-        head, tail = token_ids[: (limit + 1) // 2], token_ids[len(token_ids) - limit // 2 :]
-        note = f"\n[{len(token_ids) - limit:,} tokens are left out here]\n"
+        count, about, last_ids = len(token_ids), "", token_ids
+        if reach < len(content):
+            count, about, last_ids = count * len(content) // reach, "about ", encode(content[-reach:])
+        head, tail = token_ids[: (limit + 1) // 2], last_ids[max(0, len(last_ids) - limit // 2) :]
+        note = f"\n[{about}{count - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
     def prefix(self, token_ids: Sequence[int]) -> str:

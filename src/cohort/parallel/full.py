@@ -38,6 +38,17 @@ def is_gathered(module: nn.Module) -> bool:
     return hasattr(module, METHOD)
 
 
+@contextmanager
+def released(model: nn.Module) -> Iterator[None]:
+    """A block of forward passes without a backward pass, after which the root's weights are freed as well. Until then
+    they stay gathered, and what is written to them is lost."""
+    try:
+        yield
+    finally:
+        if is_gathered(model):
+            model.reshard()  # type: ignore[operator]
+
+
 def class_before_sharding(module: nn.Module) -> type:
     """The class of a module; of a sharded one, whose class FSDP2 replaces by a subclass, the class before."""
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))

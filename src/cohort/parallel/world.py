@@ -2,7 +2,7 @@
 
 A rank is a process. ``torchrun`` and ``cohort launch`` start one for each GPU and tell it its number by environment
 variables. Python values travel over a control group on gloo, tensors over the default group (NCCL where there is CUDA).
-Every exchange begins with a barrier of the control group: so the time that a rank waits for slower ones is known apart
+Every exchange begins with a meeting of the control group: so the time that a rank waits for slower ones is known apart
 from the time of the exchange, and a rank that has died is noticed before a collective of NCCL could hang.
 """
 
@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # workers of reward functions import this room and need no to
 T = TypeVar("T")
 TIMEOUT = 3600.0
 """Seconds that ranks wait for each other before they give up. A rank that dies is noticed at once."""
+
+
+FIRST_BYTES = 4096
+"""What the first message of a gather has room for; a longer value takes a second message."""
 
 
 @dataclass(slots=True)
@@ -103,12 +107,24 @@ class World:
 
     def gather_pickled(self, data: bytes) -> list[Any]:
         """Every rank's value, by rank, from its ``pickled``. Raises as ``gather``."""
+        import torch
         import torch.distributed as dist
 
-        each = [b""] * self.size
-        with self._exchange():
-            dist.all_gather_object(each, data, group=self.control)
-        return [pickle.loads(one) for one in each]
+        def all_gather(own: bytes, length: int) -> list[Any]:
+            sent = torch.frombuffer(bytearray(own.ljust(length, b"\0")), dtype=torch.uint8)
+            each = [torch.empty_like(sent) for _ in range(self.size)]
+            dist.all_gather(each, sent, group=self.control)
+            return [one.numpy() for one in each]
+
+        # The first message has the length and what is short, and is where the ranks meet.
+        head = len(data).to_bytes(8, "little") + data[:FIRST_BYTES]
+        each: list[Any] = []
+        with self._exchange(lambda: each.extend(all_gather(head, 8 + FIRST_BYTES))):
+            lengths = [int.from_bytes(one[:8].tobytes(), "little") for one in each]
+            found = [one[8:] for one in each]
+            if max(lengths) > FIRST_BYTES:
+                found = all_gather(data, max(lengths))
+        return [pickle.loads(one[:length].data) for one, length in zip(found, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Wait until every rank is here.
@@ -179,7 +195,9 @@ class World:
             return self
         import torch.distributed as dist
 
-        return replace(self, control=dist.new_group(backend="gloo"), exchanged=Exchanged())
+        return replace(
+            self, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT)), exchanged=Exchanged()
+        )
 
     def costs(self) -> Exchanged:
         """What the exchanges since the last call have cost this rank."""
@@ -196,19 +214,22 @@ class World:
                 dist.destroy_process_group()
 
     @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Wait for the other ranks, then run the block; count the seconds of both."""
+    def _exchange(self, meet: Callable[[], None] | None = None) -> Iterator[None]:
+        """Wait for the other ranks, by ``meet`` or a barrier, then run the block; count the seconds of both."""
+        import torch
         import torch.distributed as dist
 
         start = time.perf_counter()
         try:
-            dist.barrier(group=self.control)
+            meet() if meet else dist.barrier(group=self.control)
             met = time.perf_counter()
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # of gloo or NCCL
             raise RankError(
                 f"rank {self.rank} of {self.size} lost the others: another rank has ended, or does not answer. Its log "
-                f"says why (logs/ in the run folder); here: {str(error).splitlines()[0]}"
+                f"says why (logs/ in the run folder); here: {str(error).splitlines()[0].partition('. This is')[0]}"
             ) from error
         self.exchanged.waiting += met - start
         self.exchanged.seconds += time.perf_counter() - met
@@ -231,20 +252,16 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if (type(value).__module__, type(value).__name__) != ("torch", "Tensor"):
             return NotImplemented
-        value = value.detach().cpu().contiguous()
-        return _tensor, (value.flatten().view(_bytes()).numpy(), value.dtype, tuple(value.shape))
+        import torch
+
+        flat = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().flatten())
+        return _tensor, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     import torch
 
     return torch.from_numpy(data).view(dtype).view(shape)
-
-
-def _bytes() -> torch.dtype:
-    import torch
-
-    return torch.uint8
 
 
 def local_ranks(variables: Mapping[str, str] = os.environ) -> int:

@@ -135,7 +135,7 @@ class Policy(ComputeModel):
     @torch.no_grad()
     def move_toward(self, other: Policy, alpha: float) -> None:
         """Update each weight: self <- alpha * other + (1 - alpha) * self (TR-DPO, arXiv 2404.09656, soft update)."""
-        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):  # or shards of them
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version
 

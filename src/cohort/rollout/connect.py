@@ -9,12 +9,12 @@ from typing import Any
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
+from cohort.rollout.plugin import start_command
 from cohort.rollout.server import Server, ServerError
 from cohort.rollout.wire import GENERATE
 
 OLDEST = (0, 32)
 """The first version of vLLM whose answers name the weights that they come from."""
-START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs"
 NO_TOKEN = 2**31 - 1
 """A token id that no model has."""
 
@@ -28,7 +28,7 @@ def servers_of(settings: VLLMConfig) -> list[Server]:
     if not settings.url:
         raise ConfigError(
             "rollout.engine is 'vllm': set vllm.url to the address of a server, such as 'http://127.0.0.1:8000', "
-            f"started with: {START}"
+            f"started with: {start_command()}"
         )
     servers = [Server(url) for url in settings.url]
     if len({server.url for server in servers}) < len(servers):
@@ -71,7 +71,7 @@ def check_servers(
             _check_vocabulary(server, vocab_size)
             _check_logps(server, vocab_size)
         except ServerError as error:
-            raise EngineError(f"{error}. A server is expected that was started with: {START}") from None
+            raise EngineError(f"{error}. A server is expected that was started with: {start_command()}") from None
     return min(lengths)
 
 
@@ -86,7 +86,7 @@ def _wait(servers: Sequence[Server], seconds: float, announce: Callable[[str], o
                 if time.monotonic() >= deadline:
                     raise EngineError(
                         f"no vLLM server at {server.url} within {seconds:g} s ({error.reason}): correct vllm.url, "
-                        f"raise vllm.startup_timeout, or start it with: {START}"
+                        f"raise vllm.startup_timeout, or start it with: {start_command()}"
                     ) from None
                 if announce and not told:
                     announce(f"waiting for the vLLM server at {server.url} ({error.reason})")
@@ -163,24 +163,22 @@ def _check_logps(server: Server, vocab_size: int) -> None:
 
     After some texts the two likeliest tokens can be equally likely, so a few are tried.
     """
-    logps = []
     for divisor in (2, 3, 5, 7):
         answer = server.post(GENERATE, _one_token(vocab_size // divisor, {"top_k": 1}))
         try:
             (choice,) = answer["choices"]
             spans = choice["weight_versions"]
-            logps.append(abs(choice["logprobs"]["content"][0]["logprob"]))
+            logp = abs(choice["logprobs"]["content"][0]["logprob"])
         except (TypeError, KeyError, ValueError, IndexError):
             raise ServerError(server.url, GENERATE, f"unexpected answer {str(answer)[:200]}") from None
         if not spans:
             raise ConfigError(f"{server.url} does not say which weights an answer comes from: use vLLM 0.32 or newer")
-        if logps[-1] < 1e-3:
-            break
-    else:
-        raise ConfigError(
-            f"{server.url} reports log-probs of another distribution than the one that it draws from: start it with "
-            "--logprobs-mode processed_logprobs"
-        )
+        if logp < 1e-3:
+            return
+    raise ConfigError(
+        f"{server.url} reports log-probs of another distribution than the one that it draws from: start it with "
+        "--logprobs-mode processed_logprobs"
+    )
 
 
 def _one_token(token_id: int, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from cohort.errors import EpisodeError
@@ -25,15 +26,19 @@ class DividedSampler(Sampler):
     Args:
         sampler: samples a rank's share.
         world: the ranks.
+        weights: a block in which the sampler's weights are whole; see ``Layout.whole``.
     """
 
-    def __init__(self, sampler: Sampler, world: World) -> None:
+    def __init__(
+        self, sampler: Sampler, world: World, weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self.sampler = sampler
         self.world = world
+        self.weights = weights
 
     def on(self, world: World) -> DividedSampler:
         """The same with exchanges in another group of the same ranks."""
-        return DividedSampler(self.sampler, world)
+        return DividedSampler(self.sampler, world, self.weights)
 
     def generate(
         self,
@@ -67,7 +72,8 @@ class DividedSampler(Sampler):
             ], failure
 
         groups: list[Group | None] = [None] * len(prompts)
-        each = agreed(self.world, sample_own)
+        with self.weights():
+            each = agreed(self.world, sample_own)
         for indices, (found, _) in zip(shares, each, strict=True):
             for index, (prompt, completions) in zip(indices, found, strict=True):
                 groups[index] = Group(prompt or prompts[index], completions)

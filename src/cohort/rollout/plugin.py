@@ -77,10 +77,18 @@ def describe_server(server: Server) -> ServerDescription:
     return description
 
 
+def start_command() -> str:
+    """The command that starts a server for a run."""
+    arguments = " ".join(f"'{one}'" if " " in one else one for one in PLUGIN_ARGUMENTS)
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={PLUGIN} vllm serve MODEL --enable-scale-out --logprobs-mode "
+        f"processed_logprobs {arguments}"
+    )
+
+
 def how_to_start() -> str:
     """How to start a server with the plugin."""
-    arguments = " ".join(f"'{one}'" if " " in one else one for one in PLUGIN_ARGUMENTS)
-    return f"Start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={PLUGIN} (or a copy of this folder) and {arguments}"
+    return f"Start it with {start_command()}; on another machine, with a copy of the folder in PYTHONPATH"
 
 
 def check_sizes(server: Server, sizes: Mapping[str, int], expected: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from cohort.rollout.probe import ServerProbe
 from cohort.rollout.server import Server, WeightTransport
 from cohort.rollout.settings import Sampling
 from cohort.rollout.transports import transport_of
-from cohort.rollout.vllm import VLLMEngine
+from cohort.rollout.vllm import LOWEST_TEMPERATURE, VLLMEngine
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig, *, ahead: bool = False) -> LocalEngine:
@@ -164,6 +164,13 @@ def check_settings(config: GRPOConfig, ranks: int) -> None:
             "vllm.sleep is for a server on the trainer's own GPU, and NCCL connects no two processes on one GPU: set "
             "vllm.transport to 'files'"
         )
+    temperatures = {
+        "rollout.temperature": config.rollout.temperature,
+        "eval.temperature_eval": config.eval.temperature_eval,
+    }
+    for name, value in temperatures.items():
+        if value is not None and 0 < value < LOWEST_TEMPERATURE:
+            raise ConfigError(f"{name} is {value:g}: vLLM would raise it to {LOWEST_TEMPERATURE}; set that or more")
     if config.model.quantization != "none":
         raise ConfigError(
             f"rollout.engine 'vllm' gets the weights with the adapters merged in, and model.quantization "

@@ -32,6 +32,8 @@ POLL_SECONDS = 0.02
 """How often callbacks of a Watch are called while nothing ends."""
 BACKOFF_SECONDS = 0.25
 """Wait before servers that all failed are looked at again; it doubles each time."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it, but for 0."""
 ADMIN_SECONDS = 60.0
 """Time limit of a request that pauses, labels or resumes a server."""
 
@@ -121,8 +123,9 @@ class VLLMEngine(Engine):
         for sampling in {request.sampling for request in requests}:
             if sampling.constrained or sampling.repetition_penalty != 1:
                 raise ConfigError("VLLMEngine samples under no grammar and no repetition penalty: use LocalEngine")
-            if 0 < sampling.temperature < 0.01:
-                raise ConfigError(f"temperature {sampling.temperature:g}: vLLM raises it to 0.01; set 0.01 or more")
+            if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+                lowest = f"vLLM would raise it to {LOWEST_TEMPERATURE}; set that or more"
+                raise ConfigError(f"temperature is {sampling.temperature:g}: {lowest}")
         trajectories = [Trajectory(next(self._numbers), request, self._stops) for request in requests]
         for trajectory in trajectories:
             if trajectory.room:

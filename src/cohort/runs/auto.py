@@ -39,7 +39,7 @@ def find_run(folder: RunFolder, config: GRPOConfig) -> bool | None:
     saved = load_config(path / "config.toml")
     same_end = (saved.run.max_steps, saved.run.num_epochs) == (config.run.max_steps, config.run.num_epochs)
     if folder.checkpoint_steps():
-        folder.check_resumable(config)
+        folder.check_settings(config)
         return None if same_end and (path / "summary.json").exists() else True
     if saved != config:
         raise RunFolderError(

@@ -103,10 +103,22 @@ class RunFolder:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
     def check_resumable(self, config: GRPOConfig) -> int:
-        """The step of the newest whole checkpoint, if a run with these settings can continue from it.
+        """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
+        is read.
 
         Raises:
             RunFolderError: there is no whole checkpoint, or a setting that changes results differs from the run's.
+        """
+        self.check_settings(config)
+        if self._whole is None:
+            self._whole = self._newest_whole()
+        return self._whole
+
+    def check_settings(self, config: GRPOConfig) -> None:
+        """Check that the folder has a checkpoint from which a run with these settings can continue.
+
+        Raises:
+            RunFolderError: it has none, or a setting that changes results differs from the run's.
         """
         steps = self.checkpoint_steps()
         if not self.path.exists():
@@ -135,14 +147,11 @@ class RunFolder:
                 f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run with "
                 "the checkpoint as model.path"
             )
-        if self._whole is None:
-            self._whole = self._newest_whole(steps)
-        return self._whole
 
-    def _newest_whole(self, steps: Sequence[int]) -> int:
+    def _newest_whole(self) -> int:
         """The newest checkpoint that is as it was written. Logs a warning that names what is wrong with newer ones."""
         broken: list[str] = []
-        for step in reversed(steps):
+        for step in reversed(self.checkpoint_steps()):
             try:
                 check_checkpoint(self.checkpoint(step))
             except RunFolderError as error:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cohort.parallel import agreed
+from cohort.parallel.full import released
 from cohort.policy import (
     CompletionStates,
     ExpertBalance,
@@ -54,7 +55,7 @@ def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: P
 def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared) -> TokenLogps:
     like = torch.empty(shared.own.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
     found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
-    with policy.compute(), unstoppable(context):
+    with policy.compute(), unstoppable(context), released(policy.model):
         for micro, states in forward_passes(context, policy, batch, shared):
             for whole_N, values_N in zip(found, states.logps(), strict=True):
                 whole_N[micro.part.positions_N] = values_N
@@ -74,7 +75,7 @@ def _own_counts(context: StepContext, batch: TokenBatch, shared: Shared) -> tupl
     """Uses of each expert in each microbatch, and the number of rows."""
     policy = context.policy
     per_token, counts, rows = experts_per_token(policy.model.config), [], 0
-    with policy.compute(), unstoppable(context):
+    with policy.compute(), unstoppable(context), released(policy.model):
         for _, states in forward_passes(context, policy, batch, shared):
             counts.append(expert_counts(states.router_logits, per_token))
             rows += sum(len(logits) for logits in states.router_logits)

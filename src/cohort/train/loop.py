@@ -38,6 +38,7 @@ from cohort.train.logps import policy_logps
 from cohort.train.memory import OutOfMemory
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
+from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
 from cohort.train.term_norms import term_norms
@@ -126,8 +127,10 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
     the first step have.
     """
     lag, pending = config.rollout.lag, parts.pending
-    current = pending.popleft() if pending else begin(parts, schedule, config, step, step, parts.cursor)
-    current.wait(clock)
+    if not pending:
+        pending.append(begin(parts, schedule, config, step, step, parts.cursor))
+    pending[0].wait(clock)
+    current = pending.popleft()
     while len(pending) < min(lag, schedule.steps - step - 1):
         if (place := place_after(parts, schedule, [current, *pending])) is None:
             break  # a pending rollout has failed: its error is raised when its step comes
@@ -219,7 +222,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     if parts.evaluator is None:
         return {}
     parts.wait_for_pending()
-    parts.engine.update_weights(parts.policy.version)
+    update_engine(parts.engine, parts.policy, parts.layout)
     evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():

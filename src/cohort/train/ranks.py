@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cohort.config import GRPOConfig
-from cohort.errors import ConfigError
-from cohort.parallel import Layout, World, layout_of
+from cohort.errors import ConfigError, ModelError
+from cohort.parallel import Layout, World, layout_of, together
+from cohort.parallel.full import released
+from cohort.policy import Policy
+from cohort.policy.choose import MAX_GAP
+from cohort.rollout import Engine, LocalEngine
+from cohort.train.memory import TokenBudget
 
 
 def checked_layout(config: GRPOConfig, world: World) -> Layout:
@@ -57,3 +64,63 @@ def fingerprint(model: nn.Module) -> str:
         for name, tensor in model.state_dict().items()
     ]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def divide_policy(layout: Layout, policy: Policy, reference: Policy | None) -> None:
+    """Divide the policy, and a reference with weights of its own, over the ranks. Every rank must call.
+
+    How the models are run was chosen when they were whole, so that no rank falls back to a slower way afterwards.
+
+    Raises:
+        ModelError: the divided model computes something else.
+    """
+    own = [] if reference is None or reference.model is policy.model else [reference]
+    for each in (policy, *own):
+        before = trial_logps(each) if layout.passes_exchange else None
+        layout.shard(each.model)
+        if before is not None:
+            with released(each.model):
+                gap = float((trial_logps(each) - before).abs().max())
+            if not gap <= MAX_GAP[each.precision.compute]:
+                raise ModelError(
+                    f"divided over the ranks, the model computes log-probabilities that are {gap:.3g} nats off: set "
+                    "parallel.layout to 'optimizer' or 'replicate'"
+                )
+
+
+def trial_logps(policy: Policy) -> Tensor:
+    """Log-probs of a few tokens, computed as in an update: FSDP2 does more in passes with a graph."""
+    token, length = 1, 5
+    with policy.compute():
+        return policy.logps([(token,) * length], [(token,) * length], 1.0).logps_N.detach()
+
+
+def common_budget(layout: Layout, measure: Callable[[], TokenBudget]) -> TokenBudget:
+    """The measured budget, with the fewest tokens of all ranks: they cut the same packs. Every rank must call."""
+    # A rank that fails in a pass that exchanges weights cannot tell the others: its error ends the run.
+    budget = measure() if layout.passes_exchange else together(layout.world, measure)
+    budget.tokens = min(layout.world.gather(budget.tokens))
+    return budget
+
+
+@contextmanager
+def whole_to_sample(layout: Layout, engine: Engine) -> Iterator[None]:
+    """Around sampling: weights that the engine reads where they are trained are whole. Every rank must call."""
+    if not reads_trained(engine):
+        yield
+        return
+    with layout.whole(engine.policy.model):
+        yield
+    if layout.passes_exchange:
+        engine.sleep()  # copies in compute precision would be whole, too
+
+
+def reads_trained(engine: Engine) -> TypeGuard[LocalEngine]:
+    """Whether an engine samples with the very weights that are trained."""
+    return isinstance(engine, LocalEngine) and engine.trained is engine.policy
+
+
+def update_engine(engine: Engine, policy: Policy, layout: Layout) -> None:
+    """Give an engine the policy's present weights, whole if it copies or sends them. Every rank must call."""
+    with nullcontext() if reads_trained(engine) else layout.whole(policy.model):
+        engine.update_weights(policy.version)

@@ -32,6 +32,7 @@ from cohort.objective import (
     vocabulary_kl,
 )
 from cohort.parallel import agreed
+from cohort.parallel.full import released
 from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
@@ -208,7 +209,8 @@ def backward_passes(
         balance: of the minibatch, for the load-balancing loss of a mixture of experts; None: there is none.
     """
     policy, forwards = context.policy, []
-    with policy.training(), policy.compute(), policy.gradients_in_place(), unstoppable(context):
+    reference = released((context.reference or policy).model)
+    with reference, policy.training(), policy.compute(), policy.gradients_in_place(), unstoppable(context):
         for losses, forward, states in forward_passes(context, batch, shared, weights, entropy_coefficient):
             if balance is not None:
                 losses["router"] = balance.loss(states.router_logits)
