@@ -21,9 +21,10 @@ from cohort.launch.ends import End, note_path, write_note
 from cohort.launch.job import Job
 
 SECONDS_FOR_RANK_0 = 3.0
-SECONDS_TO_END = 2.0
-"""A rank that has failed is ended after this time. With open process groups, the end of the interpreter may wait for the
+SECONDS_TO_END = 1.0
+"""A rank that has failed is ended after this time: in open process groups, the end of the interpreter may wait for the
 other ranks."""
+INTERRUPTED = 130
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, from linux/prctl.h
 
 
@@ -56,7 +57,8 @@ def main() -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code:
             write_note(notes, End(rank, code, time.time()))
-            _wait_for_rank_0(notes)
+            if code != INTERRUPTED:  # the launcher interrupts all ranks itself
+                _wait_for_rank_0(notes)
             _end_soon()
         raise
     except BaseException as error:
