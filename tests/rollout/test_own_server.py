@@ -22,7 +22,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 arguments = sys.argv[1:]
 if "--fail" in arguments:
-    print("ValueError: no such model")
+    print("WARNING such as OSError: too many files")
+    print("ValidationError: 1 error")
+    print("  no such model")
     for number in range(60):
         print("cleaning up", number)
     sys.exit(3)
@@ -135,7 +137,10 @@ def test_a_server_ends_when_the_trainer_is_killed(python):
 
 def test_a_server_that_ends_names_its_first_error_and_shows_the_end_of_its_log(python):
     server = own(python, "--fail")
-    with pytest.raises(EngineError, match="exit code 3(.|\n)*ValueError: no such model(.|\n)*cleaning up 59"):
+    with pytest.raises(
+        EngineError,
+        match="exit code 3: see below.\nValidationError: 1 error\n  no such model\nThe end of(.|\n)*cleaning up 59",
+    ):
         server.wait(30)
     assert server.log.exists()
 

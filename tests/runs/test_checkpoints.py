@@ -1,16 +1,18 @@
 """Checkpoints are read back and compared with the trained weights."""
 
 import math
+import resource
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cohort.config import OptimConfig
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, Precision
-from cohort.runs import check_saved, save_model
-from cohort.train import loop
+from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state, save_model
+from cohort.train import Optimizer, loop
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION
 from tests.train.harness import ROWS, make_trainer
@@ -83,6 +85,27 @@ def test_adapters(demo_tokenizer, tmp_path):
         trainer.policy.model.get_parameter(name)[0, 0] += 1
     with pytest.raises(RunFolderError, match="lora_A.* differs"):
         check_saved(trainer.policy, folder)
+
+
+@pytest.mark.parametrize("limit", [100, 1000, 5000, 40_000, 80_000])
+def test_files_that_cannot_be_written(demo_tokenizer, tmp_path, limit):
+    """The first file that is larger than the limit fails: the config, the weights or the optimizer's state."""
+    model = tiny_llama(vocab_size=len(demo_tokenizer))
+    models = Models(Policy(model, Precision(torch.float32, torch.float32)), None, demo_tokenizer)
+    optimizer = Optimizer(model, OptimConfig(), 1)
+    model(torch.tensor([[3, 4]])).logits.sum().backward()
+    optimizer.step()
+    state = SavedState(1, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
+    folder, before = RunFolder(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(RunFolderError, match=r"cannot write .*step-1: .*File too large"):
+            folder.save_checkpoint(models, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    folder.save_checkpoint(models, state)
+    assert load_checkpoint(folder.checkpoint(1), models, {}).step == 1
 
 
 def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp_path, monkeypatch):

@@ -70,7 +70,6 @@ class GRPOConfig(Section):
                 f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
             )
         self._check_adapters()
-        self._check_lag()
         self._check_layout()
         if optim.warmup_steps and optim.lr_scheduler_type == "constant":
             raise ValueError("optim.warmup_steps needs a schedule: set optim.lr_scheduler_type 'constant_with_warmup'")
@@ -79,23 +78,14 @@ class GRPOConfig(Section):
                 f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
                 f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
             )
+        if rollout.lag and self.vllm.sleep:
+            raise ValueError("vllm.sleep frees the servers during the update, when rollout.lag samples: unset one")
         if self.data.streaming and self.run.max_steps is None:
             raise ValueError("data.streaming reads data of unknown length: set run.max_steps")
         weights, functions = self.reward.weights, self.reward.functions
         if weights is not None and functions and len(weights) != len(functions):
             raise ValueError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions")
         return self
-
-    def _check_lag(self) -> None:
-        if not self.rollout.lag:
-            return
-        if self.vllm.sleep:
-            raise ValueError("vllm.sleep frees the servers during the update, when rollout.lag samples: unset one")
-        if self.rollout.engine == "local" and self.parallel.layout == "full":
-            raise ValueError(
-                "rollout.lag with the local engine needs the whole weights on each rank, which parallel.layout 'full' "
-                "avoids: set rollout.engine 'vllm', parallel.layout 'optimizer', or rollout.lag 0"
-            )
 
     def _check_adapters(self) -> None:
         model = self.model

@@ -30,6 +30,8 @@ LAUNCHER = re.compile(
 OURS = ("--host", "--model", "--dtype", "--served-model-name", "--logprobs-mode", "--uds")
 """Arguments that the trainer sets itself."""
 TAIL_LINES = 30
+ERROR = re.compile(r"^(?!.*\b(WARNING|INFO)\b).*\b\w*(Error|Exception): ")
+"""A line of the log with an exception, and not with a warning that mentions one."""
 
 
 class OwnServer:
@@ -102,8 +104,9 @@ class OwnServer:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        first = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)][:1]
-        return "\n".join([*first, f"The end of {self.log}:", *lines[-TAIL_LINES:]])
+        errors = (number for number, line in enumerate(lines) if ERROR.search(line))
+        first = next(errors, len(lines))
+        return "\n".join([*lines[first : first + 2], f"The end of {self.log}:", *lines[-TAIL_LINES:]])
 
     def move_log(self, path: Path) -> None:
         """Write the log to another file from now on, with what it holds so far."""

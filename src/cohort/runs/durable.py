@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from safetensors import SafetensorError
+
 from cohort.errors import RunFolderError
 
 FileRecord: TypeAlias = dict[str, Any]
@@ -117,8 +119,11 @@ def replaced(target: Path) -> Iterator[Path]:
             target.rename(old)
         part.rename(target)
         _sync(target.parent)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {target}: {failed or error}") from error
+    except Exception as error:
+        # Of a full disk, safetensors raises an error of its own, and tokenizers a bare Exception.
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise RunFolderError(f"cannot write {target}: {failed or error}") from error
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from cohort.data import DataCursor
-from cohort.errors import ConfigError
 from cohort.parallel import World
-from cohort.rollout import Engine, LocalEngine
 from cohort.runs import StoredRollout
 from cohort.train.clock import PhaseClock
 from cohort.train.rollout import Rollout
@@ -186,19 +184,6 @@ class Ahead:
         finally:
             self._engine_is_free.set()
             self._ended.set()
-
-
-def check_lag(lag: int, engine: Engine) -> None:
-    """Check that an engine can sample while the policy is trained.
-
-    Raises:
-        ConfigError: it samples with the trainer's own weights.
-    """
-    if lag and isinstance(engine, LocalEngine) and engine.trained is engine.policy:
-        raise ConfigError(
-            f"rollout.lag is {lag}, and the engine samples with the weights that are trained meanwhile: make it with "
-            "local_engine(..., ahead=True), or set rollout.lag to 0"
-        )
 
 
 @contextmanager

@@ -8,15 +8,16 @@ from functools import partial
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import DataCursor
+from cohort.errors import ConfigError
 from cohort.objective import Objective
 from cohort.parallel import together
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import TrainerState
 from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
-from cohort.train.ahead import Ahead, Place, Sampled, check_lag
+from cohort.train.ahead import Ahead, Place, Sampled
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
-from cohort.train.ranks import update_engine
+from cohort.train.ranks import reads_trained, update_engine
 from cohort.train.rollout import Rollout
 
 
@@ -31,12 +32,19 @@ def begin(
         step: the step that trains on it, from 0.
         weights_step: complete steps.
         cursor: position of its prompts in the data.
+
+    Raises:
+        ConfigError: with a lag, the engine has no weights of its own.
     """
-    check_lag(config.rollout.lag, parts.engine)
     update_engine(parts.engine, parts.policy, parts.layout)
     lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
     if not lag:
         return Ahead(step, weights_step, work, parts.world)
+    if reads_trained(parts.engine):
+        raise ConfigError(
+            f"rollout.lag is {lag}, and the engine samples with the weights that are trained meanwhile: make it with "
+            "local_engine(..., ahead=True), or set rollout.lag to 0"
+        )
     # Exchanges of the background must not come between those of the training, nor between those of another rollout.
     if step % lag not in parts.worlds:
         parts.worlds[step % lag] = parts.world.beside()
