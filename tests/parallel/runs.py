@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 
 from cohort.policy import load_tokenizer
@@ -77,43 +78,37 @@ def broken_on_rank_1(completion, trainer_state, **_):
     return [1.0, 2.0] if broken else len(completion) % 3 * 1.0
 
 
-def faults(folder):
-    """What each of several faults on one rank becomes."""
+def faults(folder, names):
+    """What faults on one rank become, by name."""
     from cohort.errors import EpisodeError, NonFiniteError, RewardError
     from cohort.rollout import LocalEngine
 
-    def run(name, module=None, attribute=None, wrap=None, **settings):
-        real = getattr(module, attribute) if module else None
+    passes, sampling = (UPDATE, "backward_passes"), (LocalEngine, "generate")
+    evaluation = {"eval_rows": ROWS[:3], "eval_steps": 1, "eval_on_start": False}
+    memory = torch.OutOfMemoryError("made up")
+    kinds = {
+        "nothing": (None, None, {"save_steps": 1}),
+        "memory": (passes, fails_once(1, memory), {"microbatch_tokens": 64}),
+        "nonfinite": (passes, fails_once(1, NonFiniteError("NaN at token 3")), {}),
+        "reward": (None, None, {"rewards": broken_on_rank_1}),
+        "episode": (sampling, fails_once(1, EpisodeError("all failed"), at=2), {}),
+        "interrupt": (sampling, fails_once(0, KeyboardInterrupt(), at=2), {}),
+        "unknown": (passes, fails_once(1, FaultError("a bug")), {}),
+        "evaluation": (sampling, fails_once(1, RewardError("no judge"), at=2), evaluation),
+    }
+    return {name: faulty(folder / name, *kinds[name]) for name in names}
+
+
+def faulty(folder, place, wrap, settings):
+    """A run of two steps with a faulty function: how it ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        if place:
+            patch.setattr(*place, wrap(getattr(*place)))
         try:
-            if wrap:
-                setattr(module, attribute, wrap(real))
-            weights, steps, summary = trained(folder / name, close=False, max_steps=2, **settings)
-            return "trained", weights, [line["updates_nonfinite"] for line in steps], summary["updates"]
+            weights, steps, summary = trained(folder, close=False, max_steps=2, **settings)
         except BaseException as error:
             return type(error).__name__, str(error)
-        finally:
-            if wrap:
-                setattr(module, attribute, real)
-
-    memory = torch.OutOfMemoryError("made up")
-    return {
-        "nothing": run("nothing", save_steps=1),
-        "memory": run("memory", UPDATE, "backward_passes", fails_once(1, memory), microbatch_tokens=64),
-        "nonfinite": run("nonfinite", UPDATE, "backward_passes", fails_once(1, NonFiniteError("NaN at token 3"))),
-        "reward": run("reward", rewards=broken_on_rank_1),
-        "episode": run("episode", LocalEngine, "generate", fails_once(1, EpisodeError("all failed"), at=2)),
-        "interrupt": run("interrupt", LocalEngine, "generate", fails_once(0, KeyboardInterrupt(), at=2)),
-        "unknown": run("unknown", UPDATE, "backward_passes", fails_once(1, FaultError("a bug"))),
-        "evaluation": run(
-            "evaluation",
-            LocalEngine,
-            "generate",
-            fails_once(1, RewardError("no judge"), at=2),
-            eval_rows=ROWS[:3],
-            eval_steps=1,
-            eval_on_start=False,
-        ),
-    }
+    return "trained", weights, [line["updates_nonfinite"] for line in steps], summary["updates"]
 
 
 def killed(folder, place):
@@ -192,3 +187,15 @@ def stopped(folder, after, **settings):
 
 def resumed(folder, **settings):
     return precise(folder, resume=True, save_steps=1, **settings)[1]
+
+
+def demo(folder):
+    """The metrics of three steps of the demo, in float64."""
+    from cohort import GRPOTrainer
+    from cohort.config import load_config
+    from cohort.demo.run import MODEL, SETTINGS
+    from cohort.demo.task import accuracy, problems
+
+    settings = {"run.output_dir": folder, "run.max_steps": 3, "model.precision": "float64", "report.progress": "false"}
+    config = load_config(SETTINGS, [text for name, value in settings.items() for text in (f"--{name}", str(value))])
+    return list(GRPOTrainer(str(MODEL), accuracy, config, problems(200, held_out=False, seed=0)).steps())

@@ -6,28 +6,39 @@ from tests.parallel.launching import Ranks, on_ranks
 from tests.parallel.runs import faults, killed, trained
 
 
-def test_a_fault_on_one_rank_is_the_same_on_all(tmp_path):
-    first, second = on_ranks(2, faults, tmp_path)
-    for name in first:
-        if first[name][0] != "trained":
-            assert first[name] == second[name], name
-    for name in ("nothing", "memory", "nonfinite"):
-        assert first[name][0] == "trained", first[name]
-    for name, value in first["nothing"][1].items():  # smaller passes on both ranks, the same gradient
-        assert (abs(first["memory"][1][name] - value) < 1e-5).all(), name  # float32
-        assert (second["memory"][1][name] == first["memory"][1][name]).all()
-    assert first["nonfinite"][2:] == second["nonfinite"][2:] == ([1, 0], 1)
-    assert len(list((tmp_path / "nonfinite" / "nonfinite").iterdir())) == 1
-    kind, text = first["reward"]
+def ended(folder, *names):
+    """How runs with faults on one rank ended: the same on both."""
+    first, second = on_ranks(2, faults, folder, names)
+    for name in names:
+        assert repr(first[name]) == repr(second[name]), name
+    return first
+
+
+def test_a_broken_reward_on_one_rank(tmp_path):
+    kind, text = ended(tmp_path, "reward")["reward"]
     assert kind == "RewardError"
     assert "rank 1 of 2" in text
     assert "in step 2; a checkpoint of step 1 is kept" in text
-    assert first["episode"][0] == "EpisodeError"
-    assert "rank 1 of 2: all failed; in step 2" in first["episode"][1]
-    assert first["interrupt"] == ("KeyboardInterrupt", "rank 0 of 2")
-    assert first["unknown"] == ("FaultError", "rank 1 of 2: a bug")
-    assert first["evaluation"][0] == "RewardError"
-    assert "rank 1 of 2: no judge" in first["evaluation"][1]
+
+
+@pytest.mark.ranks
+def test_memory_that_runs_out_on_one_rank(tmp_path):
+    found = ended(tmp_path, "nothing", "memory")
+    for name, value in found["nothing"][1].items():  # smaller passes on both ranks, the same gradient in float32
+        assert (abs(found["memory"][1][name] - value) < 1e-5).all(), name
+
+
+@pytest.mark.ranks
+def test_a_fault_on_one_rank_is_the_same_on_all(tmp_path):
+    found = ended(tmp_path, "nonfinite", "episode", "interrupt", "unknown", "evaluation")
+    assert found["nonfinite"][2:] == ([1, 0], 1)
+    assert len(list((tmp_path / "nonfinite" / "nonfinite").iterdir())) == 1
+    assert found["episode"][0] == "EpisodeError"
+    assert "rank 1 of 2: all failed; in step 2" in found["episode"][1]
+    assert found["interrupt"] == ("KeyboardInterrupt", "rank 0 of 2")
+    assert found["unknown"] == ("FaultError", "rank 1 of 2: a bug")
+    assert found["evaluation"][0] == "RewardError"
+    assert "rank 1 of 2: no judge" in found["evaluation"][1]
     assert (tmp_path / "evaluation" / "checkpoints" / "step-1").exists()  # a failed evaluation costs no progress
 
 

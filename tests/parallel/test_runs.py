@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.launching import on_ranks
-from tests.parallel.runs import precise, resumed, stopped, various
+from tests.parallel.runs import demo, precise, resumed, stopped, various
 from tests.train.harness import ROWS, metrics_of, rows_of
 
 EVAL = ROWS[:3]
@@ -20,7 +20,9 @@ def same_metrics(one, other):
         assert names == [name for name in theirs if not name.startswith(TIMED)]
         for name in names:
             rounding = 1e-8 if name.endswith("_se") else 1e-12  # the root of a difference that is 0
-            expected = theirs[name] and pytest.approx(theirs[name], rel=1e-9, abs=rounding, nan_ok=True)
+            expected = theirs[name]
+            if expected is not None:
+                expected = pytest.approx(expected, rel=1e-9, abs=rounding, nan_ok=True)
             assert ours[name] == expected, name
 
 
@@ -69,6 +71,14 @@ def test_runs_of_every_kind(tmp_path, size):
     exact = ("group", "token_ids", "sampler_logps", "finish_reason", "reward")
     first, second = (rows_of(tmp_path / one / "first") for one in ("one", "ranks"))
     assert [[row[key] for key in exact] for row in first] == [[row[key] for key in exact] for row in second]
+
+
+@pytest.mark.ranks
+def test_the_demos_task_on_two_ranks(tmp_path):
+    alone, ranks = demo(tmp_path / "one"), on_ranks(2, demo, tmp_path / "two")
+    for steps in ranks:
+        same_metrics(steps, alone)
+    assert max(line["reward/mean"] for line in alone) > 0.1
 
 
 @pytest.mark.ranks
