@@ -62,7 +62,12 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
         outcome, cause = pickled((place, Failure.of(world.rank, error))), error
         if not world.is_main:  # the console is rank 0's
             log.error("rank %d of %d failed", world.rank, world.size, exc_info=error)
-    outcomes = world.gather_pickled(outcome)
+    try:
+        outcomes = world.gather_pickled(outcome)
+    except RankError:
+        if cause is None:
+            raise
+        raise cause from None  # which says more: the others have failed or been interrupted too
     if len(places := {place for place, _ in outcomes}) > 1:
         raise RankError(f"the ranks are at different places: {', '.join(sorted(places))}")
     results: list[Any] = [outcome for _, outcome in outcomes]
