@@ -59,10 +59,15 @@ def test_a_run_under_a_layout_is_the_run_of_one_process(tmp_path, layout):
 
 @pytest.mark.ranks
 def test_adapters_under_full(tmp_path):
-    settings = {"rank": 2, "sync_ref_model": False, "ref_model_sync_steps": 512}
+    """Trained, and resumed after the first step."""
+    settings = {"lora": {"rank": 2}, "sync_ref_model": False, "ref_model_sync_steps": 512}
     expected = run(tmp_path / "one", settings)
-    for got in on_ranks(2, run, tmp_path / "two", {**settings, "layout": "full"}):
+    settings["layout"] = "full"
+    for got in on_ranks(2, run, tmp_path / "two", settings):
         assert_same_run(got, expected)
+    (tmp_path / "two" / "checkpoints" / "step-2").rename(tmp_path / "moved")
+    for weights, steps in on_ranks(2, run, tmp_path / "two", settings, True):
+        assert_same_run((weights, steps), (expected[0], expected[1][1:]))
 
 
 @pytest.mark.ranks

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
+from cohort.parallel.full import class_before_sharding, is_gathered
 from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
@@ -179,10 +180,11 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
         before, now = saved.get(what, "none"), identity.get(what, "none")
         if before != now:
             raise RunFolderError(f"cannot resume from {folder}: its {what} were {before}, now {now}")
-    if has_adapters(policy.model):
+    adapters = has_adapters(policy.model)
+    if adapters and not is_gathered(policy.model):
         load_adapter_weights(policy.model, folder)
-    else:
-        trained = named_weights(policy.model)
+    else:  # peft does not load into sharded adapters
+        trained = adapter_weights(policy.model) if adapters else named_weights(policy.model)
         _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
         reference = named_weights(models.stored_reference.model)
@@ -297,7 +299,7 @@ def _saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) 
 
 def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
     """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
-    model: Any = type(policy.model)
+    model: Any = class_before_sharding(policy.model)
     with without_progress_bars():
         weights: dict[str, Tensor] = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
     return weights
