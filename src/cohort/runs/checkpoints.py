@@ -279,7 +279,7 @@ def check_saved(policy: Policy, folder: Path) -> None:
 
 
 def _trained_weights(policy: Policy) -> Mapping[str, Tensor]:
-    """What is saved of a policy: its weights; of a model with adapters, the adapter's. They share the model's memory."""
+    """What is saved of a policy: its weights; of a model with adapters, the adapter's. In the model's memory."""
     return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
 
 
