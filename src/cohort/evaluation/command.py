@@ -21,7 +21,7 @@ from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
-from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError
+from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError, RunFolderError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.show import compared, show, write_rows, write_summary
 from cohort.flags import EvalFlags
@@ -225,7 +225,11 @@ def _check_single_turns(model: str) -> None:
     run = RunFolder(path) if path else None
     if run is None or not (steps := run.checkpoint_steps()):
         return
-    if names := saved_identity(run.checkpoint(steps[-1])).get("tools and environments"):
+    try:
+        names = saved_identity(run.checkpoint(steps[-1])).get("tools and environments")
+    except RunFolderError as error:
+        raise ConfigError(f"cannot see what {model} was trained with: {error}. To evaluate it, give --config") from None
+    if names:
         raise ConfigError(
             f"{model} was trained with tools or environments that were passed in Python ({names}): name them, as in "
             "--environment.tools file.py:function or --environment.factory file.py:Class; or give --config to evaluate "

@@ -48,7 +48,7 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
     Raises:
         BaseException: when the function raised on some rank: on every rank, of the type and with the text of the first
             rank that failed, whose number it names. With one rank, the exception itself.
-        RankError: a rank has ended, does not answer, or is at another place.
+        RankError: a rank has ended, does not answer, or is at another place, and this rank has not failed itself.
     """
     if world.size == 1:
         return [function()]
@@ -65,9 +65,9 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
     try:
         outcomes = world.gather_pickled(outcome)
     except RankError:
-        if cause is None:
-            raise
-        raise cause from None  # which says more: the others have failed or been interrupted too
+        if cause is not None:  # the others have ended: this rank's own failure says more
+            raise cause from None
+        raise
     if len(places := {place for place, _ in outcomes}) > 1:
         raise RankError(f"the ranks are at different places: {', '.join(sorted(places))}")
     results: list[Any] = [outcome for _, outcome in outcomes]

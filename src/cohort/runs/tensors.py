@@ -90,7 +90,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, write: bool = Tr
     """
     # Wider types first, as safetensors orders them: so every tensor is aligned. The order is the same on every rank.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    gathered = (_bytes(whole(tensors[name])) for name in names)
+    gathered = (whole(tensors[name]) for name in names)
     try:
         return write_file(path, _chunks(_header(tensors, names), gathered)) if write else None
     finally:
@@ -112,13 +112,10 @@ def _header(tensors: Mapping[str, Tensor], names: Iterable[str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _chunks(header: bytes, gathered: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+def _chunks(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     yield header
-    yield from gathered
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for tensor in tensors:
+        yield memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
