@@ -30,10 +30,15 @@ def longest(completions, **_):
     return [len(text) / (most + 1) for text in completions]
 
 
+def tokenizer():
+    return load_tokenizer(str(DEMO_MODEL))
+
+
 def trained(folder, resume=False, model=None, close=True, **settings):
     """Train; returns the weights, the metrics of each step and the summary."""
-    tokenizer = load_tokenizer(str(DEMO_MODEL))
-    trainer = make_trainer(tokenizer, folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings})
+    trainer = make_trainer(
+        tokenizer(), folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings}
+    )
     steps = list(trainer.steps(resume=resume))
     if close:
         trainer.world.close()
@@ -180,8 +185,7 @@ def various(folder):
 
 def stopped(folder, after, **settings):
     """A run that ends after a step, as one that is killed."""
-    tokenizer = load_tokenizer(str(DEMO_MODEL))
-    made = make_trainer(tokenizer, folder, precision="float64", save_steps=1, **settings)
+    made = make_trainer(tokenizer(), folder, precision="float64", save_steps=1, **settings)
     break_after(made, after)
 
 

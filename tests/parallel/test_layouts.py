@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cohort.parallel import Replicate, World, layout_of
-from tests.parallel.launching import on_ranks
-from tests.parallel.under_layouts import LAYOUTS, gap, on_each_layout, updates
+from tests.parallel.launching import Ranks, on_ranks
+from tests.parallel.under_layouts import LAYOUTS, gap, on_each_layout, out_of_memory_on_one_rank, updates
 
 PLAIN = ("updates", {})
 CASES = [
@@ -16,6 +16,7 @@ CASES = [
     ("updates", {"passes": "custom", "checkpointing": True, "full_kl": True}),
     ("updates", {"passes": "plain", "budget": 60}),
     ("updates", {"lora": True, "full_kl": True}),
+    ("updates", {"experts": True, "budget": 1000}),
 ]
 """Settings of ``updates``."""
 EXACT = 1e-10
@@ -79,11 +80,33 @@ def test_bfloat16_and_kernels_stay_close_to_one_process():
     """Products in bfloat16 round differently when microbatches are cut in another way: Adam's first steps have the
     size of the learning rate whatever the gradient's, so weights may differ by it, and norms by a few percent."""
     cases = [("updates", {"dtype": "bfloat16", "kernels": kernels}) for kernels in (False, True)]
+    adapters = ("updates", {"dtype": "bfloat16", "lora": True})  # weights of two dtypes in a layer
     expected = updates(Replicate(), dtype="bfloat16")
-    for found in on_ranks(2, on_each_layout, list(LAYOUTS), cases):
-        for norms, weights, *_ in found.values():
+    for found in on_ranks(2, on_each_layout, list(LAYOUTS), [*cases, adapters]):
+        for (_, case), (norms, weights, *_) in found.items():
+            if case == len(cases):
+                assert np.isfinite(norms).all()
+                continue
             assert np.allclose(norms[0], expected[0][0], rtol=0.05)
             assert gap(weights, expected[1]) < 6.1e-2
+
+
+@pytest.mark.ranks
+def test_where_passes_exchange_weights_a_rank_without_memory_ends_the_run():
+    with Ranks(2, out_of_memory_on_one_rank, "full") as ranks:
+        ranks.wait(200)
+        (first, second) = (outcome[1] for outcome in ranks.outcomes())
+    assert first[0] == second[0] == "RankError"
+    first, second = first[1], second[1]
+    assert "lost another rank" in first
+    assert "set optim.microbatch_tokens to less than 20" in second
+
+
+@pytest.mark.ranks
+def test_elsewhere_all_ranks_repeat_with_fewer_tokens():
+    found = on_ranks(2, out_of_memory_on_one_rank, "optimizer")
+    assert found[0][0] == "OutOfMemory"
+    assert found[0] == found[1]
 
 
 def test_one_rank_needs_no_division():

@@ -10,7 +10,7 @@ from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.parallel.launching import on_ranks
 from tests.parallel.runs import trained
 from tests.rollout.stand_in_weights import WeightStandIn
-from tests.train.harness import rows_of
+from tests.train.harness import make_trainer, rows_of
 
 STEPS = 3
 
@@ -37,6 +37,14 @@ def run(folder, changes):
     return trained(folder, **changes)
 
 
+def steps_of(folder, changes):
+    """The steps alone: of divided weights, a rank has its share."""
+    trainer = make_trainer(tokenizer(), folder, **changes)
+    steps = list(trainer.steps())
+    trainer.world.close()
+    return steps
+
+
 def drawn(folder, step):
     return [(row["group"], row["token_ids"]) for row in rows_of(folder, step)]
 
@@ -57,6 +65,15 @@ def test_two_ranks_share_the_servers_and_one_sends_the_weights(tmp_path, stand_i
     for one in stand_ins:
         loads = [body for path, body in one.calls if path == "/collective_rpc" and body["method"] == "cohort_load"]
         assert len(loads) == STEPS
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", ["optimizer", "full"])
+def test_divided_weights_are_sent_whole(tmp_path, stand_ins, layout):
+    changes = settings(tmp_path, stand_ins, layout=layout, max_steps=2)
+    for steps in on_ranks(2, steps_of, tmp_path / "two", changes):
+        assert all(line["sampler/gap"] < 1e-5 and line["vllm/probe_gap"] < 1e-5 for line in steps)
+        assert len(steps) == 2
 
 
 @pytest.mark.ranks

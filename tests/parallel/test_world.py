@@ -1,5 +1,7 @@
 """Ranks, their exchanges and their agreement, in processes."""
 
+import os
+
 import pytest
 import torch
 
@@ -121,9 +123,13 @@ def test_exchanges_and_agreement_on_two_ranks():
 def _left_alone():
     world = World.of_environment()
     if world.rank == 1:
-        import os
-
         os._exit(7)
+
+    def interrupted():
+        raise KeyboardInterrupt("first")
+
+    with pytest.raises(KeyboardInterrupt, match="first"):  # it says more than that another rank has gone
+        agreed(world, interrupted)
     world.gather(1)
 
 

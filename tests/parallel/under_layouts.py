@@ -22,6 +22,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
+from tests.policy.test_router import mixture
 from tests.train.updates import batch_for
 
 LAYOUTS = {"replicate": Replicate, "optimizer": Sharded, "full": Full}
@@ -29,12 +30,12 @@ UPDATES = 3
 
 
 def make_policy(
-    dtype="float64", *, lora=False, checkpointing=False, passes="", kernels=False, tie_word_embeddings=False
+    dtype="float64", *, lora=False, checkpointing=False, passes="", kernels=False, experts=False, **changes: Any
 ):
-    """A small policy. ``passes``: "custom" or "plain" instead of the lean ones."""
+    """A small policy. ``passes``: "custom" or "plain" instead of the lean ones; ``experts``: a mixture of experts."""
     compute = getattr(torch, dtype)
     precision = Precision(torch.promote_types(compute, torch.float32), compute)
-    model = tiny_llama(num_hidden_layers=3, tie_word_embeddings=tie_word_embeddings).to(precision.master)
+    model = (mixture() if experts else tiny_llama(num_hidden_layers=3, **changes)).to(precision.master)
     if lora:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")  # peft asks for it
@@ -125,6 +126,7 @@ def state_numbers(optimizer):
 
 def on_each_layout(names, cases):
     """What each layout gives for each case; a case is a function's name and its arguments."""
+    warnings.filterwarnings("error", ".*returned a view tensor.*")
     world = World.of_environment()
     found = {
         (name, index): globals()[function](LAYOUTS[name](world), **settings)
@@ -133,6 +135,21 @@ def on_each_layout(names, cases):
     }
     world.close()
     return found
+
+
+def out_of_memory_on_one_rank(name):
+    """Updates of which rank 1 fails in its third pass."""
+    world = World.of_environment()
+    states, passes = Policy.states, []
+
+    def fails(*arguments: Any, **settings: Any):
+        passes.append(1)
+        if world.rank == 1 and len(passes) == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return states(*arguments, **settings)
+
+    Policy.states = fails
+    return updates(LAYOUTS[name](world))[0]
 
 
 def gap(one, other):

@@ -183,8 +183,8 @@ def test_a_run_saves_adapters_alone_and_merged_and_goes_on_from_them(tmp_path, b
     assert further.last_metrics["kl/k3"] > 0
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base):
-    lora = {"rank": 4}
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"rank": 2, "variant": "dora", "modules_to_save": ["lm_head"]}])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base, lora):
     whole = run(settings(base, tmp_path / "whole", lora, max_steps=3))
     run(settings(base, tmp_path / "run", lora, max_steps=2))
     resumed = run(settings(base, tmp_path / "run", lora, max_steps=3), resume=True)

@@ -237,12 +237,21 @@ def test_a_server_with_a_shorter_context_limits_prompts(policy, start):
 
 def test_completions_are_handed_over_as_they_end(policy, start):
     engine, server = start(policy)
-    server.fault = slow(0.5)
-    ended, started = [], time.monotonic()
-    watch = Watch(on_completion=lambda *_: ended.append(time.monotonic() - started))
-    engine.generate(PROMPTS, 1, Sampling(4), KEY, watch)
-    assert sum(seconds < 0.45 for seconds in ended) == 3
-    assert ended[-1] >= 0.5
+    others, ended = threading.Event(), []
+
+    def waits(number, body, answer):
+        assert number != 1 or others.wait(60)
+        return answer
+
+    def on_completion(prompt, sample, completion):
+        ended.append(prompt)
+        if len(ended) == 3:
+            others.set()
+
+    server.fault = waits
+    engine.generate(PROMPTS, 1, Sampling(4), KEY, Watch(on_completion=on_completion))
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert engine.metrics()["vllm/failures"] == 0
 
 
 def test_tokens_are_reported_when_their_turn_ends(policy, start):
@@ -261,12 +270,12 @@ def test_tokens_are_reported_when_their_turn_ends(policy, start):
 
 def test_cancelled_requests_are_aborted(policy, start):
     engine, server = start(policy)
-    server.fault = slow(5, number=2)
+    server.fault = slow(60, number=2)
     started = time.monotonic()
     seen = []
     watch = Watch(cancelled=lambda: bool(seen), on_completion=lambda *_: seen.append(1))
     groups = engine.generate(PROMPTS[:2], 1, Sampling(4), KEY, watch)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 40
     assert sorted(c.finish_reason.value for c in completions_of(groups))[0] == "cancelled"
     server.fault = slow(0)
     assert engine.fleet.left_out == {}  # the server is not to blame
@@ -322,7 +331,7 @@ FAULTS = {
     "unknown tokens": (changed(token_ids=[99]), "outside the vocabulary"),
     "weights": (changed(weight_versions=[{"version": "other", "start": 0, "end": 9}]), "sampled with weights 'other'"),
     "no weights": (changed(weight_versions=None), "without a version"),
-    "late": (slow(6), "no answer within 2 s"),
+    "late": (slow(30), "no answer within 5 s"),
 }
 
 
@@ -330,7 +339,7 @@ FAULTS = {
 def test_a_server_that_fails_is_left_out_and_its_requests_are_repeated(policy, start, name):
     fault, reason = FAULTS[name]
     sound, _ = start(policy)
-    engine, first, _ = start(policy, 2, request_timeout=2 if name == "late" else 60)
+    engine, first, _ = start(policy, 2, request_timeout=5 if name == "late" else 60)
     first.fault = fault
     groups = engine.generate(PROMPTS, 2, Sampling(6), KEY)
     assert groups == sound.generate(PROMPTS, 2, Sampling(6), KEY)  # same seeds, same weights: the same bits here

@@ -6,6 +6,7 @@ control token, and the tool could end its own message and speak as the user or t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,9 @@ from typing import Any, NamedTuple
 
 from cohort.errors import ConfigError
 from cohort.rollout.trajectory import decode
+
+MAX_FRAMES = 1000
+"""Maximum number of frames that are kept: every row may have its own template variables."""
 
 Span = tuple[int, int]
 
@@ -67,7 +71,7 @@ class Encoder:
         self._unknown = tokenizer.unk_token_id
         plain = [one for _, one in added if not (one.lstrip or one.rstrip or one.single_word or one.normalized)]
         self._plain = _any_of(one.content for one in plain)
-        self._frames: dict[tuple[str, str, bool], Frame] = {}
+        self._frame = functools.lru_cache(MAX_FRAMES)(self._make_frame)
         self._pattern = _any_of(self._control.values())
         self._special = special_tokens(tokenizer)
         self._anchor = next((token.content for _, token in added if not (token.rstrip or token.lstrip)), "")
@@ -95,14 +99,11 @@ class Encoder:
         """``encode`` for pieces that begin and end with a template's text, of which there are few: it is tokenized
         once."""
         first, *texts, last = pieces
-        key = (first, last, inner)
-        if key not in self._frames:
-            self._frames[key] = self._frame(*key)
-        frame = self._frames[key]
+        frame = self._frame(first, last, inner)
         middle = self.encode([frame.first, *texts, frame.last], inner=inner or bool(frame.before))
         return [*frame.before, *middle, *frame.after]
 
-    def _frame(self, first: str, last: str, inner: bool) -> Frame:
+    def _make_frame(self, first: str, last: str, inner: bool) -> Frame:
         start = max((found.end() for found in self._plain.finditer(first)), default=0)
         following = self._plain.search(last)
         end = following.start() if following else len(last)

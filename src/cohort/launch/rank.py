@@ -13,7 +13,6 @@ import runpy
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -21,9 +20,11 @@ from pathlib import Path
 from cohort.launch.ends import End, note_path, write_note
 from cohort.launch.job import Job
 
-SECONDS_TO_END = 5.0
-"""A rank that has failed ends after this time at the latest, so that the others do not wait for it."""
 SECONDS_FOR_RANK_0 = 3.0
+SECONDS_TO_END = 1.0
+"""A rank that has failed is ended after this time: in open process groups, the end of the interpreter may wait for the
+other ranks."""
+INTERRUPTED = 130
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, from linux/prctl.h
 
 
@@ -55,14 +56,17 @@ def main() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code:
-            _failed(notes, End(rank, code, time.time()))
-            _wait_for_rank_0(notes)
+            write_note(notes, End(rank, code, time.time()))
+            if code != INTERRUPTED:  # the launcher interrupts all ranks itself
+                _wait_for_rank_0(notes)
+            _end_soon()
         raise
     except BaseException as error:
-        _failed(notes, End(rank, 1, time.time(), "".join(traceback.format_exception_only(error)).strip()))
+        write_note(notes, End(rank, 1, time.time(), "".join(traceback.format_exception_only(error)).strip()))
         if not rank:
             _print_to(log)
         traceback.print_exc()
+        _end_soon()
         sys.exit(1)
 
 
@@ -79,19 +83,18 @@ def _print_to(log: Path) -> None:
     print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {here}")
 
 
-def _failed(notes: Path, end: End) -> None:
-    write_note(notes, end)
-    timer = threading.Timer(SECONDS_TO_END, os._exit, [end.code])
-    timer.daemon = True
-    timer.start()
-
-
 def _wait_for_rank_0(notes: Path) -> None:
     """Wait until rank 0 has failed too, for a while: the first rank that ends makes the launcher end the others, and
     rank 0 may still be reporting the same error."""
     until = time.monotonic() + SECONDS_FOR_RANK_0
     while not note_path(notes, 0).exists() and time.monotonic() < until:
         time.sleep(0.05)
+
+
+def _end_soon() -> None:
+    """Let the kernel end this process if its interpreter does not; what Python still has to do comes before."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_END)
 
 
 def _end_with(launcher: int) -> None:

@@ -48,7 +48,7 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
     Raises:
         BaseException: when the function raised on some rank: on every rank, of the type and with the text of the first
             rank that failed, whose number it names. With one rank, the exception itself.
-        RankError: a rank has ended, does not answer, or is at another place.
+        RankError: a rank has ended, does not answer, or is at another place, and this rank has not failed itself.
     """
     if world.size == 1:
         return [function()]
@@ -62,7 +62,12 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
         outcome, cause = pickled((place, Failure.of(world.rank, error))), error
         if not world.is_main:  # the console is rank 0's
             log.error("rank %d of %d failed", world.rank, world.size, exc_info=error)
-    outcomes = world.gather_pickled(outcome)
+    try:
+        outcomes = world.gather_pickled(outcome)
+    except RankError:
+        if cause is not None:  # the others have ended: this rank's own failure says more
+            raise cause from None
+        raise
     if len(places := {place for place, _ in outcomes}) > 1:
         raise RankError(f"the ranks are at different places: {', '.join(sorted(places))}")
     results: list[Any] = [outcome for _, outcome in outcomes]

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from cohort.errors import ModelError
+from cohort.errors import ConfigError, ModelError
 from cohort.parallel.sharded import clip_sharded, rank_mesh
 from cohort.parallel.world import World
 
@@ -55,11 +56,22 @@ def class_before_sharding(module: nn.Module) -> type:
 
 
 class Full:
-    """See the module. Weights are gathered in the dtype that they are trained in."""
+    """See the module. Weights are gathered in the dtype that they are trained in.
+
+    Raises:
+        ConfigError: PyTorch is too old.
+    """
 
     passes_exchange = True
 
     def __init__(self, world: World) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"parallel.layout 'full' needs PyTorch 2.13 or later, and this is {torch.__version__}: update it, or "
+                "set parallel.layout to 'optimizer'"
+            )
         self.world = world
         self._layers: dict[int, list[Any]] = {}
 

@@ -95,12 +95,11 @@ class Sharded:
         for bucket in buckets(list(some)):
             shards = [some[weight] for weight in bucket]
             grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
-            sums = self.world.scatter_sum(
-                torch.cat([s.padded(grad, size) for s, grad in zip(shards, grads, strict=True)], dim=1)
-            )
+            rows = [shard.padded(grad, size) for shard, grad in zip(shards, grads, strict=True)]
+            sums = self.world.scatter_sum(torch.cat(rows, dim=1))
             for shard, piece in zip(shards, sums.split([shard.width for shard in shards]), strict=True):
                 local = piece.view(shard.rows, *shard.whole.shape[1:])[: len(shard.local)]
-                shard.part.grad = _like(shard.part, local.clone())
+                shard.part.grad = _like(shard.part, local)
                 shard.whole.grad = None
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:

@@ -1,6 +1,6 @@
 """A Hugging Face causal language model as a policy."""
 
-from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, load_adapter_weights, merged
+from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, merged
 from cohort.policy.compute import disable_dropout, enable_checkpointing
 from cohort.policy.export import named_weights
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms

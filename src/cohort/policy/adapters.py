@@ -118,10 +118,3 @@ def adapter_weights(model: Any) -> dict[str, Any]:
     """The trained adapter's weights under the names of their file."""
     weights: dict[str, Any] = peft_library().get_peft_model_state_dict(model, adapter_name=TRAINED)
     return weights
-
-
-def load_adapter_weights(model: Any, folder: Path) -> None:
-    """Load a saved adapter into the trained adapter of a model, which has the same structure."""
-    peft = peft_library()
-    weights = peft.load_peft_weights(str(folder), device=str(next(model.parameters()).device))
-    peft.set_peft_model_state_dict(model, weights, adapter_name=TRAINED)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
-from cohort.policy import Policy, adapter_weights, has_adapters, load_adapter_weights, merged, without_progress_bars
+from cohort.parallel.full import class_before_sharding
+from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
@@ -179,11 +180,8 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
         before, now = saved.get(what, "none"), identity.get(what, "none")
         if before != now:
             raise RunFolderError(f"cannot resume from {folder}: its {what} were {before}, now {now}")
-    if has_adapters(policy.model):
-        load_adapter_weights(policy.model, folder)
-    else:
-        trained = named_weights(policy.model)
-        _fill(trained, _saved_weights(policy, folder, trained), folder)
+    trained = _trained_weights(policy)
+    _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
@@ -268,9 +266,8 @@ def check_saved(policy: Policy, folder: Path) -> None:
     Raises:
         RunFolderError: a tensor differs or is missing.
     """
-    adapters = has_adapters(policy.model)
-    trained: Mapping[str, Tensor] = adapter_weights(policy.model) if adapters else named_weights(policy.model)
-    saved = _read_weights(folder) if adapters else _saved_weights(policy, folder, trained)
+    trained = _trained_weights(policy)
+    saved = _saved_weights(policy, folder, trained)
     for name, tensor in trained.items():
         if name in saved and not _bit_equal(share(saved[name], tensor), own(tensor)):
             raise RunFolderError(
@@ -279,6 +276,11 @@ def check_saved(policy: Policy, folder: Path) -> None:
             )
     if missing := [name for name in trained if name not in saved]:
         raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
+
+
+def _trained_weights(policy: Policy) -> Mapping[str, Tensor]:
+    """What is saved of a policy: its weights; of a model with adapters, the adapter's. In the model's memory."""
+    return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -292,12 +294,12 @@ def _saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) 
     writes the architecture's weights in another form, through transformers."""
     saved = _read_weights(folder)
     as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
-    return saved if as_they_are else _loaded_weights(policy, folder)
+    return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
 
 
 def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
     """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
-    model: Any = type(policy.model)
+    model: Any = class_before_sharding(policy.model)
     with without_progress_bars():
         weights: dict[str, Tensor] = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
     return weights
