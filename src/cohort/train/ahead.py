@@ -6,6 +6,7 @@ rollouts may be awaited at the same time, but functions are called in the order 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -124,9 +125,12 @@ class Ahead:
         return {**sampled.metrics, **phases, **lag}
 
     def abandon(self) -> None:
-        """End it: cancel what is being sampled and what is awaited. A function of the user that runs in this process
-        and takes more than ``ABANDON_SECONDS`` is left behind."""
+        """Cancel what is being sampled and what is awaited."""
         self._abandoned.set()
+
+    def join(self) -> None:
+        """Wait until it has ended after ``abandon``. A function of the user that runs in this process and takes more
+        than ``ABANDON_SECONDS`` is left behind."""
         if self._thread is not None:
             self._thread.join(ABANDON_SECONDS)
             if self._thread.is_alive():
@@ -160,7 +164,7 @@ class Ahead:
         Raises:
             CancelledError: nobody does; what was sampled may be incomplete.
         """
-        if any(self.world.gather(self._abandoned.is_set())):  # all ranks stop at the same place
+        if self.in_background and any(self.world.gather(self._abandoned.is_set())):  # all ranks stop at one place
             raise CancelledError
 
     def free_engine(self) -> None:
@@ -186,13 +190,20 @@ class Ahead:
             self._ended.set()
 
 
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """One for all rollouts: torch keeps freed memory for the stream that it was allocated on."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 @contextmanager
 def _in_thread(device: torch.device, threads: int, copied: Any) -> Iterator[None]:
-    torch.set_num_threads(threads)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
     if copied is None:
         yield
         return
-    stream = torch.cuda.Stream(device, priority=-1)
+    stream = _stream(device)
     stream.wait_event(copied)
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield

@@ -94,5 +94,7 @@ class TrainerParts:
 
     def abandon_pending(self) -> None:
         """End the pending rollouts. A run that goes on samples them anew."""
+        for one in self.pending:
+            one.abandon()
         while self.pending:
-            self.pending.pop().abandon()
+            self.pending.popleft().join()
