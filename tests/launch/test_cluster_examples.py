@@ -112,9 +112,9 @@ def run_script(tmp_path):
         kept = {name: value for name, value in os.environ.items() if name not in unset}
         environment = kept | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"), **variables}
         command = ["bash", "-c", script]
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
-        ).stdout
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run
 

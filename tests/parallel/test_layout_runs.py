@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from cohort.policy import load_tokenizer
+from tests.conftest import DEMO_MODEL
 from tests.parallel.launching import on_ranks
-from tests.parallel.runs import digits, longest, tokenizer
+from tests.parallel.runs import digits, longest
 from tests.parallel.under_layouts import gap
 from tests.train.harness import ROWS, make_trainer
 
@@ -27,8 +29,14 @@ SETTINGS = {
 def run(folder, settings, resume=False):
     """The weights and the metrics of a run."""
     trainer = make_trainer(
-        tokenizer(), folder, rewards=[digits, longest], eval_rows=ROWS[:3], **{**SETTINGS, **settings}
+        load_tokenizer(str(DEMO_MODEL)),
+        folder,
+        rewards=[digits, longest],
+        eval_rows=ROWS[:3],
+        **{**SETTINGS, **settings},
     )
+    if trainer.world.is_main:
+        trainer.describe()  # asks no other rank
     steps = list(trainer.steps(resume=resume))
     with trainer.layout.whole(trainer.policy.model):
         weights = {n: p.detach().clone().double().numpy() for n, p in trainer.policy.model.named_parameters()}

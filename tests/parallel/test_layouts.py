@@ -99,7 +99,7 @@ def test_where_passes_exchange_weights_a_rank_without_memory_ends_the_run():
     assert first[0] == second[0] == "RankError"
     first, second = first[1], second[1]
     assert "lost another rank" in first
-    assert "set optim.microbatch_tokens below 20" in second
+    assert "set optim.microbatch_tokens to less than 20" in second
 
 
 @pytest.mark.ranks

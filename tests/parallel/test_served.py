@@ -9,7 +9,7 @@ from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.parallel.launching import on_ranks
 from tests.parallel.runs import trained
-from tests.rollout.stand_in_weights import WeightStandIn
+from tests.rollout.vllm.stand_in_weights import WeightStandIn
 from tests.train.harness import make_trainer, rows_of
 
 STEPS = 3

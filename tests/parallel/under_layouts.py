@@ -126,6 +126,7 @@ def state_numbers(optimizer):
 
 def on_each_layout(names, cases):
     """What each layout gives for each case; a case is a function's name and its arguments."""
+    warnings.filterwarnings("error", ".*returned a view tensor.*")
     world = World.of_environment()
     found = {
         (name, index): globals()[function](LAYOUTS[name](world), **settings)

@@ -13,7 +13,7 @@ from tests.conftest import tiny_llama
 from tests.environments.templates import FAMILIES
 from tests.environments.test_training import model as conversing
 from tests.environments.test_training import trainer as episode_trainer
-from tests.rollout.stand_in import DirectTransport, StandIn
+from tests.rollout.vllm.stand_in import DirectTransport, StandIn
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of, rows_of, same_parameters, untimed_metrics_of
 
 STEPS = 3
@@ -111,7 +111,7 @@ def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve):
 
 
 def test_a_run_without_servers_stops_and_is_resumed(demo_tokenizer, tmp_path, serve, monkeypatch):
-    monkeypatch.setattr("cohort.rollout.vllm.BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr("cohort.rollout.vllm.engine.BACKOFF_SECONDS", 0.01)
     _, stand_in = serve(demo_tokenizer)
     straight = served(demo_tokenizer, tmp_path / "straight", stand_in)
     straight.train()

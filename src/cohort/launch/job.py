@@ -100,16 +100,7 @@ def job_of(
             "train', and name run.output_dir"
         )
     ranks = flags.ranks or _gpus(device) or 1
-    total = ranks * flags.nnodes
-    # In the layout "full", a rank without prompts still holds its part of the weights.
-    if prompts is not None and total > prompts and (flags.layout or layout) != "full":
-        raise ConfigError(
-            f"{total} ranks would share the {prompts} prompts of a step, and some would have none: set "
-            f"rollout.prompts_per_step to a multiple of {total}, start fewer ranks, or take the layout 'full' if the "
-            "model needs the memory of all"
-        )
-    if total > 1 and ":" in device:
-        raise ConfigError(f"model.device {device!r} is one GPU, and there are {total} ranks: set it to 'cuda'")
+    _check_total(ranks * flags.nnodes, flags.layout or layout, prompts, device)
     if output_dir is None:
         from cohort.runs import RunFolder
 
@@ -172,6 +163,18 @@ def _check_machines(flags: LaunchFlags, output_dir: str | None) -> None:
         raise ConfigError(
             "several machines write one run folder, on storage that they share: set run.output_dir (demo: --output-dir)"
         )
+
+
+def _check_total(ranks: int, layout: str | None, prompts: int | None, device: str) -> None:
+    # In the layout "full", a rank without prompts still holds its part of the weights.
+    if prompts is not None and ranks > prompts and layout != "full":
+        raise ConfigError(
+            f"{ranks} ranks would share the {prompts} prompts of a step, and some would have none: set "
+            f"rollout.prompts_per_step to a multiple of {ranks}, start fewer ranks, or take the layout 'full' if the "
+            "model needs the memory of all"
+        )
+    if ranks > 1 and ":" in device:
+        raise ConfigError(f"model.device {device!r} is one GPU, and there are {ranks} ranks: set it to 'cuda'")
 
 
 def _gpus(device: str) -> int:

@@ -47,7 +47,8 @@ class LeanLayers:
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        return call_gathered(self.model.model, partial(self._run, ids_T, positions_T, packed))
+        found = call_gathered(self.model.model, partial(self._run, ids_T, positions_T, packed))
+        return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
 
     def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         with self.model.compute():
@@ -57,8 +58,7 @@ class LeanLayers:
             for number, layer in enumerate(self.anatomy.layers):
                 run = partial(self._outputs, number, angles, packed)
                 x, update, _ = call_gathered(layer.module, run, x, update)
-            found = Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
-            return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
+            return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
 
     def _outputs(
         self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None

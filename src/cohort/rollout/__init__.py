@@ -19,14 +19,14 @@ from cohort.rollout.engine import (
     required_capabilities,
 )
 from cohort.rollout.philox import Purpose, RNGKey, philox4x32
-from cohort.rollout.server import Server
 from cohort.rollout.settings import Sampling
+from cohort.rollout.vllm.server import Server
 
 if TYPE_CHECKING:
     from cohort.rollout.local import LocalEngine
     from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens
     from cohort.rollout.setup import EngineSetup, local_engine
-    from cohort.rollout.vllm import VLLMEngine
+    from cohort.rollout.vllm.engine import VLLMEngine
 
 __all__ = [
     "Capabilities",
@@ -58,7 +58,7 @@ _WITH_TORCH = {
     "EngineSetup": "setup",
     "LocalEngine": "local",
     "RowSettings": "sampling",
-    "VLLMEngine": "vllm",
+    "VLLMEngine": "vllm.engine",
     "draw_tokens": "sampling",
     "local_engine": "setup",
 }

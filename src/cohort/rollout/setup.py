@@ -12,16 +12,16 @@ from cohort.config import GRPOConfig, RolloutConfig
 from cohort.errors import ConfigError
 from cohort.parallel import World
 from cohort.policy import Policy, end_token_ids, resolve_device, resolve_precision
-from cohort.rollout.connect import check_servers, servers_of
 from cohort.rollout.engine import check_capabilities
 from cohort.rollout.local import LocalEngine
-from cohort.rollout.own_server import OwnServer
-from cohort.rollout.plugin import ServerDescription, check_sizes
-from cohort.rollout.probe import ServerProbe
-from cohort.rollout.server import Server, WeightTransport
 from cohort.rollout.settings import Sampling
-from cohort.rollout.transports import transport_of
-from cohort.rollout.vllm import LOWEST_TEMPERATURE, VLLMEngine
+from cohort.rollout.vllm.connect import check_servers, servers_of
+from cohort.rollout.vllm.engine import LOWEST_TEMPERATURE, VLLMEngine
+from cohort.rollout.vllm.own_server import OwnServer
+from cohort.rollout.vllm.plugin import ServerDescription, check_sizes
+from cohort.rollout.vllm.probe import ServerProbe
+from cohort.rollout.vllm.server import Server, WeightTransport
+from cohort.rollout.vllm.transports import transport_of
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig, *, ahead: bool = False) -> LocalEngine:

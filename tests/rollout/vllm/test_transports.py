@@ -12,10 +12,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout import transports
-from cohort.rollout.plugin import check_sizes, describe_server
-from cohort.rollout.server import Server
-from cohort.rollout.transports import FileTransport, GroupTransport, transport_of
+from cohort.rollout.vllm import transports
+from cohort.rollout.vllm.plugin import check_sizes, describe_server
+from cohort.rollout.vllm.server import Server
+from cohort.rollout.vllm.transports import FileTransport, GroupTransport, transport_of
 
 from .stand_in_weights import RefusedError, WeightStandIn
 

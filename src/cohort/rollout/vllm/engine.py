@@ -21,11 +21,11 @@ from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights
 from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
-from cohort.rollout.fleet import Fleet
-from cohort.rollout.server import Probe, Server, ServerError, WeightTransport
 from cohort.rollout.stops import StopStrings
 from cohort.rollout.trajectory import Trajectory
-from cohort.rollout.wire import GENERATE, DrawnTurn, WrongWeightsError, generate_request, read_answer
+from cohort.rollout.vllm.fleet import Fleet
+from cohort.rollout.vllm.server import Probe, Server, ServerError, WeightTransport
+from cohort.rollout.vllm.wire import GENERATE, DrawnTurn, WrongWeightsError, generate_request, read_answer
 from cohort.types import FinishReason
 
 POLL_SECONDS = 0.02

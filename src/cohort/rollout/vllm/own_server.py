@@ -18,8 +18,8 @@ from typing import Any
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.plugin import PLUGIN, PLUGIN_ARGUMENTS
-from cohort.rollout.server import Server
+from cohort.rollout.vllm.plugin import PLUGIN, PLUGIN_ARGUMENTS
+from cohort.rollout.vllm.server import Server
 
 HOST = "127.0.0.1"
 GUARD = Path(__file__).with_name("guard.py")

@@ -11,7 +11,7 @@ import torch
 
 from cohort.errors import PolicyMismatchError
 from cohort.policy import Policy, context_length
-from cohort.rollout.server import Probe, Server, ServerError
+from cohort.rollout.vllm.server import Probe, Server, ServerError
 
 GENERATE = "/inference/v1/generate"
 THRESHOLDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}

@@ -1,4 +1,4 @@
-"""The server that the trainer starts. A small HTTP server in place of vLLM; see test_vllm_real.py for the real one."""
+"""The server that the trainer starts. A small HTTP server in place of vLLM; see test_real.py for the real one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.own_server import OwnServer, server_arguments, server_environment
+from cohort.rollout.vllm.own_server import OwnServer, server_arguments, server_environment
 
 API_SERVER = """
 import json, os, subprocess, sys, time
@@ -121,7 +121,7 @@ def test_a_server_answers_and_ends_with_all_it_has_started(python, tmp_path, mon
 
 def test_a_server_ends_when_the_trainer_is_killed(python):
     code = (
-        "import sys; from cohort.config import VLLMConfig; from cohort.rollout.own_server import OwnServer\n"
+        "import sys; from cohort.config import VLLMConfig; from cohort.rollout.vllm.own_server import OwnServer\n"
         f"own = OwnServer(VLLMConfig(start=True, python={python!r}), 'm', dtype='float32'); own.wait(30)\n"
         "print(own.server.get('/')['child'], flush=True); sys.stdin.read()"
     )

@@ -18,13 +18,13 @@ from cohort.demo.task import accuracy, problems
 from cohort.errors import ConfigError, EngineError, PolicyMismatchError
 from cohort.policy import load_policy
 from cohort.rollout import RNGKey, Sampling, Watch
-from cohort.rollout.own_server import OwnServer
-from cohort.rollout.plugin import check_sizes, describe_server
-from cohort.rollout.probe import ServerProbe
-from cohort.rollout.transports import transport_of
+from cohort.rollout.vllm.own_server import OwnServer
+from cohort.rollout.vllm.plugin import check_sizes, describe_server
+from cohort.rollout.vllm.probe import ServerProbe
+from cohort.rollout.vllm.transports import transport_of
 from tests.conftest import DEMO_MODEL
 
-PYTHON = Path(os.environ.get("COHORT_VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
+PYTHON = Path(os.environ.get("COHORT_VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM: run `make vllm`"),
@@ -224,7 +224,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
 
 
 def test_a_server_without_the_plugin_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("cohort.rollout.own_server.PLUGIN_ARGUMENTS", ())
+    monkeypatch.setattr("cohort.rollout.vllm.own_server.PLUGIN_ARGUMENTS", ())
     policy = policy_of(make_model(tied=False))
     with running(policy.model, tmp_path / "model") as own:
         with pytest.raises(ConfigError, match="--worker-extension-cls"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cohort.errors import ConfigError
-from cohort.rollout.server import Server, ServerError
+from cohort.rollout.vllm.server import Server, ServerError
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 """The folder of what servers load."""

@@ -11,12 +11,14 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from cohort.errors import ConfigError, DataError, EngineError
 from cohort.policy import Policy, Precision, named_weights
-from cohort.rollout import Request, RNGKey, Sampling, Server, VLLMEngine, Watch, fleet, vllm
+from cohort.rollout import Request, RNGKey, Sampling, Server, VLLMEngine, Watch
+from cohort.rollout.vllm import engine as vllm
+from cohort.rollout.vllm import fleet
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.rollout.conftest import drawn_ids
-from tests.rollout.stand_in import DirectTransport, RefusedError, StandIn, slow
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
+from tests.rollout.vllm.stand_in import DirectTransport, RefusedError, StandIn, slow
 
 PROMPTS = prompts((5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36), (2, 3))
 KEY = RNGKey(0, 3)

@@ -6,10 +6,10 @@ import pytest
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.connect import check_servers, servers_of
-from cohort.rollout.server import Server, ServerError
+from cohort.rollout.vllm.connect import check_servers, servers_of
+from cohort.rollout.vllm.server import Server, ServerError
 from tests.conftest import tiny_llama
-from tests.rollout.stand_in import RefusedError, StandIn
+from tests.rollout.vllm.stand_in import RefusedError, StandIn
 
 VOCABULARY = 37
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.rollout.server import Server, ServerError
 from cohort.rollout.trajectory import Trajectory
+from cohort.rollout.vllm.server import Server, ServerError
 from cohort.types import FinishReason
 
 GENERATE = "/inference/v1/generate"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threading import Condition
 
 from cohort.errors import EngineError
-from cohort.rollout.server import Server, ServerError
+from cohort.rollout.vllm.server import Server, ServerError
 
 log = logging.getLogger("cohort.rollout")
 KEEP_TOGETHER = 16

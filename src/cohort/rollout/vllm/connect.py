@@ -9,9 +9,9 @@ from typing import Any
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.plugin import start_command
-from cohort.rollout.server import Server, ServerError
-from cohort.rollout.wire import GENERATE
+from cohort.rollout.vllm.plugin import start_command
+from cohort.rollout.vllm.server import Server, ServerError
+from cohort.rollout.vllm.wire import GENERATE
 
 OLDEST = (0, 32)
 """The first version of vLLM whose answers name the weights that they come from."""

@@ -25,8 +25,8 @@ from torch import Tensor, distributed
 
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.plugin import PLUGIN, ServerDescription, describe_server, how_to_start
-from cohort.rollout.server import Server, ServerError, WeightTransport
+from cohort.rollout.vllm.plugin import PLUGIN, ServerDescription, describe_server, how_to_start
+from cohort.rollout.vllm.server import Server, ServerError, WeightTransport
 
 FILE_BYTES = 2**30
 """Weights per file: what is in memory beside the policy while files are written."""
