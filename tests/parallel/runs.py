@@ -34,11 +34,13 @@ def tokenizer():
     return load_tokenizer(str(DEMO_MODEL))
 
 
+REWARDS = [digits, longest, digits_reward]
+"""One of each kind: per sample, per group, and of the whole rollout."""
+
+
 def trained(folder, resume=False, model=None, close=True, **settings):
     """Train; returns the weights, the metrics of each step and the summary."""
-    trainer = make_trainer(
-        tokenizer(), folder, model=model, **{"rewards": [digits, longest, digits_reward], **settings}
-    )
+    trainer = make_trainer(tokenizer(), folder, model=model, **{"rewards": REWARDS, **settings})
     steps = list(trainer.steps(resume=resume))
     if close:
         trainer.world.close()
@@ -185,7 +187,7 @@ def various(folder):
 
 def stopped(folder, after, **settings):
     """A run that ends after a step, as one that is killed."""
-    made = make_trainer(tokenizer(), folder, precision="float64", save_steps=1, **settings)
+    made = make_trainer(tokenizer(), folder, rewards=REWARDS, precision="float64", save_steps=1, **settings)
     break_after(made, after)
 
 

@@ -45,5 +45,5 @@ def test_three_updates(size, kind):
     """With "few", one prompt's completions are all there is: the other ranks' shares are empty."""
     ranks, single = on_ranks(size, training, "replicate", kind), training("replicate", kind)
     compare(ranks, single)
-    assert single["version"] == len(single["norms"])
+    assert single["version"] == np.count_nonzero(single["norms"]) > 1  # an update whose tokens are all clipped is none
     assert (ranks[0]["load"][0] == size) == (kind == "few")

@@ -156,7 +156,7 @@ def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settin
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer, tmp_path, lag):
     def make(folder):
         settings = {"lag": lag, "max_steps": 5, "save_steps": 1, "num_iterations": 2, "minibatches": 2, "top_p": 0.9}
