@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow mutants check format model gpu fake-cuda vllm vllm-test clean
+.PHONY: demo quick test parity slow ranks mutants check format model gpu fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -56,6 +56,9 @@ model: .venv/demo.stamp
 
 # vLLM in an environment of its own, and the tests with a real server (see docs/scale.md).
 vllm: .venv-vllm/stamp
+
+ranks: .venv/dev.stamp
+	$(BIN)/python -m pytest -q -n0 -m ranks
 
 vllm-test: .venv/dev.stamp .venv-vllm/stamp
 	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout
