@@ -9,8 +9,8 @@ from cohort.errors import ConfigError, PolicyMismatchError
 from cohort.parallel import World
 from cohort.policy import load_model, resolve_device, resolve_precision
 from cohort.rollout import EngineSetup
+from tests.conftest import DEMO_MODEL
 
-from ..conftest import DEMO_MODEL
 from .stand_in_weights import GENERATE, WeightStandIn
 
 ROWS = [{"prompt": f"{number}+1="} for number in range(8)]
