@@ -11,7 +11,7 @@ from cohort.errors import NonFiniteError, PolicyMismatchError
 from cohort.objective import PRESETS
 from cohort.rewards import RewardRunner
 from cohort.rewards.scores import Scores
-from cohort.rollout import RNGKey, Sampling
+from cohort.rollout import Capabilities, RNGKey, Sampling
 from cohort.train import Rollout, assign_advantages, lay_out
 from cohort.types import Completion, FinishReason, Group, Prompt, Support
 from tests.policy.plain import plain_rows
@@ -27,6 +27,8 @@ class PlainEngine:
 
     ``broken`` returns the finish reason of a completion ``(uid, sample)`` that fails, or None.
     """
+
+    capabilities = Capabilities(shared_weights=True)
 
     def __init__(self, policy, tokenizer, length=6, broken=lambda uid, sample: None):
         self.policy, self.tokenizer, self.length, self.broken = policy, tokenizer, length, broken

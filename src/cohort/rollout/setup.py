@@ -157,8 +157,6 @@ def check_settings(config: GRPOConfig, ranks: int) -> None:
         raise ConfigError(
             f"vllm.start is for one process, and there are {ranks}: start a server and set vllm.url to it"
         )
-    if config.vllm.sleep and config.rollout.lag:
-        raise ConfigError("vllm.sleep frees servers during updates, and rollout.lag samples then: set one of them")
     if config.vllm.sleep and config.vllm.transport == "group" and config.vllm.start:
         raise ConfigError(
             "vllm.sleep is for a server on the trainer's own GPU, and NCCL connects no two processes on one GPU: set "
