@@ -57,6 +57,8 @@ class World:
     """Number among the ranks of this machine: the index of its GPU."""
     control: Any = field(default=None, repr=False, compare=False)
     """The process group of Python values; None for a single process."""
+    timeout: float = TIMEOUT
+    """Seconds that the ranks wait for each other."""
     exchanged: Exchanged = field(default_factory=Exchanged, repr=False, compare=False)
 
     @classmethod
@@ -90,7 +92,7 @@ class World:
                     "one rank for each device"
                 )
             torch.cuda.set_device(local_rank)
-        return cls(rank, size, local_rank, _control_group(timeout))
+        return cls(rank, size, local_rank, _control_group(timeout), timeout)
 
     @property
     def is_main(self) -> bool:
@@ -195,9 +197,8 @@ class World:
             return self
         import torch.distributed as dist
 
-        return replace(
-            self, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT)), exchanged=Exchanged()
-        )
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return replace(self, control=control, exchanged=Exchanged())
 
     def costs(self) -> Exchanged:
         """What the exchanges since the last call have cost this rank."""
