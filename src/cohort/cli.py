@@ -177,7 +177,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     Args:
         command: The command that every rank runs: 'train' or 'demo' with its arguments.
     """
-    from cohort.launch import job_of
+    from cohort.launch import check_settings, job_of, settings_of
     from cohort.launch import launch as run
 
     # torch's warnings about a rank that has died are pages long, and the launcher says what is to be known.
@@ -188,9 +188,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
         raise ConfigError(f"cohort launch starts 'train' or 'demo'{given}; other commands run in one process")
     inner, bound, _ = app.parse_args(list(command), exit_on_error=False, print_error=False)
     if inner is train:
-        from cohort.config import load_config
-
-        settings = load_config(bound.args[0], bound.args[1:])  # mistakes are reported once
+        settings = settings_of(bound.args[0], bound.args[1:], flags)  # mistakes are reported once
         job = job_of(
             command,
             flags,
@@ -198,8 +196,9 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
             device=settings.model.device,
             layout=settings.parallel.layout,
             prompts=settings.rollout.prompts_per_step,
-            restartable=bound.kwargs.get("resume") == "auto",
+            resume=bound.kwargs.get("resume", False),
         )
+        check_settings(settings, job.ranks * job.nodes)
     elif inner is demo:
         job = job_of(command, flags, output_dir=bound.kwargs.get("output_dir"), device="cpu")
     else:

@@ -10,10 +10,11 @@ from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
 from cohort.launch import Job, job_of
 from cohort.launch import job as job_module
-from cohort.launch.ends import End, explain_failure, first_end
+from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end
 from cohort.launch.job import check_gpus
 
 TRAIN = ("train", "c.toml")
+VLLM = "launch --ranks 2 --dry-run train c.toml --rollout.engine vllm"
 
 
 @pytest.fixture
@@ -82,6 +83,21 @@ def test_several_machines(config, capsys):
         ("launch --ranks 2 --nnodes 2 --rdzv-endpoint a:1 train c.toml", "set run.output_dir"),
         ("launch --ranks 2 --max-restarts 1 train c.toml", "add --resume auto"),
         ("launch --ranks 2 --max-restarts 1 train c.toml --resume", "add --resume auto"),
+        ("launch --ranks 2 train c.toml --resume", "to resume a run, set run.output_dir to its folder"),
+        ("launch --ranks 2 --dry-run train c.toml --resume auto", "to resume a run, set run.output_dir"),
+        ("launch train c.toml --ranks 2", "--ranks is an option of cohort launch: put it before 'train'"),
+        ("launch train c.toml --rdzv-id=7", "--rdzv-id is an option of cohort launch: put it before 'train'"),
+        (
+            "launch --layout full train c.toml --parallel.layout optimizer",
+            "--layout is 'full' and --parallel.layout 'optimizer': leave one of them out",
+        ),
+        (
+            "launch --ranks 2 --layout full --dry-run train c.toml --rollout.lag 1",
+            "rollout.lag, with rollout.engine 'l",
+        ),
+        ("launch --ranks 2 --dry-run train c.toml --rollout.engine vllm", "set vllm.url to the address of a server"),
+        (f"{VLLM} --vllm.url http://8.8.8.8:8000", "is a public address (8.8.8.8)"),
+        (f"{VLLM} --vllm.start true --vllm.python python", "vllm.start is for one process, and there are 2"),
         ("launch --ray --ranks 2 --max-restarts 1 train c.toml --resume auto", "--ray chooses the machines itself"),
         ("launch --ranks 2 train c.toml --model.device cuda:1", "is one GPU, and there are 2 ranks"),
     ],
@@ -94,7 +110,7 @@ def test_refused_with_what_to_do(config, capsys, arguments, message):
 def test_a_rank_does_not_launch_ranks(config, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["launch", "--ranks", "2", "train", "c.toml"]) == 2
+    assert main(["launch", "--ranks", "2", "--dry-run", "train", "c.toml"]) == 2
     assert "this process is a rank already (RANK and WORLD_SIZE are set)" in capsys.readouterr().err
 
 
@@ -131,6 +147,7 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
         ([End(0, TERMINATED, 10.0), End(1, 1, 10.5, "boom")], 0),  # ended by somebody else
         ([End(1, 1, 10.5, "boom"), End(0, TERMINATED, 10.0)], 1),  # ended by the launcher
         ([End(0, 1, 10.6, "lost"), End(1, 1, 10.5, "boom")], 1),
+        ([End(0, 1, 10.0), End(1, 7, 10.2, noted=False)], 1),  # os._exit
     ],
 )
 def test_the_first_failure_is_the_cause(ends, first):
@@ -153,3 +170,15 @@ def test_a_failure_is_explained(tmp_path):
     assert text.endswith(f"log is {job.log(1)}; {tmp_path} has a checkpoint of step 7: continue with --resume")
     assert explain_failure(job, [End(1, 2, 1.0), End(0, 2, 1.1)]) == (2, None)  # rank 0 has said it
     assert explain_failure(job, [End(1, 2, 1.0), End(0, 1, 1.1)]) == (2, f"rank 1: no disk; its log is {job.log(1)}")
+
+
+def test_a_rank_that_ends_without_a_message(tmp_path):
+    job = Job(TRAIN, tmp_path, ranks=2)
+    log = job.log(1)
+    log.parent.mkdir()
+    log.write_text(f"cohort: error: of an earlier start\n{LOG_HEADER}1 of 2, 2026-01-01 00:00:00, process 5 on node\n")
+    message = f"rank 1 ended with exit code 7, without a message; its log is {log}; {tmp_path} has no checkpoint yet"
+    assert explain_failure(job, [End(1, 7, 1.0), End(0, TERMINATED, 2.0)]) == (7, message)
+    with log.open("a") as file:
+        file.write("a line of the run\n")
+    assert explain_failure(job, [End(1, 7, 1.0, noted=False), End(0, 7, 2.0)]) == (7, message)

@@ -13,6 +13,8 @@ from cohort.launch.job import Job
 
 SECONDS_TO_NOTICE = 5.0
 """Within this time, the launcher has noticed that a signal ended a rank."""
+LOG_HEADER = "--- rank "
+"""A rank's log begins with this at each start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class End:
     """When it failed, in seconds since the epoch."""
     error: str | None = None
     """An exception that nothing caught: its type and text."""
+    noted: bool = True
+    """Whether the rank has left this itself. It cannot if a signal or ``os._exit`` ends it."""
 
 
 def note_path(notes: Path, rank: int) -> Path:
@@ -42,16 +46,16 @@ def read_end(notes: Path, rank: int, code: int, noticed: float) -> End:
     """The end of a rank: as it noted it, or, if it could not, as it was noticed."""
     with contextlib.suppress(OSError, ValueError):
         return End(**json.loads(note_path(notes, rank).read_text(encoding="utf-8")))
-    return End(rank, code, noticed)
+    return End(rank, code, noticed, noted=False)
 
 
 def first_end(ends: Sequence[End]) -> End:
     """The failure that caused the others. The launcher ends the other ranks by SIGTERM, so such an end is a cause only
-    if it was noticed first. A rank that a signal ended has noted nothing, and was noticed after its end."""
+    if it was noticed first. A rank that noted nothing, as one that a signal ended, was noticed after its end."""
     if ends[0].code == -signal.SIGTERM:
         return ends[0]
     own = [end for end in ends if end.code != -signal.SIGTERM]
-    return min(own, key=lambda end: end.time - SECONDS_TO_NOTICE * (end.code < 0))
+    return min(own, key=lambda end: end.time - SECONDS_TO_NOTICE * (end.code < 0 or not end.noted))
 
 
 def explain_failure(job: Job, ends: Sequence[End]) -> tuple[int, str | None]:
@@ -71,9 +75,12 @@ def explain_failure(job: Job, ends: Sequence[End]) -> tuple[int, str | None]:
         return 1, f"{text}; {_log_and_checkpoint(job, log)}"
     if first.error is not None:
         return 1, f"rank {first.rank} failed: {first.error}; the traceback is in {log}"
-    if any(end.rank == 0 and end.code == first.code for end in ends):
+    if first.noted and any(end.rank == 0 and end.code == first.code for end in ends):
         return first.code, None  # rank 0 failed with all others, and has said why
-    return first.code, f"rank {first.rank}: {_last_line(log) or f'exit code {first.code}'}; its log is {log}"
+    if first.noted and (line := _last_line(log)):
+        return first.code, f"rank {first.rank}: {line}; its log is {log}"
+    text = f"rank {first.rank} ended with exit code {first.code}, without a message"
+    return first.code, f"{text}; {_log_and_checkpoint(job, log)}"
 
 
 def _log_and_checkpoint(job: Job, log: Path) -> str:
@@ -98,4 +105,5 @@ def _last_line(log: Path) -> str:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line.removeprefix("cohort: error: ") for line in reversed(lines) if line.strip()), "")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return "" if last.startswith(LOG_HEADER) else last.removeprefix("cohort: error: ")

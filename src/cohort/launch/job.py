@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
+from cohort.config import GRPOConfig, load_config
 from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
 
@@ -70,7 +72,7 @@ def job_of(
     device: str = "auto",
     layout: str | None = None,
     prompts: int | None = None,
-    restartable: bool = False,
+    resume: bool | Literal["auto"] = False,
 ) -> Job:
     """The job of a command.
 
@@ -81,7 +83,7 @@ def job_of(
         device: ``model.device`` of the run.
         layout: ``parallel.layout`` of the command, unless ``flags`` change it.
         prompts: prompts of a step; None: not known.
-        restartable: whether the same command continues the run after a failure.
+        resume: of ``cohort train``.
 
     Raises:
         ConfigError: flags and command do not fit each other.
@@ -94,11 +96,13 @@ def job_of(
     if flags.ray and (flags.nnodes > 1 or flags.rdzv_endpoint or flags.max_restarts):
         raise ConfigError("--ray chooses the machines itself: leave out --nnodes, --rdzv-endpoint and --max-restarts")
     _check_machines(flags, output_dir)
-    if flags.max_restarts and not restartable:
+    if flags.max_restarts and resume != "auto":
         raise ConfigError(
             "--max-restarts runs the same command again, which must continue the run: add --resume auto to 'cohort "
             "train', and name run.output_dir"
         )
+    if resume and output_dir is None:
+        raise ConfigError("to resume a run, set run.output_dir to its folder")
     ranks = flags.ranks or _gpus(device) or 1
     _check_total(ranks * flags.nnodes, flags.layout or layout, prompts, device)
     if output_dir is None:
@@ -116,6 +120,45 @@ def job_of(
         max_restarts=flags.max_restarts,
         device=device,
     )
+
+
+def settings_of(path: str, overrides: Sequence[str], flags: LaunchFlags) -> GRPOConfig:
+    """The settings that every rank will have.
+
+    Args:
+        path: the config file of ``cohort train``.
+        overrides: its other arguments.
+        flags: of ``cohort launch``.
+
+    Raises:
+        ConfigError: as ``load_config``; or flags and arguments contradict each other.
+    """
+    own = {f"--{field.name.replace('_', '-')}" for field in fields(LaunchFlags)}
+    for text, after in zip(overrides, [*overrides[1:], ""], strict=False):
+        name, given, value = text.partition("=")
+        if name in own:
+            raise ConfigError(f"{name} is an option of cohort launch: put it before 'train'")
+        value = value if given else after
+        if name == "--parallel.layout" and flags.layout not in (None, value):
+            raise ConfigError(f"--layout is {flags.layout!r} and --parallel.layout {value!r}: leave one of them out")
+    layout = ["--parallel.layout", flags.layout] if flags.layout else []
+    return load_config(path, [*overrides, *layout])
+
+
+def check_settings(config: GRPOConfig, ranks: int) -> None:
+    """Check what several ranks and servers can do with the settings, as far as it needs no model and no server.
+
+    Raises:
+        ConfigError: what they cannot do, as a rank would report it.
+    """
+    from cohort.parallel import World, layout_of
+
+    world = World(size=ranks)
+    layout_of(config.parallel.layout, world)
+    if config.rollout.engine == "vllm":
+        from cohort.rollout.setup import EngineSetup
+
+        EngineSetup(config, world)
 
 
 def check_not_nested() -> None:

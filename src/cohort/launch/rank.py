@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-from cohort.launch.ends import End, note_path, write_note
+from cohort.launch.ends import LOG_HEADER, End, note_path, write_note
 from cohort.launch.job import Job
 
 SECONDS_FOR_RANK_0 = 3.0
@@ -80,7 +80,8 @@ def _print_to(log: Path) -> None:
         os.dup2(file, stream)
     os.close(file)
     here = f"process {os.getpid()} on {socket.gethostname()}"
-    print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {here}")
+    rank = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+    print(f"{LOG_HEADER}{rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {here}")
 
 
 def _wait_for_rank_0(notes: Path) -> None:

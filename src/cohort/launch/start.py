@@ -20,10 +20,10 @@ def launch(job: Job, *, ray: bool = False, dry_run: bool = False) -> int:
     Raises:
         ConfigError: the ranks cannot be started as asked.
     """
+    check_not_nested()
     if dry_run:
         print(job.describe(ray=ray))
         return 0
-    check_not_nested()
     if ray:
         from cohort.launch.ray_cluster import start_in_ray
 

@@ -9,6 +9,7 @@ from the time of the exchange, and a rank that has died is noticed before a coll
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # workers of reward functions import this room and need no to
     import torch
     from torch import Tensor
 
+log = logging.getLogger("cohort.parallel")
 T = TypeVar("T")
 TIMEOUT = 3600.0
 """Seconds that ranks wait for each other before they give up. A rank that dies is noticed at once."""
@@ -57,9 +59,9 @@ class World:
     """Number among the ranks of this machine: the index of its GPU."""
     control: Any = field(default=None, repr=False, compare=False)
     """The process group of Python values; None for a single process."""
-    timeout: float = TIMEOUT
-    """Seconds that the ranks wait for each other."""
     exchanged: Exchanged = field(default_factory=Exchanged, repr=False, compare=False)
+    timeout: float = field(default=TIMEOUT, repr=False, compare=False)
+    """Seconds after which ranks that wait for each other give up."""
 
     @classmethod
     def of_environment(cls, variables: Mapping[str, str] = os.environ, timeout: float = TIMEOUT) -> World:
@@ -92,7 +94,7 @@ class World:
                     "one rank for each device"
                 )
             torch.cuda.set_device(local_rank)
-        return cls(rank, size, local_rank, _control_group(timeout), timeout)
+        return cls(rank, size, local_rank, _control_group(timeout), timeout=timeout)
 
     @property
     def is_main(self) -> bool:
@@ -228,9 +230,12 @@ class World:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of gloo or NCCL
+            if not self.is_main:  # the console is rank 0's
+                log.error("an exchange between ranks has failed", exc_info=error)
             raise RankError(
-                f"rank {self.rank} of {self.size} lost the others: another rank has ended, or does not answer. Its log "
-                f"says why (logs/ in the run folder); here: {str(error).splitlines()[0].partition('. This is')[0]}"
+                f"rank {self.rank} of {self.size} lost the others: another rank has ended, or has not answered for "
+                f"{self.timeout:g} s (parallel.rank_timeout). Its log says why (logs/ in the run folder). Continue "
+                "from the last checkpoint with --resume"
             ) from error
         self.exchanged.waiting += met - start
         self.exchanged.seconds += time.perf_counter() - met
