@@ -25,6 +25,7 @@ from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
+from cohort.train.sample import drop_resized
 
 
 class GRPOTrainer:
@@ -330,6 +331,7 @@ class GRPOTrainer:
         )
         parts.restore(saved, on_main(self.world, folder.best_record))
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
+        drop_resized(parts, self.schedule)
         if step >= self.schedule.steps:
             raise ConfigError(
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "

@@ -5,7 +5,15 @@ import pytest
 
 from cohort.parallel import Replicate, World, layout_of
 from tests.parallel.launching import Ranks, on_ranks
-from tests.parallel.under_layouts import LAYOUTS, gap, on_each_layout, out_of_memory_on_one_rank, updates
+from tests.parallel.under_layouts import (
+    FAILURES,
+    LAYOUTS,
+    failure_on_one_rank,
+    gap,
+    on_each_layout,
+    out_of_memory_in_the_sum,
+    updates,
+)
 
 PLAIN = ("updates", {})
 CASES = [
@@ -92,19 +100,30 @@ def test_bfloat16_and_kernels_stay_close_to_one_process():
 
 
 @pytest.mark.ranks
-def test_where_passes_exchange_weights_a_rank_without_memory_ends_the_run():
-    with Ranks(2, out_of_memory_on_one_rank, "full") as ranks:
+@pytest.mark.parametrize("failure", FAILURES)
+def test_where_passes_exchange_weights_a_rank_that_fails_ends_the_run(failure):
+    with Ranks(2, failure_on_one_rank, "full", failure) as ranks:
         ranks.wait(200)
         (first, second) = (outcome[1] for outcome in ranks.outcomes())
     assert first[0] == second[0] == "RankError"
     first, second = first[1], second[1]
     assert "lost another rank" in first
-    assert "set optim.microbatch_tokens to less than 20" in second
+    assert ("set optim.microbatch_tokens to less than 20" in second) is (failure != "interrupt")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["replicate", "optimizer"])
+def test_a_rank_without_memory_for_the_sum_of_gradients_ends_the_run(name):
+    """It cannot repeat the update alone: the others wait for its part of the sum."""
+    with Ranks(2, out_of_memory_in_the_sum, name) as ranks:
+        ranks.wait(100)
+        kinds = [outcome[1][0] for outcome in ranks.outcomes()]
+    assert kinds == ["RankError", "OutOfMemoryError"]
 
 
 @pytest.mark.ranks
 def test_elsewhere_all_ranks_repeat_with_fewer_tokens():
-    found = on_ranks(2, out_of_memory_on_one_rank, "optimizer")
+    found = on_ranks(2, failure_on_one_rank, "optimizer", "cpu")
     assert found[0][0] == "OutOfMemory"
     assert found[0] == found[1]
 

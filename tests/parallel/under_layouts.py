@@ -137,7 +137,14 @@ def on_each_layout(names, cases):
     return found
 
 
-def out_of_memory_on_one_rank(name):
+FAILURES = {
+    "cuda": torch.OutOfMemoryError("out of memory"),
+    "cpu": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    "interrupt": KeyboardInterrupt(),
+}
+
+
+def failure_on_one_rank(name, failure):
     """Updates of which rank 1 fails in its third pass."""
     world = World.of_environment()
     states, passes = Policy.states, []
@@ -145,11 +152,24 @@ def out_of_memory_on_one_rank(name):
     def fails(*arguments: Any, **settings: Any):
         passes.append(1)
         if world.rank == 1 and len(passes) == 3:
-            raise torch.OutOfMemoryError("out of memory")
+            raise FAILURES[failure]
         return states(*arguments, **settings)
 
     Policy.states = fails
     return updates(LAYOUTS[name](world))[0]
+
+
+def out_of_memory_in_the_sum(name):
+    """Updates of which rank 1 fails while gradients are added up."""
+    world = World.of_environment()
+    layout = LAYOUTS[name](world)
+
+    def fails(parameters):
+        raise FAILURES["cuda"]
+
+    if world.rank == 1:
+        layout.sum_gradients = fails
+    return updates(layout)[0]
 
 
 def gap(one, other):

@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 
@@ -191,6 +192,20 @@ def test_the_lag_may_change_when_a_run_resumes(demo_tokenizer, tmp_path):
     make(1).train(resume=True)
     # After step 2, two rollouts are pending. They are used first.
     assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2, 2, 0, 1]
+
+
+def test_more_epochs_than_a_pending_rollout_was_drawn_for(demo_tokenizer, tmp_path):
+    """The last step of one epoch has two prompts, and is a whole step of a longer run: no prompt is left out."""
+
+    def make(epochs):
+        return make_trainer(demo_tokenizer, tmp_path / "run", rows=ROWS[:10], lag=1, num_epochs=epochs, save_steps=1)
+
+    break_after(make(1), 2)
+    trainer = make(2)
+    trainer.train(resume=True)
+    prompts = [row["prompt"] for step in range(1, 6) for row in rows_of(tmp_path / "run", step)]
+    assert sorted(Counter(prompts).values()) == [2 * 4] * 10
+    assert trainer.summary["completions"] == 2 * 10 * 4
 
 
 def break_after_resuming(trainer, step):

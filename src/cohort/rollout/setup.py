@@ -97,7 +97,7 @@ class EngineSetup:
             self.servers = [self._start(model_config, tokenizer, announce)]
         longest = longest_prompt + config.rollout.max_completion_length
         self.context = check_servers(self.servers, config.vllm, model_config.vocab_size, longest, announce)
-        self.transport = transport_of(config.vllm, resolve_device(config.model.device))
+        self.transport = transport_of(config.vllm, resolve_device(config.model.device), sends=self.world.is_main)
         self._descriptions = self.transport.check(self.servers)
         for server, found in self._descriptions.items():
             check_description(server, found, config, model_config.to_dict())

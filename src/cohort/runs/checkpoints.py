@@ -83,16 +83,16 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: b
     if models.stored_reference is not None:
         files["state/reference.safetensors"] = named_weights(models.stored_reference.model)
     records: dict[str, FileRecord] = {}
-    failed: list[Exception] = []
+    failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
     try:
         save_model(models.policy, models.tokenizer, folder, write=write)
-    except Exception as error:
+    except BaseException as error:
         failed.append(error)
     for name, tensors in files.items():
         try:
             if record := write_tensors(folder / name, tensors, write=write and not failed):
                 records[name] = record
-        except Exception as error:
+        except BaseException as error:
             failed.append(error)
     if failed:
         raise failed[0]

@@ -4,9 +4,13 @@ One step samples a group of completions for each prompt, scores them, turns the 
 and updates the policy with a clipped importance ratio and a KL term against a reference. Four policies take part:
 
     current    ``logps``          the weights being trained, with their graph; computed inside ``update``
-    old        ``old_logps``      the weights that sampled, as the trainer computes them; when updates need it
+    old        ``old_logps``      the weights before the step's updates, computed by the trainer; when updates need it
     sampler    ``sampler_logps``  the distribution that the engine drew from, recorded while it drew
     reference  ``ref_logps``      the fixed (or slowly moved) policy of the KL term; when beta is not 0
+
+With several ranks, each runs all of this file and holds the whole rollout. Inside ``next_rollout``, ``logps_of``,
+``term_norms``, ``update``, ``policy_movement``, ``evaluate_step`` and where files are written, the ranks exchange
+results: every rank must come to each of them, so what fails on one rank fails on all.
 
 To follow one rollout, read train/sample.py, train/rollout.py, train/layout.py and train/update.py next, in this order.
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohort.errors import ModelError
+from cohort.errors import ModelError, RankError
 from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of
 from cohort.rollout.budget import free_bytes
@@ -80,6 +80,8 @@ class TokenBudget:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether an error of any device means that memory ran out."""
+    if isinstance(error, RankError):  # it may quote the error of a pass that cannot be repeated
+        return False
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import DataCursor
@@ -105,6 +107,14 @@ def sample(
         rollout = scored if rollout is None else rollout + scored
     rollout.check_drawn()
     return Sampled(rollout, clock.seconds, sampler.metrics() if metrics is None else metrics)
+
+
+def drop_resized(parts: TrainerParts, schedule: Schedule) -> None:
+    """Drop pending rollouts from the first on whose step now takes another number of prompts, as the last step of a run
+    does after ``run.num_epochs`` was raised. They are drawn anew."""
+    if not uses_rounds(parts.objective):
+        kept = takewhile(lambda one: len(one.wait().rollout.sampled) == schedule.prompts_of(one.step), parts.pending)
+        parts.pending = deque(kept)
 
 
 def uses_rounds(objective: Objective) -> bool:

@@ -97,11 +97,11 @@ def unstoppable(context: StepContext) -> Iterator[None]:
         yield
     except (RankError, NonFiniteError):
         raise
-    except Exception as error:
+    except BaseException as error:  # an interrupt too: the others wait in a pass
         if not context.layout.passes_exchange:
             raise
         world, hint = context.world, ""
-        if out_of_memory(error):
+        if isinstance(error, Exception) and out_of_memory(error):
             hint = (
                 f": set optim.microbatch_tokens to less than {context.budget.tokens:,}, or model.gradient_checkpointing"
             )

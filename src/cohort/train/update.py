@@ -99,7 +99,6 @@ def update(
         balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
         shared = share(context, batch, active)
         forwards = shared_passes(context, batch, shared, weights, entropy_coefficient, balance)
-        context.layout.sum_gradients(optimizer.parameters)
     except NonFiniteError as error:
         return NonFinite(str(error))
     except (RuntimeError, MemoryError) as error:
@@ -107,6 +106,7 @@ def update(
             raise
         return OutOfMemory()
     try:
+        context.layout.sum_gradients(optimizer.parameters)  # from here on, no rank can repeat the update alone
         grad_norm = optimizer.step(context.layout.clip_gradients)
         context.layout.stepped()
     except NonFiniteError as error:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cohort.policy import Policy, Precision, named_weights
 from cohort.rollout import Request, RNGKey, Sampling, Server, VLLMEngine, Watch
 from cohort.rollout.vllm import engine as vllm
 from cohort.rollout.vllm import fleet
+from cohort.rollout.vllm.server import ServerError
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.rollout.conftest import drawn_ids
@@ -467,12 +469,48 @@ def test_the_probe_sees_each_loaded_server(policy, start):
 
     def probe(servers):
         probed.append([server.url for server in servers])
-        return {"vllm/probe_gap": 0.5}
+        return {"vllm/probe_gap": 0.5 / len(probed)}
 
     engine.probe = probe
     engine.update_weights(0)
-    assert probed == [[first.url, second.url]]
+    assert probed == [[first.url], [second.url]]
     assert engine.metrics()["vllm/probe_gap"] == 0.5
+
+
+def test_a_server_that_fails_in_the_probe_is_left_out(policy, start):
+    engine, first, _ = start(policy, 2, version=None)
+
+    def probe(servers):
+        if servers[0].url == first.url:
+            raise ServerError(first.url, "/probe", "does not answer")
+        return {"vllm/probe_gap": 0.25}
+
+    engine.probe = probe
+    engine.update_weights(0)
+    assert list(engine.fleet.left_out) == [first.url]
+    assert engine.metrics()["vllm/probe_gap"] == 0.25
+
+
+def test_requests_wait_while_no_server_answers(policy, start, monkeypatch):
+    """All servers are gone for a moment: the wait doubles, and they are asked again."""
+    monkeypatch.setattr(vllm, "BACKOFF_SECONDS", 0.2)
+    engine, _ = start(policy)
+    expected = engine.generate(PROMPTS, 2, Sampling(6), KEY)
+    checks = []
+    recheck = engine.fleet.recheck
+
+    def late(now=False):
+        if now:
+            checks.append(time.monotonic())
+        if not now or len(checks) > 2:
+            recheck(now=now)
+
+    engine.fleet.recheck = late
+    engine.fleet.fail(engine.fleet.servers[0], "a hiccup")
+    assert engine.generate(PROMPTS[:1], 1, Sampling(6), KEY) == [
+        replace(expected[0], completions=expected[0].completions[:1])
+    ]
+    assert len(checks) == 3
 
 
 @pytest.mark.parametrize("tied", [True, False])

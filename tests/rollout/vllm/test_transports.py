@@ -180,6 +180,7 @@ def test_a_server_that_quantizes_is_refused(transport, servers, stand_ins):
 
 def test_files_for_a_server_on_another_machine_need_a_shared_folder(servers, monkeypatch, tmp_path):
     monkeypatch.setattr(transports, "_is_here", lambda host: False)
+    assert transport_of(VLLMConfig(), torch.device("cpu"), sends=False).check(servers)  # rank 0 sends from elsewhere
     with pytest.raises(ConfigError, match=r"another machine.*set vllm.folder"):
         FileTransport(1.0).check(servers)
     FileTransport(1.0, str(tmp_path)).check(servers)

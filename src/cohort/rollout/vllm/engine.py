@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -252,6 +252,8 @@ class VLLMEngine(Engine):
             if not self.fleet.live:
                 time.sleep(BACKOFF_SECONDS * 2**attempt)
                 self.fleet.recheck(now=True)
+                if not self.fleet.live and epoch == self._epoch:
+                    continue
             if epoch != self._epoch:
                 return None
             with self.fleet.slot(self._homes.get(prompt)) as server:
@@ -264,7 +266,8 @@ class VLLMEngine(Engine):
                     if not error.is_failure:
                         raise EngineError(f"{error}. The server refuses what the settings ask for") from None
                     self.fleet.fail(server, error.reason, outdated=isinstance(error, WrongWeightsError))
-        raise self.fleet.failure(f"a completion was given up after {attempts} attempts:")
+        given_up = f"a completion was given up after {attempts} attempts:"
+        raise self.fleet.failure(given_up if self.fleet.live else "no vLLM server is left:")
 
     def _answer_of(self, server: Server, body: dict[str, Any]) -> DrawnTurn:
         answer = server.post(GENERATE, body, timeout=self.request_timeout)
@@ -348,11 +351,20 @@ class VLLMEngine(Engine):
             for server in loaded:
                 fleet.take_in(server)
             measured["seconds/weights"] = time.perf_counter() - start
-            if loaded and self.probe:
-                measured |= self.probe(loaded)
+            for server in loaded:
+                for name, value in self._probed(server).items():
+                    measured[name] = max(value, measured.get(name, value))
         if not fleet.live:
             raise fleet.failure("no vLLM server has taken the weights:")
         return label, fleet.left_out, measured
+
+    def _probed(self, server: Server) -> Mapping[str, float]:
+        """The probe's metrics of a server; none without a probe, and of one that fails in it, which is left out."""
+        try:
+            return self.probe([server]) if self.probe else {}
+        except ServerError as error:
+            self.fleet.fail(server, str(error), outdated=True)
+            return {}
 
     def _succeeds(self, server: Server, act: Any) -> bool:
         """Whether a server did something; it is left out otherwise."""

@@ -36,16 +36,17 @@ POLL_SECONDS = 2e-4
 Failures = dict[Server, EngineError]
 
 
-def transport_of(settings: VLLMConfig, device: torch.device) -> WeightTransport:
+def transport_of(settings: VLLMConfig, device: torch.device, *, sends: bool = True) -> WeightTransport:
     """The transport of the settings.
 
     Args:
         settings: which one, and its time limit.
         device: of the policy's weights.
+        sends: whether this rank sends the weights: only its machine needs a folder that the servers see.
     """
     if settings.transport == "group":
         return GroupTransport(settings.update_timeout, device)
-    return FileTransport(settings.update_timeout, settings.folder)
+    return FileTransport(settings.update_timeout, settings.folder, sends=sends)
 
 
 class FileTransport(WeightTransport):
@@ -54,10 +55,11 @@ class FileTransport(WeightTransport):
     Args:
         timeout: seconds for the servers to load them.
         folder: a folder that the servers see under the same name. Empty: shared memory of this machine.
+        sends: see ``transport_of``.
     """
 
-    def __init__(self, timeout: float, folder: str = "") -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float, folder: str = "", *, sends: bool = True) -> None:
+        self.timeout, self._sends = timeout, sends
         self._parent = Path(folder).expanduser().absolute() if folder else SHARED_MEMORY
         self._shared = bool(folder)
         self._descriptions: dict[Server, ServerDescription] = {}
@@ -65,6 +67,8 @@ class FileTransport(WeightTransport):
     def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
         """See ``WeightTransport``."""
         self._descriptions |= {server: describe_server(server) for server in servers}
+        if not self._sends:
+            return self._descriptions
         for server in servers:
             if not self._shared and not _is_here(server.host):
                 raise ConfigError(
