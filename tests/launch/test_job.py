@@ -10,7 +10,7 @@ from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
 from cohort.launch import Job, job_of
 from cohort.launch import job as job_module
-from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end
+from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end, report
 from cohort.launch.job import check_gpus
 
 TRAIN = ("train", "c.toml")
@@ -182,3 +182,17 @@ def test_a_rank_that_ends_without_a_message(tmp_path):
     with log.open("a") as file:
         file.write("a line of the run\n")
     assert explain_failure(job, [End(1, 7, 1.0, noted=False), End(0, 7, 2.0)]) == (7, message)
+
+
+@pytest.mark.parametrize(
+    ("numbered", "code", "file", "stays"),
+    [(True, 2, None, False), (False, 2, None, True), (True, 1, None, True), (True, 2, "config.toml", True)],
+)
+def test_a_refused_start_leaves_no_numbered_folder(tmp_path, numbered, code, file, stays):
+    job = Job(TRAIN, tmp_path / "run-001", ranks=2, numbered=numbered)
+    job.log(1).parent.mkdir(parents=True)
+    job.log(1).touch()
+    if file:
+        (job.folder / file).touch()
+    assert report(job, [End(1, code, 1.0), End(0, code, 1.1)]) == code
+    assert job.folder.exists() == stays

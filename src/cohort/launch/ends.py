@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cohort.launch.job import Job
 
+USER_ERROR = 2
 SECONDS_TO_NOTICE = 5.0
 """Within this time, the launcher has noticed that a signal ended a rank."""
 LOG_HEADER = "--- rank "
@@ -56,6 +59,17 @@ def first_end(ends: Sequence[End]) -> End:
         return ends[0]
     own = [end for end in ends if end.code != -signal.SIGTERM]
     return min(own, key=lambda end: end.time - SECONDS_TO_NOTICE * (end.code < 0 or not end.noted))
+
+
+def report(job: Job, ends: Sequence[End]) -> int:
+    """Print why a job has failed, unless rank 0 has; returns its exit code. A folder that the launcher has numbered is
+    removed if all ranks have refused the start, and it has nothing but their logs."""
+    code, text = explain_failure(job, ends)
+    if text:
+        print(f"cohort: error: {text}", file=sys.stderr)
+    elif code == USER_ERROR and job.numbered and [path.name for path in job.folder.glob("*")] == ["logs"]:
+        shutil.rmtree(job.folder)
+    return code
 
 
 def explain_failure(job: Job, ends: Sequence[End]) -> tuple[int, str | None]:

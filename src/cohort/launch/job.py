@@ -24,6 +24,8 @@ class Job:
     """The run folder. Ranks other than 0 print to ``logs/rank-N.log`` in it."""
     ranks: int
     """Ranks on each machine; in a Ray cluster, of the job."""
+    numbered: bool = False
+    """Whether the command names no run folder, and ``folder`` is the next free one."""
     nodes: int = 1
     endpoint: str | None = None
     """HOST:PORT where several machines meet."""
@@ -105,6 +107,7 @@ def job_of(
         raise ConfigError("to resume a run, set run.output_dir to its folder")
     ranks = flags.ranks or _gpus(device) or 1
     _check_total(ranks * flags.nnodes, flags.layout or layout, prompts, device)
+    numbered = output_dir is None
     if output_dir is None:
         from cohort.runs import RunFolder
 
@@ -114,6 +117,7 @@ def job_of(
         arguments=tuple(arguments),
         folder=Path(output_dir).expanduser().absolute(),
         ranks=ranks,
+        numbered=numbered,
         nodes=flags.nnodes,
         endpoint=flags.rdzv_endpoint,
         name=flags.rdzv_id,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cohort.errors import ConfigError, RankError
-from cohort.launch.ends import End, explain_failure, read_end
+from cohort.launch.ends import read_end, report
 from cohort.launch.job import Job, check_gpus
 from cohort.launch.rank import write_command
 
@@ -51,7 +51,7 @@ def start_processes(job: Job) -> int:
         except ChildFailedError as error:
             failures = error.failures.items()
             ends = [read_end(notes, rank, failed.exitcode, failed.timestamp) for rank, failed in failures]
-            return _report(job, ends)
+            return report(job, ends)
         except SignalException as stop:
             if stop.sigval != signal.SIGINT:  # rank 0 reports an interrupt
                 print(f"cohort: ended by {stop.sigval.name}, with all ranks of this machine", file=sys.stderr)
@@ -61,15 +61,8 @@ def start_processes(job: Job) -> int:
             ends = [read_end(notes, int(path.stem.removeprefix("rank-")), 1, 0.0) for path in notes.glob("rank-*.json")]
             if not ends:
                 raise _meeting_failed(job, error) from error
-            return _report(job, ends)
+            return report(job, ends)
     return 0
-
-
-def _report(job: Job, ends: Sequence[End]) -> int:
-    code, text = explain_failure(job, ends)
-    if text:
-        print(f"cohort: error: {text}", file=sys.stderr)
-    return code
 
 
 def _config(job: Job, notes: Path) -> LaunchConfig:

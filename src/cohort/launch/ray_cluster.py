@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import ConfigError
-from cohort.launch.ends import End, explain_failure, read_end
+from cohort.launch.ends import End, read_end, report
 from cohort.launch.job import Job
 from cohort.launch.rank import write_command
 
@@ -75,12 +75,7 @@ def start_in_ray(job: Job) -> int:
         except KeyboardInterrupt:
             _stop(ray, running, signal.SIGINT)
             return 128 + signal.SIGINT  # rank 0 has reported it
-    if not ends:
-        return 0
-    code, text = explain_failure(job, ends)
-    if text:
-        print(f"cohort: error: {text}", file=sys.stderr)
-    return code
+    return report(job, ends) if ends else 0
 
 
 @contextlib.contextmanager
