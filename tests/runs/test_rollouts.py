@@ -159,7 +159,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
 def test_values_of_other_types(tmp_path, value):
     save_rollout(tmp_path / "one", StoredRollout([], facts={"value": value}))
     loaded = load_rollout(tmp_path / "one").facts["value"]
