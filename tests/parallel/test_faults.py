@@ -14,6 +14,7 @@ def ended(folder, *names):
     return first
 
 
+@pytest.mark.ranks
 def test_a_broken_reward_on_one_rank(tmp_path):
     kind, text = ended(tmp_path, "reward")["reward"]
     assert kind == "RewardError"

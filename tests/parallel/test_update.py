@@ -27,6 +27,7 @@ def check_gradients(size, names):
     assert len(moving) > 0.7 * len(names), moving  # trust regions of whole sequences clip every token of this batch
 
 
+@pytest.mark.ranks
 def test_gradients_on_two_ranks():
     check_gradients(2, ("grpo", "full_kl", "top_entropy", "masked", "gspo"))
 

@@ -95,6 +95,7 @@ def assert_equal(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.ranks
 def test_two_sharded_ranks_and_one_process_read_each_other(tmp_path):
     one = Run("replicate", True, World())
     one.train()

@@ -30,7 +30,7 @@ def serve(monkeypatch):
             StandIn(model or tiny_llama(len(tokenizer), initializer_range=0.1), tokenizer) for _ in range(count)
         ]
         transport = DirectTransport(*stand_ins)
-        monkeypatch.setattr(setup, "transport_of", lambda *_: transport)
+        monkeypatch.setattr(setup, "transport_of", lambda *_, **__: transport)
         made.extend(stand_ins)
         return transport, *stand_ins
 
