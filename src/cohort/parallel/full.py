@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import ConfigError, ModelError
+from cohort.parallel.layout import trainable
 from cohort.parallel.sharded import clip_sharded, rank_mesh
 from cohort.parallel.world import World
 
@@ -97,7 +98,7 @@ class Full:
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """See ``Layout``."""
-        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return trainable(model)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See ``Layout``. The passes have done it."""

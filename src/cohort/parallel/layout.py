@@ -64,7 +64,7 @@ class Replicate:
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """See ``Layout``."""
-        return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return trainable(model)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -92,6 +92,11 @@ class Replicate:
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """See ``Layout``."""
         return nullcontext()
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

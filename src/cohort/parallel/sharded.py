@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.errors import ModelError
-from cohort.parallel.layout import buckets
+from cohort.parallel.layout import buckets, trainable
 from cohort.parallel.world import World
 
 
@@ -80,7 +80,7 @@ class Sharded:
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """See ``Layout``."""
-        wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        wanted = trainable(model)
         mesh = rank_mesh(self.world, model)
         self._shards = [Shard.of(weight, self.world, mesh, name) for name, weight in wanted.items()]
         return {name: shard.part for name, shard in zip(wanted, self._shards, strict=True)}

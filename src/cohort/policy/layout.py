@@ -107,6 +107,7 @@ class Layout:
         prefix_lengths: Sequence[int] = (),
     ) -> None:
         self.lengths = tuple(lengths)
+        self._spans_within: dict[int, Spans] = {}  # by window
         self.starts = (0, *accumulate(lengths))
         self.tokens = self.starts[-1]
         self.prefixes = None if prefixes is None else tuple(prefixes)
@@ -169,15 +170,10 @@ class Layout:
             self.prefix_starts[-1],
         )
 
-    @functools.cached_property
-    def window_spans(self) -> dict[int, Spans]:
-        """``spans_within`` by window."""
-        return {}
-
     def spans_within(self, window: int) -> Spans:
         """Each sequence, and itself after the tokens of its prefix that its first token sees; keys on axes X and T, end
         to end."""
-        if window not in self.window_spans:
+        if window not in self._spans_within:
             total = self.prefix_starts[-1]
             own = [torch.arange(*ends) for ends in pairwise(self.starts)]
             ends = [self.prefix_starts[prefix + 1] for prefix in self.prefixes or [-1] * len(own)]
@@ -186,8 +182,8 @@ class Layout:
                 torch.cat([torch.arange(end - count, end), total + tokens])
                 for end, count, tokens in zip(ends, seen, own, strict=True)
             ]
-            self.window_spans[window] = self._spans(own, keys, total + self.tokens)
-        return self.window_spans[window]
+            self._spans_within[window] = self._spans(own, keys, total + self.tokens)
+        return self._spans_within[window]
 
     def _spans(self, queries: Sequence[Tensor], keys: Sequence[Tensor], num_keys: int) -> Spans:
         """The spans of given indices, each on its axis."""
