@@ -27,7 +27,7 @@ def main() -> None:
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:
             out = str(Path(folder) / "run")
-            command = [sys.executable, "-m", "cohort.cli", "demo", arguments.task, "--seed", str(seed)]
+            command = [sys.executable, "-m", "cohort", "demo", arguments.task, "--seed", str(seed)]
             subprocess.run([*command, "--output-dir", out], check=True, stdout=subprocess.DEVNULL)
             s = json.loads((Path(out) / "summary.json").read_text())
         times = f"{s['seconds_to_first_update']:.1f} s | {s['seconds']:.0f} s"

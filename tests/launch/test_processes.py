@@ -19,7 +19,7 @@ SOURCE = HERE.parents[1] / "src"
 LAUNCH = """
     import sys
     from pathlib import Path
-    from cohort.cli import CohortError
+    from cohort.errors import CohortError
     from cohort.launch import Job, launch
     what, folder, *more = sys.argv[1:]
     several = dict(zip(("nodes", "endpoint", "name"), (2, *more), strict=False)) if more else {}
