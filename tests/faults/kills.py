@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 # A process with threads cannot be forked safely.
@@ -42,6 +44,8 @@ LEFT_BEHIND = (".part", ".old", ".broken")
 """How the names of files and folders end that a continued run has to have completed or removed."""
 TIMEOUT = 120.0
 """Seconds for one process."""
+FEW_MODULES = 40
+"""A run that imports more modules is not measured, but repeated after they are imported."""
 STOPPED = 75
 """Exit code of a run that a signal has stopped."""
 
@@ -74,32 +78,43 @@ class Reference:
 
 
 class Harness:
-    """Runs and kills variants.
+    """Runs and kills variants. The clock of a run that goes on is an hour behind.
 
     Args:
         place: an empty folder.
         number: the signal.
+        fresh: also compare the undisturbed run of each variant with one of another interpreter.
+        fsync_seconds: what ``os.fsync`` takes longer, as on a slow disk.
     """
 
-    def __init__(self, place: Path, number: int = signal.SIGKILL) -> None:
-        self._place, self._signal = place, number
+    def __init__(
+        self, place: Path, number: int = signal.SIGKILL, *, fresh: bool = False, fsync_seconds: float = 0.0
+    ) -> None:
+        self._place, self._signal, self._fresh, self._fsync_seconds = place, number, fresh, fsync_seconds
         self._references: dict[str, Reference] = {}
-        self._warm = False
         write_inputs(place)
 
     def reference(self, variant: str) -> Reference:
         """The undisturbed run of a variant, which is made once."""
         if variant not in self._references:
             folder = self._place / f"{variant}-reference"
-            start = time.monotonic()
-            code = self._run(variant, folder)
-            if code:
-                sys.exit(f"{variant} ended with {code} without a kill:\n{_log(folder)}")
-            seconds, report = time.monotonic() - start, json.loads(self._report.read_text())
+            while True:
+                start = time.monotonic()
+                if code := self._run(variant, folder):
+                    sys.exit(f"{variant} ended with {code} without a kill:\n{_log(folder)}")
+                seconds, report = time.monotonic() - start, json.loads(self._report.read_text())
+                if len(report["modules"]) < FEW_MODULES:
+                    break
+                for name in report["modules"]:  # so that the processes forked from now on need not
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
+                shutil.rmtree(folder)
             self._references[variant] = Reference(folder, Counter(report["events"]), seconds)
-            for name in report["modules"]:  # so that the processes forked from now on need not
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+            if self._fresh:
+                other = self._place / f"{variant}-fresh"
+                subprocess.run([sys.executable, "-m", "cohort", *self._command(variant, other)], check=True)
+                if found := self._problems(folder, other):
+                    sys.exit(f"{variant} differs in another interpreter:\n" + "\n".join(found))
         return self._references[variant]
 
     def carry_out(self, kill: Kill) -> Kill:
@@ -117,16 +132,21 @@ class Harness:
         if code := self._run(kill.variant, folder):
             kill.problems.append(f"the continued run ended with exit code {code}: {_log(folder)}")
             return kill
-        found = self._place / "problems.json"
-        found.unlink(missing_ok=True)
-        strict = self._signal == signal.SIGKILL
-        code = _in_process(lambda: found.write_text(json.dumps(problems(reference.folder, folder, strict))) and 0)
-        kill.problems += json.loads(found.read_text()) if code == 0 else [f"the comparison ended with {code}"]
+        kill.problems += self._problems(reference.folder, folder)
         return kill
+
+    def _problems(self, reference: Path, folder: Path) -> list[str]:
+        """As ``problems``, in a process of its own: reading tables starts threads."""
+        found, strict = self._place / "problems.json", self._signal == signal.SIGKILL
+        code = _in_process(lambda: found.write_text(json.dumps(problems(reference, folder, strict))) and 0)
+        return json.loads(found.read_text()) if code == 0 else [f"the comparison ended with exit code {code}"]
 
     @property
     def _report(self) -> Path:
         return self._place / "report.json"
+
+    def _command(self, variant: str, folder: Path) -> list[str]:
+        return ["train", str(self._place / f"{variant}.toml"), "--resume", "auto", "--run.output_dir", str(folder)]
 
     def _run(self, variant: str, folder: Path, instant: str = "") -> int:
         """Start or continue a run in a process of its own, which is killed at an instant. Returns the exit code; minus
@@ -134,18 +154,32 @@ class Harness:
         phase, _, number = instant.partition(":")
         timed = phase == "time"
         killer = Killer(self._report, (phase, int(number)) if instant and not timed else None, self._signal)
-        command = ["train", str(self._place / f"{variant}.toml"), "--resume", "auto", "--run.output_dir", str(folder)]
+        goes_on = folder.exists()
+        watched = not timed and (bool(instant) or not goes_on)
 
         def work() -> int:
-            os.environ["TMPDIR"] = str(self._place)
+            if goes_on:
+                time.time = partial(_behind, time.time)
+            os.fsync = partial(_slow, os.fsync, self._fsync_seconds)
             before = set(sys.modules)
-            killer.begin()
-            code = cohort(command)
+            if watched:
+                killer.begin()
+            code = cohort(self._command(variant, folder))
             killer.end(modules=sorted(set(sys.modules) - before))
             return code
 
         after = (float(number), self._signal) if timed else None
         return _in_process(work, Path(f"{folder}.log"), after)
+
+
+def _behind(now: Callable[[], float]) -> float:
+    return now() - 3600.0
+
+
+def _slow(sync: Callable[[int], None], seconds: float, descriptor: int) -> None:
+    if seconds:
+        time.sleep(seconds)
+    sync(descriptor)
 
 
 def _in_process(work: Callable[[], int], log: Path | None = None, kill: tuple[float, int] | None = None) -> int:
@@ -280,6 +314,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(VARIANTS), help="some of the variants")
     parser.add_argument("--at", help="carry out one kill of one variant: PHASE:EVENT or time:SECONDS, several in turn")
     parser.add_argument("--signal", type=lambda name: signal.Signals[name], default=signal.SIGKILL)
+    parser.add_argument("--fresh", action="store_true", help="also compare with runs of other interpreters")
+    parser.add_argument("--fsync-seconds", type=float, default=0.0, help="what os.fsync takes longer")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no kill after this time")
     parser.add_argument("--keep", type=Path, help="a folder to work in, which is left")
     arguments = parser.parse_args()
@@ -287,7 +323,8 @@ def main() -> int:
         place = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-kills-")))
         place.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("COHORT_CACHE", str(place / "cache"))
-        harness, variants, start = Harness(place, arguments.signal), arguments.only.split(","), time.monotonic()
+        start, variants = time.monotonic(), arguments.only.split(",")
+        harness = Harness(place, arguments.signal, fresh=arguments.fresh, fsync_seconds=arguments.fsync_seconds)
         if arguments.at:
             plans = [Kill(variant, arguments.at.split(",")) for variant in variants]
         else:
@@ -300,7 +337,9 @@ def main() -> int:
             done.append(harness.carry_out(plan))
             if plan.problems:
                 print(f"{plan.command}\n  " + "\n  ".join(plan.problems[:8]).replace("\n", "\n  "), flush=True)
-        print(table(done), f"{time.monotonic() - start:.0f} s", sep="\n")
+        used = os.times()
+        cpu = used.user + used.system + used.children_user + used.children_system
+        print(table(done), f"{time.monotonic() - start:.0f} s, {cpu:.0f} s of processor time", sep="\n")
     return 1 if any(kill.problems for kill in done) else 0
 
 

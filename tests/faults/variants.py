@@ -34,7 +34,7 @@ VARIANTS: dict[str, Settings] = {
         "reward": {"functions": ["noisy"]},
         "data": {"eval": "eval.jsonl", "train_rows": 5},
         "eval": EVALUATION | {"eval_steps": 1},
-        "run": {"save_steps": 1},
+        "run": {"save_steps": 1, "max_steps": 3},
     },
     # A reference that moves, a KL and an entropy bonus whose weights adapt, few checkpoints.
     "reference": {
@@ -105,8 +105,8 @@ def with_defaults(settings: Settings, place: Path) -> Settings:
         "model": {"path": str(place / "model"), "device": "cpu", "precision": "float32"},
         "data": {"train": str(place / "train.jsonl")},
         "reward": {"functions": ["digits"]},
-        "rollout": {"prompts_per_step": 2, "num_generations": 3, "max_completion_length": 6},
-        "optim": {"learning_rate": 1e-2},
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 5},
+        "optim": {"learning_rate": 1e-2, "microbatch_tokens": 64},
         "run": {"max_steps": 4},
         "report": {"progress": False},
     }
