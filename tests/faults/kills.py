@@ -34,9 +34,11 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = os.environ["OPEN
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from cohort import trainer
 from cohort.cli import main as cohort
 from cohort.report.compare import Run, changed_settings, differences, only_in
 from cohort.runs.durable import check_whole
+from cohort.train.memory import TokenBudget
 from tests.faults.killer import PHASES, Killer
 from tests.faults.variants import VARIANTS, write_inputs
 
@@ -44,8 +46,6 @@ LEFT_BEHIND = (".part", ".old", ".broken")
 """How the names of files and folders end that a continued run has to have completed or removed."""
 TIMEOUT = 120.0
 """Seconds for one process."""
-FEW_MODULES = 40
-"""A run that imports more modules is not measured, but repeated after they are imported."""
 STOPPED = 75
 """Exit code of a run that a signal has stopped."""
 
@@ -93,22 +93,22 @@ class Harness:
         self._place, self._signal, self._fresh, self._fsync_seconds = place, number, fresh, fsync_seconds
         self._references: dict[str, Reference] = {}
         write_inputs(place)
+        # Measuring how much memory a pass needs is a third of a small run's start, and changes no number.
+        trainer.find_budget = lambda *_: TokenBudget(64, None, None)
 
     def reference(self, variant: str) -> Reference:
         """The undisturbed run of a variant, which is made once."""
         if variant not in self._references:
             folder = self._place / f"{variant}-reference"
-            while True:
+            for watch in (False, True) if not self._references else (True,):
+                shutil.rmtree(folder, ignore_errors=True)
                 start = time.monotonic()
-                if code := self._run(variant, folder):
+                if code := self._run(variant, folder, watch=watch):
                     sys.exit(f"{variant} ended with {code} without a kill:\n{_log(folder)}")
                 seconds, report = time.monotonic() - start, json.loads(self._report.read_text())
-                if len(report["modules"]) < FEW_MODULES:
-                    break
                 for name in report["modules"]:  # so that the processes forked from now on need not
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
-                shutil.rmtree(folder)
             self._references[variant] = Reference(folder, Counter(report["events"]), seconds)
             if self._fresh:
                 other = self._place / f"{variant}-fresh"
@@ -148,21 +148,20 @@ class Harness:
     def _command(self, variant: str, folder: Path) -> list[str]:
         return ["train", str(self._place / f"{variant}.toml"), "--resume", "auto", "--run.output_dir", str(folder)]
 
-    def _run(self, variant: str, folder: Path, instant: str = "") -> int:
-        """Start or continue a run in a process of its own, which is killed at an instant. Returns the exit code; minus
-        the number of the signal that ended it."""
+    def _run(self, variant: str, folder: Path, instant: str = "", *, watch: bool = False) -> int:
+        """Start or continue a run in a process of its own, which is killed at an instant; ``watch``: or count its events.
+        Returns the exit code; minus the number of the signal that ended it."""
         phase, _, number = instant.partition(":")
         timed = phase == "time"
         killer = Killer(self._report, (phase, int(number)) if instant and not timed else None, self._signal)
         goes_on = folder.exists()
-        watched = not timed and (bool(instant) or not goes_on)
 
         def work() -> int:
             if goes_on:
                 time.time = partial(_behind, time.time)
             os.fsync = partial(_slow, os.fsync, self._fsync_seconds)
             before = set(sys.modules)
-            if watched:
+            if watch or killer.target:
                 killer.begin()
             code = cohort(self._command(variant, folder))
             killer.end(modules=sorted(set(sys.modules) - before))
@@ -265,14 +264,14 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
     """
     chance, plans = random.Random(seed), list[Kill]()
     phases = [phase for phase in PHASES if phase != "resume"]  # which comes when a run is killed again
-    turns = Counter[str]()
+    used = Counter[str]()
     for number in range(kills):
         phase = phases[number % len(phases)]
         able = [name for name in variants if harness.reference(name).events[phase]]
         if not able:
             phase, able = "update", variants
-        variant = able[turns[phase] % len(able)]
-        turns[phase] += 1
+        variant = min(able, key=lambda name: used[name])
+        used[variant] += 1
         reference = harness.reference(variant)
         if chance.random() < timed:
             instants = [f"time:{chance.uniform(0, reference.seconds):.3f}"]
