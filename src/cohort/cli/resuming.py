@@ -36,7 +36,7 @@ def resume(
     from cohort.config import load_config, setting_names
     from cohort.runs import RunFolder, last_start
 
-    folder = RunFolder(Path(run).expanduser().absolute())
+    folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
     settings = load_config(folder.path / "config.toml", [*overrides, f"--run.output_dir={folder.path}"])
     start, names = last_start(folder.path), setting_names(overrides)

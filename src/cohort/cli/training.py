@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, STARTED, app
+from cohort.cli.resuming import resume
 from cohort.cli.start import ALLOW_CHANGED, run_training
 from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
@@ -71,13 +73,14 @@ def train(
 @app.command(
     sort_key=5,
     usage="Usage: cohort launch [--ranks N] [options] train CONFIG.toml [--section.key value ...]",
-    help_epilogue="'cohort demo' can be launched too. docs/scale.md explains ranks, layouts and several machines.",
+    help_epilogue="'cohort resume RUN' and 'cohort demo' can be launched too. docs/scale.md explains ranks, layouts "
+    "and several machines.",
 )
 def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None) -> int:
     """Train on several processes: one per GPU, on one machine or several.
 
     Args:
-        command: The command that every rank runs: 'train' or 'demo' with its arguments.
+        command: The command that every rank runs: 'train', 'resume' or 'demo' with its arguments.
     """
     from cohort.launch import check_settings, job_of, settings_of
     from cohort.launch import launch as run
@@ -85,20 +88,23 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     # torch's warnings about a rank that has died are pages long, and the launcher says what is to be known.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     flags = flags or LaunchFlags()
-    if not command or command[0] not in ("train", "demo"):
+    if not command or command[0] not in ("train", "resume", "demo"):
         given = f", got {command[0]!r}" if command else ""
-        raise ConfigError(f"cohort launch starts 'train' or 'demo'{given}; other commands run in one process")
+        raise ConfigError(f"cohort launch starts 'train', 'resume' or 'demo'{given}; others run in one process")
     inner, bound, _ = app.parse_args(list(command), exit_on_error=False, print_error=False)
-    if inner is train:
-        settings = settings_of(bound.args[0], bound.args[1:], flags)  # mistakes are reported once
+    if inner in (train, resume):
+        path, folder = bound.args[0], None
+        if inner is resume:
+            path, folder = str(Path(path) / "config.toml"), path
+        settings = settings_of(path, bound.args[1:], flags)  # mistakes are reported once
         job = job_of(
             command,
             flags,
-            output_dir=settings.run.output_dir,
+            output_dir=folder or settings.run.output_dir,
             device=settings.model.device,
             layout=settings.parallel.layout,
             prompts=settings.rollout.prompts_per_step,
-            resume=bound.kwargs.get("resume", False),
+            resume="auto" if inner is resume else bound.kwargs.get("resume", False),
         )
         check_settings(settings, job.ranks * job.nodes)
     elif inner is demo:

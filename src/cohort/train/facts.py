@@ -55,7 +55,7 @@ def model_facts(policy: Policy, model_config: Any, end_token_ids: tuple[int, ...
         "precision": str(policy.precision),
         "threads": str(torch.get_num_threads()),
         "ranks": str(world.size),
-        "machine": machine(policy.device),
+        "machine": machine(policy.device) + ("" if policy.why_no_kernels() else ", native kernels"),
     }
 
 
@@ -80,7 +80,8 @@ def _code(rewards: RewardRunner, acting: Acting | None, config: GRPOConfig) -> I
         for shape in acting.shapes.values():
             yield f"environment {shape.name}", code_hash(shape.factory)
     objective, environment = config.resolved_objective, config.environment
-    named = {"history": environment.history, "parser": environment.parser, "baseline": objective.baseline}
+    named: dict[str, Any] = {"history": environment.history, "parser": environment.parser}
+    named |= {"baseline": objective.baseline, "filter": config.data.filter}
     if isinstance(objective.trust_region, Custom):
         named["trust region"] = objective.trust_region.function
     for name, spec in named.items():
