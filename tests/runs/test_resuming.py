@@ -60,7 +60,7 @@ def test_a_run_is_resumed_from_its_folder_alone(project, tmp_path, monkeypatch, 
     assert main(["resume", "../project/out", "--run.max_steps", "2", "--report.progress", "true"]) == 0
     shown = capsys.readouterr().out
     assert f"resuming {project}/out after step 1" in shown
-    assert "different from the run so far:\n  report.progress: the run has False, now True\n  run.max_steps" in shown
+    assert "different from the run so far:\n  run.max_steps: the run has 1, now 2\n  report.progress" in shown
     monkeypatch.chdir(project)
     assert main(["train", "c.toml", "--resume", "--run.max_steps", "3"]) == 0
     assert untimed_metrics_of(project / "out") == untimed_metrics_of(project / "whole")
