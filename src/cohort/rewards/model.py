@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ class RewardModel:
 def is_reward_model(value: Any) -> bool:
     """Whether a value is a loaded model, or the folder of one."""
     if isinstance(value, str | Path):
-        return (Path(value).expanduser() / "config.json").is_file()
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, an unknown user, a NUL
+            return (Path(value).expanduser() / "config.json").is_file()
+        return False
     return hasattr(value, "config") and hasattr(value, "parameters")
 
 
