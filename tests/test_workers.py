@@ -272,7 +272,7 @@ def test_any_exception_is_a_failed_call_and_its_message_is_cut(workers):
     for kind, message in (
         (Stop, r"raised Stop: \(no message\)"),
         (SystemExit, "raised SystemExit: "),
-        (KeyboardInterrupt, ""),
+        (KeyboardInterrupt, "raised Key"),
     ):
         with pytest.raises(CallFailed, match=message):
             workers.submit(raises, {"kind": kind}).result()

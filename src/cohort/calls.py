@@ -65,8 +65,11 @@ def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **argume
 
 
 async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
-    call, start = Call(), time.perf_counter()
-    call.returned = copied(await function(**call.arguments(arguments, logs)))
+    call, start, own = Call(), time.perf_counter(), os.getpid()
+    try:
+        call.returned = copied(await function(**call.arguments(arguments, logs)))
+    finally:
+        end_fork(own)
     call.seconds = time.perf_counter() - start
     return call
 
@@ -123,8 +126,7 @@ class Settled(Future[Any]):
         except BaseException as error:
             return cls(error=error)
         finally:
-            if os.getpid() != own:  # a process that the function has forked must not go on with the run
-                os._exit(0)
+            end_fork(own)
 
     def done(self) -> bool:
         """Always True."""
@@ -155,6 +157,12 @@ class Settled(Future[Any]):
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls ``fn`` at once."""
         fn(self)
+
+
+def end_fork(process: int) -> None:
+    """End this process if it is not the given one: what a user function has forked must not go on with the run."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 class Calls:

@@ -10,6 +10,7 @@ from tests.rewards.test_code import score
 from tests.sandbox.needs import needs_bwrap
 
 CATCHES = "try:\n    f(-1)\n    assert False\nexcept Err:\n    pass"
+READS = "def f(x): return \"__import__('sys').modules['tests'].expected\""
 FORGED = {  # a program that is wrong, and tests that it passed
     "its exception class is Exception": ("Err = Exception\ndef f(x): return 0", CATCHES),
     "its exception class claims to be AssertionError": (
@@ -21,7 +22,6 @@ FORGED = {  # a program that is wrong, and tests that it passed
         "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        try:\n            f(-1)\n"
         "            self.fail()\n        except Err:\n            pass",
     ),
-    "the time of the test runs out": ("import time\nErr = TimeoutError\ndef f(x): time.sleep(60)", CATCHES),
     "the program is gone": ("import os\nErr = ConnectionError\ndef f(x): os._exit(0)", CATCHES),
     "defines isclose": ("def isclose(*a): return True\ndef f(x): return 0", "assert isclose(f(1), 3)"),
     "defines inf": ("inf = 0\ndef f(x): return 0", "assert f(1) == inf"),
@@ -38,13 +38,10 @@ FORGED = {  # a program that is wrong, and tests that it passed
         "def f(x): return 'expected'",
         "expected = 3\nassert eval(f(1)) == expected",
     ),
-    "returns a text that is evaluated": (
-        "def f(x): return \"__import__('os').write(3, b'{\\\"error\\\": null}\\\\n' * 9) * 0 + 1\"",
-        "assert eval(f(1)) == 3",
-    ),
-    "is evaluated by the built-in": (
-        "def f(x): return \"__import__('builtins').setattr(__import__('builtins'), 'len', lambda _: 3)\"",
-        "import builtins\nbuiltins.eval(f(1))\nassert len('a') == 3",
+    "returns a text that reads what is expected": (READS, "expected = 3\nassert eval(f(1)) == expected"),
+    "returns such a text to the built-in eval": (
+        READS,
+        "import builtins\nexpected = 3\nassert builtins.eval(f(1)) == expected",
     ),
     "returns a pickle that calls a function": (
         'import pickle\nclass P:\n    def __reduce__(self): return eval, ("3",)\ndef f(x): return pickle.dumps(P())',
@@ -61,8 +58,7 @@ FORGED = {  # a program that is wrong, and tests that it passed
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_result_fails(name):
     program, tests = FORGED[name]
-    limits = {"test_timeout": 1.0, "timeout": 10.0} if "time of the test" in name else {}
-    value, _, why = score(program, tests, **limits)
+    value, _, why = score(program, tests)
     assert (value, bool(why)) == (0.0, True)
 
 
@@ -120,7 +116,7 @@ UNSCORED = {  # a program that could choose to be unscored
     "an ImportError that is raised again": "try:\n    f(1)\nexcept ImportError as e:\n    raise ImportError(str(e), name=e.name)",
     "an ImportError before another": (
         "errors = []\nfor _ in range(2):\n    try:\n        f(1)\n    except ImportError as e:\n        errors.append(e)\n"
-        "assert not errors or errors[0]\nraise errors[0]"
+        "if errors:\n    raise errors[0]\nassert f(1) == 1"
     ),
     "an optional import": "try:\n    import pytest\nexcept ImportError:\n    pass\nassert f(1) == 1",
     "a test that it defines": "import solution\nif hasattr(solution, 'g'):\n    def test_a():\n        assert f(1) == 1",
