@@ -28,6 +28,7 @@ from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
 from cohort.train.record import recorded
 from cohort.train.resume import resume as resume_run
+from cohort.watchdog import dumps_on_quit
 
 
 class GRPOTrainer:
@@ -183,7 +184,8 @@ class GRPOTrainer:
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
+        display = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
+        with display, dumps_on_quit():
             for metrics in steps:
                 display.show(metrics)
         if self._prints:

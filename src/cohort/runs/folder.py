@@ -48,6 +48,7 @@ from cohort.runs.checkpoints import (
 from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
 from cohort.runs.starts import STARTS, Start
 from cohort.types import Completion, Episode, Group
+from cohort.watchdog import waiting
 
 WRITTEN = (
     *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
@@ -276,6 +277,7 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
+    @waiting("checkpoint")
     def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
         """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
         self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
@@ -287,6 +289,7 @@ class RunFolder:
         """The folder of the best model."""
         return self.path / "best"
 
+    @waiting("saving the best model")
     def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
         """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
         when the new one takes its name. Every rank must call; rank 0 writes."""
