@@ -4,7 +4,7 @@
 
 Each run is a process, forked from this one so that torch is imported once. An instant is a seeded event of a phase
 (``killer``) or, for the share ``--timed`` of the kills, a moment after the start. The killed run is continued by the
-same command (``train --resume auto``), and may be killed again. It must end with exit code 0 and leave the same
+same command (``train --resume auto``), and may be killed again; the last time by ``cohort resume``. It must end with exit code 0 and leave the same
 weights, optimizer, metrics apart from times, rollouts, evaluations, best model and summary as a run that nothing
 interrupted, and nothing that is half written. A row of the table is a phase; the exit code is 1 if a run differs.
 ``--only VARIANT --at update:1234,checkpoint:56`` repeats one.
@@ -129,7 +129,7 @@ class Harness:
             kill.met.append(instant.partition(":")[0])
             if code not in (-self._signal, STOPPED if self._signal != signal.SIGKILL else -self._signal):
                 kill.problems.append(f"{instant}: exit code {code}: {_log(folder)}")
-        if code := self._run(kill.variant, folder):
+        if code := self._run(kill.variant, folder, from_folder=(folder / "config.toml").exists()):
             kill.problems.append(f"the continued run ended with exit code {code}: {_log(folder)}")
             return kill
         kill.problems += self._problems(reference.folder, folder)
@@ -145,12 +145,26 @@ class Harness:
     def _report(self) -> Path:
         return self._place / "report.json"
 
-    def _command(self, variant: str, folder: Path) -> list[str]:
+    def _command(self, variant: str, folder: Path, *, from_folder: bool = False) -> list[str]:
+        if from_folder:
+            return ["resume", str(folder)]
         return ["train", str(self._place / f"{variant}.toml"), "--resume", "auto", "--run.output_dir", str(folder)]
 
-    def _run(self, variant: str, folder: Path, instant: str = "", *, watch: bool = False) -> int:
-        """Start or continue a run in a process of its own, which is killed at an instant; ``watch``: or count its events.
-        Returns the exit code; minus the number of the signal that ended it."""
+    def _run(
+        self, variant: str, folder: Path, instant: str = "", *, watch: bool = False, from_folder: bool = False
+    ) -> int:
+        """Start or continue a run in a process of its own.
+
+        Args:
+            variant: which run.
+            folder: its folder.
+            instant: when to kill it.
+            watch: count its events.
+            from_folder: continue it from its folder alone, as ``cohort resume``.
+
+        Returns:
+            The exit code; minus the number of the signal that ended it.
+        """
         phase, _, number = instant.partition(":")
         timed = phase == "time"
         killer = Killer(self._report, (phase, int(number)) if instant and not timed else None, self._signal)
@@ -163,7 +177,7 @@ class Harness:
             before = set(sys.modules)
             if watch or killer.target:
                 killer.begin()
-            code = cohort(self._command(variant, folder))
+            code = cohort(self._command(variant, folder, from_folder=from_folder))
             killer.end(modules=sorted(set(sys.modules) - before))
             return code
 
