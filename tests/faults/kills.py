@@ -13,6 +13,7 @@ interrupted, and nothing that is half written. A row of the table is a phase; th
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -271,7 +272,7 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
 
     Args:
         harness: measures how many events a phase has.
-        kills: how many runs to kill.
+        kills: how many there are in all, at least.
         variants: which runs.
         seed: of the instants.
         timed: share of the runs that are killed at a moment instead of an event.
@@ -279,7 +280,9 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
     chance, plans = random.Random(seed), list[Kill]()
     phases = [phase for phase in PHASES if phase != "resume"]  # which comes when a run is killed again
     used = Counter[str]()
-    for number in range(kills):
+    for number in itertools.count():
+        if sum(len(plan.instants) for plan in plans) >= kills:
+            break
         phase = phases[number % len(phases)]
         able = [name for name in variants if harness.reference(name).events[phase]]
         if not able:
@@ -321,7 +324,7 @@ def table(kills: list[Kill]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="how many runs to kill")
+    parser.add_argument("--kills", type=int, default=20, help="how many kills in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timed", type=float, default=0.0, help="share that is killed at a moment instead of an event")
     parser.add_argument("--only", default=",".join(VARIANTS), help="some of the variants")
