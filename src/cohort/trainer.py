@@ -187,8 +187,17 @@ class GRPOTrainer:
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
+        self._parts = parts = self.make_parts()
+        first_step = self._resume(folder, parts) if resume else self._start(folder)
+        self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
+        self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
+        return self._steps(folder, parts, first_step)
+
+    def make_parts(self) -> TrainerParts:
+        """What the loop works on, as before the first step. Begins nothing."""
         metric = self.args.eval.metric_for_best_model
-        self._parts = parts = TrainerParts(
+        return TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -205,11 +214,6 @@ class GRPOTrainer:
             identity=self._identity,
             layout=self.layout,
         )
-        first_step = self._resume(folder, parts) if resume else self._start(folder)
-        self.folder = folder
-        self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
-        return self._steps(folder, parts, first_step)
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
         after_step = (self.policy.version, parts.adaptive.state_dict())
