@@ -11,6 +11,7 @@ from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
+from cohort.doctor import problem_lines
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
@@ -309,15 +310,14 @@ class GRPOTrainer:
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
         budget = self.budget.describe()
-        described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
-        lines = [described]
+        lines = [describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)]
         if self.world.size > 1:
             lines.append(f"ranks: {self.world.size}, layout {self.args.parallel.layout}")
         if self.acting:
             lines += [self.acting.describe(), self._turn_format.describe()]
         if self.evaluator:
             lines.append(self.evaluator.describe())
-        return "\n".join(lines)
+        return "\n".join(lines + problem_lines(self))
 
     def _start(self, folder: RunFolder) -> int:
         on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))

@@ -367,6 +367,8 @@ class ReportConfig(Section):
     log_completions: bool = True
     """Write every completion with its tokens, log-probs, rewards and advantage to rollouts/step-N.parquet, and those of
     evaluations to evaluations/."""
+    skip_checks: Strings = ()
+    """Checks to leave out, in `cohort doctor` and before a run, by their names, as in ["text"] (docs/doctor.md)."""
     check_saved: bool = True
     """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
     trained ones."""
