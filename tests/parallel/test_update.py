@@ -43,8 +43,9 @@ def test_the_gradient_of_every_preset(size):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["plain", "lora", "few", "minibatches"])
 def test_three_updates(size, kind):
-    """With "few", one prompt's completions are all there is: the other ranks' shares are empty."""
+    """With "few", and in each of the "minibatches", one prompt's completions are all there is: the other ranks' shares
+    are empty."""
     ranks, single = on_ranks(size, training, "replicate", kind), training("replicate", kind)
     compare(ranks, single)
     assert single["version"] == np.count_nonzero(single["norms"]) > 1  # an update whose tokens are all clipped is none
-    assert (ranks[0]["load"][0] == size) == (kind == "few")
+    assert (ranks[0]["load"][0] == size) == (kind in ("few", "minibatches"))
