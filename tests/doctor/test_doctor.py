@@ -18,6 +18,12 @@ from tests.train.harness import metrics_of, shift_sampler_logps
 REWARDS = """
 from cohort.demo.task import accuracy
 
+def digits(completions, answer):
+    # the share of the last line's digits that are right
+    lines = [text[0]["content"].splitlines()[-1:] or [""] for text in completions]
+    pairs = zip((line.removeprefix("#### ").rjust(5)[-5:] for line, in lines), answer)
+    return [sum(a == b for a, b in zip(line, gold.rjust(5))) / 5 for line, gold in pairs]
+
 def constant(completions, **_):
     return [0.5] * len(completions)
 
@@ -31,11 +37,13 @@ def near(completions, answers=None):
     return [len(text[0]["content"]) % 2 + 0.0 for text in completions]
 
 def shy(completions, answer):
-    return [None if index % 4 == 0 else score for index, score in enumerate(accuracy(completions, answer))]
+    return [None if index % 4 == 0 else score for index, score in enumerate(digits(completions, answer))]
 
 def greedy(completions, gold):
     return accuracy(completions, gold)
 """
+SMALL = ["--data.train_rows", "8"]
+"""Trials are of 8 prompts."""
 STATIC = ["--skip", "answers", "sampler", "reference", "signal", "rewards", "duplicates", "cut", "time", "disk"]
 
 
@@ -57,8 +65,8 @@ def folder(tmp_path_factory):
         SETTINGS,
         [
             *("--model.path", str(DEMO_MODEL), "--data.train", str(path / "rows.jsonl")),
-            *("--data.eval", str(path / "held_out.jsonl"), "--reward.functions", "cohort.demo.task:accuracy"),
-            *("--rollout.prompts_per_step", "8", "--rollout.num_generations", "4", "--optim.warmup_steps", "1"),
+            *("--data.eval", str(path / "held_out.jsonl"), "--reward.functions", f"{path}/rewards.py:digits"),
+            *("--rollout.prompts_per_step", "4", "--rollout.num_generations", "4", "--optim.warmup_steps", "1"),
             *("--run.max_steps", "4", "--run.output_dir", str(path / "run")),
         ],
     )
@@ -80,7 +88,7 @@ def problems_of(found):
 
 
 def test_a_healthy_run_raises_nothing(folder, capsys):
-    code, found = findings_of(folder, capsys)
+    code, found = findings_of(folder, capsys, *SMALL)
     assert (code, problems_of(found)) == (0, set())
     names = [one["check"] for one in found]
     assert names == [
@@ -88,8 +96,8 @@ def test_a_healthy_run_raises_nothing(folder, capsys):
         *("answers", "sampler", "reference", "signal", "rewards", "duplicates", "cut", "time", "disk"),
     ]
     by_name = {one["check"]: one for one in found}
-    assert "accuracy gives right answers 1.00 and wrong ones 0.00 (#### ANSWER)" in by_name["answers"]["found"]
-    assert 0.2 < by_name["signal"]["numbers"]["mean_reward"] < 0.7  # 64 completions of a model that is right at 0.45
+    assert "digits gives right answers 1.00 and wrong ones 0." in by_name["answers"]["found"]
+    assert 0.6 < by_name["signal"]["numbers"]["mean_reward"] < 1  # a forgotten carry leaves other digits right
     assert by_name["reference"]["numbers"]["largest_gap"] < 1e-4  # rounding of float32
     assert by_name["time"]["numbers"]["step"] > 0
 
@@ -99,7 +107,7 @@ ILLNESSES = {
     "empty column": (["--data.train", "{}/empty.jsonl"], {("columns", "warn")}),
     "prompts": (["--data.train", "{}/repeated.jsonl"], {("prompts", "warn")}),
     "held out": (["--data.eval", "{}/rows.jsonl"], {("prompts", "warn")}),
-    "lengths": (["--data.max_prompt_length=12", "--data.overlong_prompts=truncate_left"], {("lengths", "warn")}),
+    "lengths": (["--data.max_prompt_length=8", "--data.overlong_prompts=truncate_left"], {("lengths", "warn")}),
     "text": (["--data.format", "auto"], {("text", "warn")}),
     "ends": (["--model.path", "{}/no_end"], {("ends", "warn")}),
     "schedule": (["--rollout.num_generations", "2"], {("schedule", "warn")}),
@@ -110,6 +118,8 @@ ILLNESSES = {
     "settings": (["--rollout.num_generation", "3"], {("settings", "fail")}),
     "rewards": (["--reward.functions", "{}/rewards.py:greedy"], {("rewards", "fail")}),
     "model": (["--model.path", "{}/none"], {("model", "fail")}),
+    "inverted answers": (["--reward.functions", "{}/rewards.py:inverted"], {("answers", "fail")}),
+    "blind to answers": (["--reward.functions", "{}/rewards.py:blind"], {("answers", "warn")}),
     "skipped": (["--rollout.top_k", "1", "--report.skip_checks", "sampling"], set()),
 }
 
@@ -123,24 +133,18 @@ def test_an_illness_that_is_known_without_sampling(folder, capsys, name):
             kept = {key: value for key, value in kept.items() if not key.startswith("eos_token")}
             (folder / "no_end" / file).write_text(json.dumps(kept))
     arguments, expected = ILLNESSES[name]
-    code, found = findings_of(folder, capsys, *STATIC, *(one.format(folder) for one in arguments))
+    skip = [one for one in STATIC if one != "answers" or "answers" not in name]
+    code, found = findings_of(folder, capsys, *skip, *(one.format(folder) for one in arguments))
     assert problems_of(found) == expected
     assert code == any(status == "fail" for _, status in expected)
 
 
 SAMPLED = {
     "signal": (["--reward.functions", "{}/rewards.py:constant"], {("signal", "fail")}),
-    "inverted": (["--reward.functions", "{}/rewards.py:inverted"], {("answers", "fail")}),
-    "blind": (["--reward.functions", "{}/rewards.py:blind"], {("answers", "warn")}),
-    "unscored": (["--reward.functions", "{}/rewards.py:shy"], {("rewards", "warn")}),
-    "constant": (
-        ["--reward.functions", '["cohort.demo.task:accuracy", "{}/rewards.py:constant"]'],
-        {("rewards", "warn")},
-    ),
+    "rewards": (["--reward.functions", '["{0}/rewards.py:shy", "{0}/rewards.py:constant"]'], {("rewards", "warn")}),
     "duplicates": (["--rollout.regex", "#### 1"], {("duplicates", "fail"), ("signal", "fail")}),
-    "cut": (["--rollout.max_completion_length", "16"], {("cut", "warn"), ("signal", "fail")}),
-    "masked": (
-        ["--rollout.max_completion_length", "16", "--objective.truncated", "mask"],
+    "cut": (
+        ["--rollout.max_completion_length", "16", "--objective.truncated", "mask", "--skip", "duplicates"],
         {("cut", "fail"), ("signal", "fail")},
     ),
 }
@@ -149,31 +153,26 @@ SAMPLED = {
 @pytest.mark.parametrize("name", SAMPLED)
 def test_an_illness_that_a_rollout_shows(folder, capsys, name):
     arguments, expected = SAMPLED[name]
-    small = ["--rollout.prompts_per_step", "4", "--data.train_rows", "8", "--skip", "time", "disk"]
-    code, found = findings_of(folder, capsys, *small, *(one.format(folder) for one in arguments))
+    skip = ("--skip", "answers", "time", "disk")
+    code, found = findings_of(folder, capsys, *SMALL, *skip, *(one.format(folder) for one in arguments))
     assert problems_of(found) == expected
     assert code == any(status == "fail" for _, status in expected)
 
 
 def small_trainer(folder, *arguments):
-    small = ["--data.train_rows", "8", "--report.progress", "false", "--rollout.max_completion_length", "24"]
-    return GRPOTrainer(args=load_config(folder / "run.toml", [*small, *arguments]))
+    return GRPOTrainer(args=load_config(folder / "run.toml", [*SMALL, "--report.progress", "false", *arguments]))
 
 
 def failed(trainer, skip=("signal", "cut", "answers")):
     return {one.check for one in examine(trainer, skip) if one.status == "fail"}
 
 
-def test_a_sampler_that_computes_something_else(folder, monkeypatch):
+def test_a_sampler_and_a_reference_that_compute_something_else(folder, monkeypatch):
     shift_sampler_logps(monkeypatch, lambda: 0.5)
-    assert failed(small_trainer(folder)) == {"sampler"}
-
-
-def test_a_reference_that_is_another_model(folder):
-    trainer = small_trainer(folder)
+    trainer = small_trainer(folder, "--rollout.max_completion_length", "24")
     with torch.no_grad():
         trainer.reference.model.lm_head.weight.mul_(1.1)
-    assert failed(trainer) == {"reference"}
+    assert failed(trainer) == {"sampler", "reference"}
 
 
 def test_a_model_of_nan(folder):
@@ -194,7 +193,7 @@ def test_a_full_disk_and_a_folder_in_use(folder, monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
-    monkeypatch.setattr("cohort.doctor.examine.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert failed(small_trainer(folder, "--run.output_dir", str(tmp_path / "run"))) == {"folder", "disk"}
 
 

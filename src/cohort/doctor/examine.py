@@ -19,11 +19,12 @@ from cohort.doctor.known import CHECKS, Run, Trainer, existing_parent
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
 from cohort.doctor.trial import Trial, try_run
 from cohort.errors import CohortError, ConfigError
-from cohort.policy import adapter_weights, has_adapters, named_weights
+from cohort.policy import adapter_weights, has_adapters
 from cohort.presets.parts import DynamicSampling
 from cohort.runs import RunFolder
 from cohort.runs.durable import write_file
 from cohort.runs.output import output_folder
+from cohort.runs.tensors import named_weights
 from cohort.train.check import CACHED, MAX_SAMPLER_GAP, SERVED
 from cohort.types import FinishReason
 
