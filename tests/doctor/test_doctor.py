@@ -18,9 +18,12 @@ from tests.train.harness import metrics_of, shift_sampler_logps
 REWARDS = """
 from cohort.demo.task import accuracy
 
+def read(text):
+    return text if isinstance(text, str) else text[0]["content"]
+
 def digits(completions, answer):
     # the share of the last line's digits that are right
-    lines = [text[0]["content"].splitlines()[-1:] or [""] for text in completions]
+    lines = [read(text).splitlines()[-1:] or [""] for text in completions]
     pairs = zip((line.removeprefix("#### ").rjust(5)[-5:] for line, in lines), answer)
     return [sum(a == b for a, b in zip(line, gold.rjust(5))) / 5 for line, gold in pairs]
 
@@ -31,10 +34,10 @@ def inverted(completions, answer):
     return [1 - score for score in accuracy(completions, answer)]
 
 def blind(completions, answer):
-    return [len(text[0]["content"]) % 2 + 0.0 for text in completions]
+    return [len(read(text)) % 2 + 0.0 for text in completions]
 
 def near(completions, answers=None):
-    return [len(text[0]["content"]) % 2 + 0.0 for text in completions]
+    return [len(read(text)) % 2 + 0.0 for text in completions]
 
 def shy(completions, answer):
     return [None if index % 4 == 0 else score for index, score in enumerate(digits(completions, answer))]

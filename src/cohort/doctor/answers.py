@@ -165,9 +165,9 @@ def _try_column(
             continue
         told = sum(good > max(bad, refused) for good, bad, refused in scores)
         below = sum(good < min(bad, refused) for good, bad, refused in scores)
-        means = [_mean([row[0] for row in scores]), _mean([reward for row in scores for reward in row[1:]])]
+        means = _mean([row[0] for row in scores]), _mean([reward for row in scores for reward in row[1:]])
         if best is None or max(told, below) > max(best.told, best.below):
-            best = Told(function.name, column, form, len(scores), told, below, *means, named=False)
+            best = Told(function.name, column, form, len(scores), told, below, *means, False)
         if told * 2 >= len(scores):
             break
     return best
