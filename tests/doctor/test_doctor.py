@@ -127,7 +127,13 @@ ILLNESSES = {
 }
 
 
-@pytest.mark.parametrize("name", ILLNESSES)
+QUICK = ("settings", "data", "rewards", "model")
+"""These run in every suite, beside all others at once."""
+
+
+@pytest.mark.parametrize(
+    "name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in ILLNESSES]
+)
 def test_an_illness_that_is_known_without_sampling(folder, capsys, name):
     if name == "ends" and not (folder / "no_end").exists():
         shutil.copytree(DEMO_MODEL, folder / "no_end")
@@ -142,6 +148,17 @@ def test_an_illness_that_is_known_without_sampling(folder, capsys, name):
     assert code == any(status == "fail" for _, status in expected)
 
 
+def test_many_illnesses_at_once(folder, capsys):
+    together = ("columns", "held out", "lengths", "schedule", "sampling", "optimizer", "blind to answers")
+    arguments = [argument for name in together for argument in ILLNESSES[name][0]]
+    functions = '["{0}/rewards.py:near", "{0}/rewards.py:blind"]'
+    skip = [one for one in STATIC if one != "answers"]
+    more = ["--reward.functions", functions, "--optim.learning_rate", "1e-6", "--optim.warmup_steps", "4"]
+    code, found = findings_of(folder, capsys, *skip, *(one.format(folder) for one in [*arguments, *more]))
+    expected = {problem for name in together for problem in ILLNESSES[name][1]} - {("optimizer", "fail")}
+    assert (code, problems_of(found)) == (1, expected | {("optimizer", "warn")})
+
+
 SAMPLED = {
     "signal": (["--reward.functions", "{}/rewards.py:constant"], {("signal", "fail")}),
     "rewards": (["--reward.functions", '["{0}/rewards.py:shy", "{0}/rewards.py:constant"]'], {("rewards", "warn")}),
@@ -153,7 +170,9 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    "name", [one if one == "cut" else pytest.param(one, marks=pytest.mark.slow) for one in SAMPLED]
+)
 def test_an_illness_that_a_rollout_shows(folder, capsys, name):
     arguments, expected = SAMPLED[name]
     skip = ("--skip", "answers", "time", "disk")
@@ -197,7 +216,9 @@ def test_a_full_disk_and_a_folder_in_use(folder, monkeypatch, tmp_path):
     (tmp_path / "run" / "config.toml").write_text("")
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert failed(small_trainer(folder, "--run.output_dir", str(tmp_path / "run"))) == {"folder", "disk"}
+    assert failed(
+        small_trainer(folder, "--run.output_dir", str(tmp_path / "run"), "--rollout.max_completion_length=24")
+    ) == {"folder", "disk"}
 
 
 def test_an_unknown_check_is_an_error(folder, capsys):
@@ -223,9 +244,19 @@ def test_the_short_form_is_silent_when_all_is_well(folder, capsys):
     )
 
 
+@pytest.mark.slow
 def test_predictions_against_a_run(folder, tmp_path):
     """Disk within 10% (lengths differ between steps); time within a factor of 3, on a machine that does other work."""
-    changes = ("--run.output_dir", str(tmp_path / "run"), "--run.save_steps", "2", "--data.eval", "")
+    changes = (
+        "--run.output_dir",
+        str(tmp_path / "run"),
+        "--run.save_steps",
+        "1",
+        "--run.max_steps",
+        "2",
+        "--data.eval",
+        "",
+    )
     numbers = {one.check: one.numbers for one in examine(small_trainer(folder, *changes), ["answers"])}
     small_trainer(folder, *changes).train()
     written = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())

@@ -31,7 +31,7 @@ def check_columns(
     check, read = Check("columns"), dict.fromkeys(column for some in reads.values() for column in some)
     for name, parameters in unfilled.items():
         for parameter in parameters:
-            if close := difflib.get_close_matches(parameter, [c for c in columns if c not in read], 1, 0.75):
+            if close := difflib.get_close_matches(parameter, [c for c in columns if c not in reads[name]], 1, 0.75):
                 check.warn(
                     f"reward function {name} has a parameter {parameter!r}, and the data has {close[0]!r}: the "
                     "function always gets its default",
