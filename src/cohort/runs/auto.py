@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 
-from cohort.config import GRPOConfig, load_config
+from cohort.config import GRPOConfig, hide_secrets, load_config
 from cohort.errors import ConfigError, RunFolderError
 from cohort.parallel import World, on_main
 from cohort.runs.folder import RunFolder
+from cohort.runs.trust import check_files
 
 
 def resumes(config: GRPOConfig) -> bool | None:
@@ -36,12 +37,13 @@ def find_run(folder: RunFolder, config: GRPOConfig) -> bool | None:
     if not (path / "config.toml").exists():
         folder.check_free()
         return False
+    check_files(path)
     saved = load_config(path / "config.toml")
     same_end = (saved.run.max_steps, saved.run.num_epochs) == (config.run.max_steps, config.run.num_epochs)
     if folder.checkpoint_steps():
         folder.check_settings(config)
         return None if same_end and (path / "summary.json").exists() else True
-    if saved != config:
+    if saved.model_dump() != hide_secrets(config.model_dump()):
         raise RunFolderError(
             f"{path} holds a run with other settings and no checkpoint: remove it, or choose another run.output_dir"
         )

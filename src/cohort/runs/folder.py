@@ -30,13 +30,15 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
-from cohort.config import GRPOConfig, load_config, to_toml
+from cohort.config import GRPOConfig, hide_secrets, load_config, to_toml
 from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.parallel import World, together
 from cohort.rewards.scores import Scores
 from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, save_checkpoint, save_model
 from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
+from cohort.runs.reading import read_best, read_metrics, steps_of
+from cohort.runs.trust import check_files, remember
 from cohort.types import Completion, Episode, Group
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
@@ -90,6 +92,7 @@ class RunFolder:
             if (self.path / "config.toml").exists():
                 what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
             raise RunFolderError(f"{self.path} {what}: choose another run.output_dir{more}")
+        check_files(self.path)
 
     def start(self, config: GRPOConfig, first_prompt: str) -> None:
         """Create the folder of a new run."""
@@ -99,6 +102,7 @@ class RunFolder:
             write_atomically(self.path / "config.toml", to_toml(config))
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
+            remember(config)
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
@@ -109,6 +113,7 @@ class RunFolder:
         Raises:
             RunFolderError: there is no whole checkpoint, or a setting that changes results differs from the run's.
         """
+        check_files(self.path)
         self.check_settings(config)
         if self._whole is None:
             self._whole = self._newest_whole()
@@ -129,7 +134,7 @@ class RunFolder:
         # The same objective may be written in several ways.
         same = saved.resolved_objective.settings() == now.resolved_objective.settings()
         ignored = MAY_CHANGE_ON_RESUME | {"objective": {"preset", *saved.objective.parts()} if same else set()}
-        new = now.model_dump(exclude=ignored)
+        new = hide_secrets(now.model_dump(exclude=ignored))  # as the run's are
         if changed := [
             f"{section}.{key}: the run has {_shown(value)}, now {_shown(new[section][key])}"
             for section, values in saved.model_dump(exclude=ignored).items()
@@ -175,9 +180,7 @@ class RunFolder:
 
     def first_evaluation(self) -> dict[str, Any] | None:
         """Metrics of the evaluation before the first step, if there was one."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        first = json.loads(lines[0]) if lines else {}
+        _, first = next(iter(read_metrics(self.path / "metrics.jsonl")), ("", {}))
         if first.get("step") != 0:
             return None
         return {key: value for key, value in first.items() if key.startswith("eval/")}
@@ -191,9 +194,7 @@ class RunFolder:
         """Remove the lines of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(path, "".join(kept))
+            write_atomically(path, "".join(line for line, metrics in read_metrics(path) if metrics["step"] <= step))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
@@ -223,8 +224,7 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
-        names = (path.name.removeprefix("step-") for path in (self.path / "checkpoints").glob("step-*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return steps_of(self.path / "checkpoints")
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -267,9 +267,7 @@ class RunFolder:
         old = self.path / "best.old"
         if old.exists() and not self.best.exists():
             old.rename(self.best)
-        file = self.best / "best.json"
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        return found
+        return read_best(self.best / "best.json") if self.best.exists() else None
 
 
 def _shown(value: Any) -> str:
