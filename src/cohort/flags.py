@@ -27,7 +27,7 @@ ANY_TEXT = Parameter(allow_leading_hyphen=True)
 class SamplingFlags:
     """Flags of both commands. None: the flag was not given."""
 
-    n: Annotated[int | None, SAMPLING, POSITIVE] = None
+    n: Annotated[int | None, SAMPLING, Parameter(validator=Number(gte=1, lte=65_536))] = None
     """Completions per prompt. [default: 1]"""
     max_tokens: Annotated[int | None, SAMPLING, POSITIVE] = None
     """Maximum number of tokens of a completion. [default: 256, or what the model's context leaves]"""

@@ -6,6 +6,7 @@ A change replaces, removes or adds a node in a valid document; a tear cuts, repe
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,10 +20,13 @@ from hypothesis import strategies as st
 from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
 from cohort.data.source import read_file
 from cohort.errors import CohortError
+from cohort.policy import context_length, load_tokenizer
+from cohort.policy import read_config as model_config
 from cohort.rewards.names import split_spec
 from cohort.runs import RunFolder, StoredRollout, load_rollout, read_best, save_rollout
 from cohort.runs.durable import check_whole, write_file, write_manifest
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
+from tests.conftest import DEMO_MODEL
 
 NUMBERS = [0, -1, 1, 2, 10**9, 2**63, -(2**63) - 1, 10**30, 0.5, -0.0, 1e-320, 1e308, math.inf, math.nan]
 TEXTS = [
@@ -338,7 +342,34 @@ def torn_text(seeds: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
+def prepare_model(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(DEMO_MODEL / name, folder)
+
+
+def read_model(folder: Path, given: tuple[str, bytes]) -> None:
+    name, data = given
+    try:
+        (folder / name).write_bytes(data)
+        config = model_config(str(folder))
+        load_tokenizer(str(folder)).decode([1])
+        assert context_length(config) is None or context_length(config) > 0
+    finally:
+        shutil.copy(DEMO_MODEL / name, folder)
+
+
+def _model_files() -> st.SearchStrategy[Any]:
+    files = {
+        name: (DEMO_MODEL / name).read_bytes() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
+    }
+    return st.one_of(
+        *(st.tuples(st.just(name), changed(json.loads(data)).map(as_json) | torn(data)) for name, data in files.items())
+    )
+
+
 READERS = _readers()
+SLOW = {"model": Reader(_model_files(), read_model, prepare_model)}
+"""Readers of about 20 ms."""
 
 
 def read(reader: Reader, folder: Path, given: Any) -> str:

@@ -6,12 +6,12 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.fuzz.readers import READERS, read
+from tests.fuzz.readers import READERS, SLOW, read
 
 
 def fuzz(name, folder, cases):
     """Read so many inputs; returns how often each answer came."""
-    reader, answers = READERS[name], {}
+    reader, answers = (READERS | SLOW)[name], {}
     reader.prepare(folder)
 
     @settings(max_examples=cases, database=None, derandomize=True, deadline=None, phases=[Phase.generate, Phase.shrink],
@@ -34,6 +34,6 @@ def test_only_clean_errors(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", [*READERS, *SLOW])
 def test_only_clean_errors_in_many_cases(name, tmp_path):
     fuzz(name, tmp_path, 2_000)

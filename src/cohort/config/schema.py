@@ -148,7 +148,7 @@ class RolloutConfig(Section):
         text = read_text(value) if value.endswith(".json") else value
         try:
             json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"expected a JSON schema, as JSON text or as the name of a .json file, got {value!r:.60} ({error})"
             ) from None

@@ -304,12 +304,16 @@ def _errors(what: str, path: str) -> Iterator[None]:
         yield
     except (ModelError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of a broken file, any type: TypeError, RuntimeError, SafetensorError, a bare Exception
+    except BaseException as error:  # of a broken file, of any type, and a PanicException from libraries in Rust
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # ... that of a library in Rust
+            raise
         hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
         flag = "; for pickled weights, set model.allow_pickled_weights = true"
         pickled = flag if "use_safetensors" in str(error) else ""
         raise ModelError(f"{what}{hub}: {_first_line(error)}{pickled}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
