@@ -15,6 +15,7 @@ from cohort.policy.load import load_model
 from cohort.rewards.model import RewardModel
 from tests.conftest import DEMO_MODEL, tiny_llama
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 SINGLE = Precision(torch.float32, torch.float32)
 
 
@@ -123,7 +124,7 @@ def test_remote_code_and_attention_from_the_hub_need_the_flag(folder):
     with pytest.raises(ModelError, match="trust_remote_code"):
         load_tokenizer(str(folder))
     (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "stranger/kernel"}))
-    with pytest.raises(ModelError, match=r"names attention code on the hub, stranger/kernel.* trust_remote_code"):
+    with pytest.raises(ModelError, match=r"names attention code on the hub, stranger/kernel.*trust_remote_code"):
         load(folder)
 
 

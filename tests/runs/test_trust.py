@@ -109,28 +109,30 @@ def test_cohort_eval_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_mode
 
 def test_secrets_are_not_written_and_are_asked_for(tmp_path):
     settings = {
-        "data": {"train": "https://me:word@host/rows.jsonl?token=abc", "system_prompt": "api_key='of the prompt'"},
+        "data": {"train": "https://me:s3cret@host/rows.jsonl?token=s3cret", "system_prompt": "api_key='of the prompt'"},
         "reward": {
-            "functions": ["judge.py:f(api_key='sk-1', model='m')", "judge.py:g(key=3, header='Bearer abcdefghi')"]
+            "functions": ["judge.py:f(api_key='s3cret', model='m')", "judge.py:g(key=3, header='Bearer s3cret-s3cret')"]
         },
-        "environment": {"tools": ["mcp:API_TOKEN=abc npx server --password abc --port 3"]},
-        "vllm": {"arguments": ["--api-key", "abc", "--port", "3"]},
+        "environment": {"tools": ["mcp:API_TOKEN=s3cret npx server --password s3cret --port 3"]},
+        "vllm": {"arguments": ["--api-key", "s3cret", "--port", "3"]},
     }
     folder = RunFolder(tmp_path / "run")
     folder.start(GRPOConfig(**settings), "")
     written = (tmp_path / "run" / "config.toml").read_text()
-    assert not any(secret in written for secret in ("word", "sk-1", "abc"))
+    assert "s3cret" not in written
     saved = load_config(tmp_path / "run" / "config.toml")
     assert saved.data.train == "https://***@host/rows.jsonl?token=***"
     assert saved.data.system_prompt == "api_key='of the prompt'"
     assert saved.reward.functions == ("judge.py:f(api_key='***', model='m')", "judge.py:g(key=3, header='Bearer ***')")
     assert saved.environment.tools == ("mcp:API_TOKEN=*** npx server --password *** --port 3",)
     assert saved.vllm.arguments == ("--api-key", "***", "--port", "3")
-    with pytest.raises(RunFolderError, match=r"does not hold the secrets of data.train, reward.functions"):
+    with pytest.raises(
+        RunFolderError, match=r"does not hold the secrets of data.train, vllm.arguments, environment.tools, reward.fun"
+    ):
         trust.check_secrets(folder.path, saved)
     trust.check_secrets(folder.path, GRPOConfig(**settings))
     check_code(folder.path, saved, (), None)  # the code is known, with whatever secret
-    assert not any("abc" in record.read_text() for record in (tmp_path / "state").rglob("*") if record.is_file())
+    assert not any("s3cret" in record.read_text() for record in (tmp_path / "state").rglob("*") if record.is_file())
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml.part", "checkpoints", "rollouts/step-1.part", "logs"])

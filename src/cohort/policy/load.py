@@ -310,9 +310,14 @@ def _errors(what: str, path: str) -> Iterator[None]:
         ):  # ... that of a library in Rust
             raise
         hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
-        flag = "; for pickled weights, set model.allow_pickled_weights = true"
-        pickled = flag if "use_safetensors" in str(error) else ""
-        raise ModelError(f"{what}{hub}: {_first_line(error)}{pickled}") from error
+        raise ModelError(f"{what}{hub}: {_first_line(error)}{_flag_for(error)}") from error
+
+
+def _flag_for(error: BaseException) -> str:
+    """What to set for a model that transformers refuses for safety."""
+    if "trust_remote_code" in str(error):
+        return " To run it, set model.trust_remote_code = true (cohort generate: --trust-remote-code)"
+    return " For pickled weights, set model.allow_pickled_weights = true" if "use_safetensors" in str(error) else ""
 
 
 def _first_line(error: BaseException) -> str:
