@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 from cohort.data.procedural import PREFIX, procedural_rows
-from cohort.data.rows import Row, RowTable, plain
+from cohort.data.rows import Row, RowTable, plain, unique_keys
 from cohort.errors import DataError
 
 COMPRESSED = (".gz", ".zst")
@@ -337,19 +337,9 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
         raise DataError(f"{where}: not valid JSON: {error}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, whose keys must differ: which of two values a reader takes is not defined."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r:.80} occurs twice in an object")
-    return found
 
 
 def _checked_row(row: Any, where: str) -> Row:
