@@ -26,6 +26,7 @@ from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
 from cohort.train.sample import drop_resized
+from cohort.watchdog import dumps_on_quit
 
 
 class GRPOTrainer:
@@ -172,7 +173,8 @@ class GRPOTrainer:
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
+        display = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
+        with display, dumps_on_quit():
             for metrics in steps:
                 display.show(metrics)
         if self._prints:

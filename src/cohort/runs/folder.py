@@ -40,6 +40,7 @@ from cohort.runs.durable import replaced, write_atomically, write_file, write_ma
 from cohort.runs.reading import read_best, read_metrics, steps_of
 from cohort.runs.trust import check_files, remember
 from cohort.types import Completion, Episode, Group
+from cohort.watchdog import waiting
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},
@@ -230,6 +231,7 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
+    @waiting("checkpoint")
     def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
         """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
         self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
@@ -241,6 +243,7 @@ class RunFolder:
         """The folder of the best model."""
         return self.path / "best"
 
+    @waiting("saving the best model")
     def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
         """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
         when the new one takes its name. Every rank must call; rank 0 writes."""
