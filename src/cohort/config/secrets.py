@@ -44,7 +44,10 @@ def hide_secrets(value: Any) -> Any:
             value = pattern.sub(lambda found: found["kept"] + HIDDEN, value)
         return value
     if isinstance(value, Mapping):
-        return {key: item if key in TEXTS else hide_secrets(item) for key, item in value.items()}
+        return {
+            key: item if key in TEXTS else HIDDEN if _is_secret(key) and item else hide_secrets(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         options = (None, *value)  # what is before each item: the option that it is the argument of
         return type(value)(
@@ -52,6 +55,10 @@ def hide_secrets(value: Any) -> Any:
             for option, item in zip(options, value, strict=False)
         )
     return value
+
+
+def _is_secret(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(f"(?i){_NAME}", name) is not None
 
 
 def hidden_settings(value: Any, path: str = "") -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config
+from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config, setting_names
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
@@ -68,7 +68,7 @@ class Request(EvalFlags):
             given = ["--reward.weights", "none", *given]  # the run's weights belong to its own functions
         config = load_config(source, given) if source else apply_overrides({}, given)
         if source and self.config is None:
-            check_code(Path(source).parent, config, given, self.trust)
+            check_code(Path(source).parent, config, self.trust, given=setting_names(given))
             check_secrets(Path(source).parent, config, unused=("data.train", "vllm."))
         where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
         if not config.data.eval:
@@ -229,7 +229,8 @@ def _check_single_turns(model: str) -> None:
     if run is None or not (steps := run.checkpoint_steps()):
         return
     try:
-        names = saved_identity(run.checkpoint(steps[-1])).get("tools and environments")
+        facts = saved_identity(run.checkpoint(steps[-1]))
+        names = facts.get("tools") or facts.get("tools and environments")
     except RunFolderError as error:
         raise ConfigError(f"cannot see what {model} was trained with: {error}. To evaluate it, give --config") from None
     if names:

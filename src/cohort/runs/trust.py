@@ -12,13 +12,13 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from cohort.config import GRPOConfig, Source, hidden_settings, hide_secrets, override_names
+from cohort.config import GRPOConfig, Source, hidden_settings, hide_secrets
 from cohort.errors import RunFolderError
 from cohort.rewards.names import BUILTIN_REWARDS, split_spec
 
@@ -147,14 +147,22 @@ def check_secrets(run: Path, config: GRPOConfig, unused: Sequence[str] = ()) -> 
         )
 
 
-def check_code(run: Path, config: GRPOConfig, overrides: Sequence[str], trusted: str | None) -> None:
-    """Check that settings that were read from a run folder name no unknown code.
+def check_code(
+    run: Path,
+    config: GRPOConfig,
+    trusted: str | None,
+    *,
+    given: Collection[str] = (),
+    read: Collection[str] | None = None,
+) -> None:
+    """Check that settings that were read from a run folder name no code that this account has not run.
 
     Args:
         run: the run folder.
-        config: its settings with the overrides.
-        overrides: ``--section.key value`` pairs that the user gave: code that they name may run.
+        config: the settings, with those that the user gave.
         trusted: the argument of ``--trust``; it must be this run folder, or inside it.
+        given: names of settings that the user gave: code that they name may run.
+        read: names of the settings that were read from the run folder. None: all but ``given``.
 
     Raises:
         RunFolderError: they name unknown code, or ``trusted`` is another folder.
@@ -163,19 +171,15 @@ def check_code(run: Path, config: GRPOConfig, overrides: Sequence[str], trusted:
         if not Path(trusted).expanduser().resolve().is_relative_to(run.resolve()):
             raise RunFolderError(f"--trust {trusted} is not the run folder whose settings are used: {run}")
         return
-    given = override_names(overrides)
-    unknown = [code for code in code_in(config) if not _is_given(code.setting, given)]
-    if unknown := [code for code in unknown if not (_records() / code.key).exists()]:
-        named = "\n".join(f"  {code.setting}: {hide_secrets(code.text)}" for code in unknown)
+    named = [code for code in code_in(config) if code.setting not in given]
+    from_run = [code for code in named if read is None or code.setting in read]
+    if unknown := [code for code in from_run if not (_records() / code.key).exists()]:
+        listed = "\n".join(f"  {code.setting}: {hide_secrets(code.text)}" for code in unknown)
         raise RunFolderError(
             f"the settings in {run} name code that you have not run before, and a run folder may come from anybody:\n"
-            f"{named}\nNothing was run. If you know this code, give --trust {run}; or override the settings that name "
+            f"{listed}\nNothing was run. If you know this code, give --trust {run}; or override the settings that name "
             "it"
         )
-
-
-def _is_given(setting: str, given: Iterable[str]) -> bool:
-    return any(name == setting or name.startswith(f"{setting}.") for name in given)
 
 
 def _records() -> Path:
