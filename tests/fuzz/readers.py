@@ -235,7 +235,7 @@ MANIFEST = {
 def read_metrics(folder: Path, data: bytes) -> None:
     (folder / "metrics.jsonl").write_bytes(data)
     run = RunFolder(folder)
-    run.first_evaluation()
+    run.evaluations()
     run.drop_metrics_after(1)
 
 

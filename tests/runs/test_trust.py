@@ -53,12 +53,12 @@ def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting,
     config = load_config(run / "config.toml")
     name = setting.partition(" ")[0]
     with pytest.raises(RunFolderError, match=rf"{name}: .*\n.*Nothing was run.* give --trust {run}"):
-        check_code(run, config, (), None)
-    check_code(run, config, (), str(run))
-    overrides = [text for code in code_in(config) for text in (f"--{code.setting}", "none")]
-    check_code(run, config, overrides, None)  # the user has named other code
+        check_code(run, config, None)
+    check_code(run, config, str(run))
+    check_code(run, config, None, given={code.setting for code in code_in(config)})  # the user has named other code
+    check_code(run, config, None, read={"run.seed"})
     remember(config)
-    check_code(run, config, (), None)
+    check_code(run, config, None)
 
 
 def test_settings_without_code_of_a_stranger():
@@ -80,11 +80,11 @@ def test_known_code_is_a_file_not_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "mine")
     for spec in ("score.py:f", "score:f"):
         remember(config := GRPOConfig(reward={"functions": [spec]}))
-        check_code(tmp_path, config, (), None)
+        check_code(tmp_path, config, None)
     monkeypatch.chdir(tmp_path / "theirs")
     for spec in ("score.py:f", "score:f"):
         with pytest.raises(RunFolderError, match=f"reward.functions: {spec}"):
-            check_code(tmp_path, GRPOConfig(reward={"functions": [spec]}), (), None)
+            check_code(tmp_path, GRPOConfig(reward={"functions": [spec]}), None)
 
 
 def test_cohort_eval_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_model_path):
@@ -105,6 +105,29 @@ def test_cohort_eval_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_mode
     assert "is not the run folder whose settings are used" in capsys.readouterr().err
     assert main(["eval", str(run), "--trust", str(run)]) == 2  # the folder has no model
     assert Path("ran").exists()
+
+
+def test_cohort_resume_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_model_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\nf = 3\n")
+    settings = {"model": {"path": demo_model_path}, "data": {"train": str(tmp_path / "rows.jsonl")}}
+    run = stranger(tmp_path / "run", **settings, reward={"functions": ["evil.py:f"]})
+    (run / "starts.jsonl").write_text(
+        json.dumps({"folder": str(tmp_path), "overrides": ["reward.functions"], "missing": {}})
+    )
+    assert main(["resume", str(run)]) == 2
+    assert (
+        f"reward.functions: evil.py:f\nNothing was run. If you know this code, give --trust {run}"
+        in capsys.readouterr().err
+    )
+    # The same when the user's own settings are completed by the overrides that the run folder says it was started with.
+    (tmp_path / "mine.toml").write_text(to_toml(GRPOConfig(**settings, run={"output_dir": str(run)})))
+    assert main(["train", "mine.toml", "--resume"]) == 2
+    assert "reward.functions: evil.py:f" in capsys.readouterr().err
+    assert not Path("ran").exists()
+    assert main(["resume", "run", "--trust", "run"]) == 2
+    assert Path("ran").exists()
+    assert "evil.py has no function 'f'" in capsys.readouterr().err
 
 
 def test_secrets_are_not_written_and_are_asked_for(tmp_path):
@@ -131,7 +154,7 @@ def test_secrets_are_not_written_and_are_asked_for(tmp_path):
     ):
         trust.check_secrets(folder.path, saved)
     trust.check_secrets(folder.path, GRPOConfig(**settings))
-    check_code(folder.path, saved, (), None)  # the code is known, with whatever secret
+    check_code(folder.path, saved, None)  # the code is known, with whatever secret
     assert not any("s3cret" in record.read_text() for record in (tmp_path / "state").rglob("*") if record.is_file())
 
 
@@ -146,7 +169,7 @@ def test_nothing_is_written_through_links_out_of_a_run_folder(tmp_path, name):
     with pytest.raises(RunFolderError, match=f"{name} is a symbolic link to .* lead out"):
         check_files(run)
     with pytest.raises(RunFolderError, match="symbolic link"):
-        RunFolder(run).check_resumable(GRPOConfig())
+        RunFolder(run).check_resumable(GRPOConfig(), ())
     linked = tmp_path / "linked"
     linked.symlink_to(run)
     (run / name).unlink()
@@ -193,7 +216,7 @@ def test_damaged_files_have_clean_errors(tmp_path, text):
         RunFolder(tmp_path).best_record()
     (tmp_path / "metrics.jsonl").write_bytes(data + b'\n{"step": 1}\n{')
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 1, is damaged"):
-        RunFolder(tmp_path).first_evaluation()
+        RunFolder(tmp_path).evaluations()
 
 
 @pytest.mark.parametrize(
