@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
+from cohort.train.requests import Requests
 from cohort.train.sample import drop_resized
+from cohort.train.signals import obeying_signals
+from cohort.train.stop import save_instant, stop_point
 
 
 class GRPOTrainer:
@@ -75,10 +79,12 @@ class GRPOTrainer:
         """The run's folder, set when the run starts."""
         self._checked_folder: RunFolder | None = None
         self._parts: TrainerParts | None = None
+        self._requests = Requests()
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
+        self._prints = config.report.progress and self.world.is_main
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
         ranks.check_same(self.world, config, {**self._identity, "weights": self._weights})
@@ -150,16 +156,11 @@ class GRPOTrainer:
     def sampler(self) -> Sampler:
         """The engine or, with tools or environments, what drives it through episodes; on several ranks, what divides
         the prompts over them."""
-        sampler: Sampler = self.engine
-        if self._episodes is not None:
+        sampler: Sampler = self._episodes or self.engine
+        if self._episodes:
             self._episodes.engine = self.engine  # which may have been replaced
-            sampler = self._episodes
         weights = partial(ranks.whole_to_sample, self.layout, self.engine)
         return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, weights)
-
-    @property
-    def _prints(self) -> bool:
-        return self.args.report.progress and self.world.is_main
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.
@@ -169,23 +170,31 @@ class GRPOTrainer:
 
         Raises:
             RunFolderError: the output folder holds another run, or nothing to resume.
+            Stopped: a signal came, or ``stop`` was called; a checkpoint is written.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
-            for metrics in steps:
-                display.show(metrics)
+        with obeying_signals(self._requests, self.args.run.stop_seconds):
+            steps = self.steps(resume=resume)  # resuming may change the schedule
+            with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
+                for metrics in steps:
+                    display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
+
+    def stop(self) -> None:
+        """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
+        self._requests.stop.set()
+
+    def save_now(self) -> None:
+        """Let the run write a checkpoint before its next update or step, and go on."""
+        self._requests.save.set()
 
     def steps(self, *, resume: bool = False) -> Iterator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
         checkpoint to resume."""
         if self.folder is not None:
-            raise RunFolderError(
-                f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
-            )
+            raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
         folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
         metric = self.args.eval.metric_for_best_model
         self._parts = parts = TrainerParts(
@@ -204,6 +213,7 @@ class GRPOTrainer:
             tokenizer=self.tokenizer,
             identity=self._identity,
             layout=self.layout,
+            requests=self._requests,
         )
         first_step = self._resume(folder, parts) if resume else self._start(folder)
         self.folder = folder
@@ -212,20 +222,21 @@ class GRPOTrainer:
         return self._steps(folder, parts, first_step)
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
-        after_step = (self.policy.version, parts.adaptive.state_dict())
-        if before := self._evaluation_before(folder, parts, first_step):
-            self.summary["eval_before"] = before
         try:
+            if before := self._evaluation_before(folder, parts, first_step):
+                self.summary["eval_before"] = before
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
                 self._record(metrics, parts.cursor)
-                after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
+        except CancelledError:  # a rollout or an evaluation, because the run is to stop
+            parts.keep_unfinished()
+            stop_point(parts, folder)
+            raise
         except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
+            parts.keep_unfinished()
             parts.abandon_pending()
-            # After an update of an incomplete step there is no consistent state to write.
-            unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
-            kept = self._keep_last_step(folder, parts, can_write=unchanged)
-            hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
+            save_instant(parts, folder)
+            hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
             error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
             raise
         finally:
@@ -242,15 +253,6 @@ class GRPOTrainer:
         self.summary["seconds"] = round(time.time() - self.started, 2)
         on_main(self.world, lambda: folder.write_summary(self.summary))
 
-    def _keep_last_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
-        """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
-        kept = on_main(self.world, lambda: max(folder.checkpoint_steps(), default=0))
-        step = int(self.summary["steps"])
-        if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
-            kept = step
-        return kept or None
-
     def _record(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
@@ -262,8 +264,9 @@ class GRPOTrainer:
 
     def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
         """The evaluation before the first step: made now, or read by a resumed run."""
-        if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
-            return folder.first_evaluation()
+        before = folder.first_evaluation()
+        if before or first_step or self.evaluator is None or not self.args.eval.eval_on_start:
+            return before
         before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
         on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **before}))
         if self._prints:
@@ -276,8 +279,8 @@ class GRPOTrainer:
         Args:
             eval_dataset: rows, or named sets of rows, instead of those given to the trainer.
         """
-        found = self.evaluations(eval_dataset)
-        return {key: value for name, one in found.items() for key, value in one.metrics(name).items()}
+        found = self.evaluations(eval_dataset).items()
+        return {key: value for name, one in found for key, value in one.metrics(name).items()}
 
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
         """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
@@ -299,14 +302,13 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        write = self.world.is_main
-        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=write))
+        main = self.world.is_main
+        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=main))
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
         budget = self.budget.describe()
-        described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
-        lines = [described]
+        lines = [describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)]
         if self.world.size > 1:
             lines.append(f"ranks: {self.world.size}, layout {self.args.parallel.layout}")
         if self.acting:
@@ -332,7 +334,7 @@ class GRPOTrainer:
         parts.restore(saved, on_main(self.world, folder.best_record))
         self.schedule = self.schedule.resumed(step, parts.cursor.position)
         drop_resized(parts, self.schedule)
-        if step >= self.schedule.steps:
+        if step >= self.schedule.steps and parts.metrics is None:
             raise ConfigError(
                 f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
                 "raise run.num_epochs or run.max_steps to train longer"

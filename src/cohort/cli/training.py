@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, STARTED, app
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, Stopped
 from cohort.flags import LaunchFlags
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ def train(
     trainer.started = STARTED
     try:
         summary = trainer.train(resume=resume)
+    except Stopped as stopped:
+        stopped.text += f"; continue with cohort resume {settings.run.output_dir or trainer.summary['output_dir']}"
+        trainer.world.close()
+        raise
     except KeyboardInterrupt as interrupt:
         interrupt.args = (_state_after_interrupt(trainer),)
         raise

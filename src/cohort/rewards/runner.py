@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
-import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from copy import copy
 from dataclasses import replace
 from itertools import groupby
@@ -16,9 +16,9 @@ from cohort.calls import Call, Calls, as_failure, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.parallel import World, agreed, prompt_shares
-from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
+from cohort.rewards.contract import RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, Value, unique_names
-from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
+from cohort.rewards.scores import EndedCall, Position, Scores, Task, cache_key, combine, extra_column, split
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from cohort.workers import CallFailed
 
@@ -211,6 +211,21 @@ class Scoring:
         self._own = frozenset(prompt_shares(self._prompts, self._world.size)[self._world.rank])
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
+        self._kept: dict[tuple[str, tuple[Position, ...]], EndedCall] = {}
+
+    def keep(self, calls: Sequence[EndedCall]) -> None:
+        """Take the ``ended_calls`` of a scoring of the same prompts that was cancelled: they are not made again."""
+        self._kept = {(name, positions): call for call in calls for name, positions, *_ in [call]}
+
+    def ended_calls(self) -> list[EndedCall]:
+        """The calls that have ended without a failure, of all ranks, each of which is to call."""
+        own = [(key, task) for key, task in self._tasks.items() if self._is_own(task)]
+        for _, task in own:
+            if not task.done and task.future and task.future.done() and not task.future.cancelled():
+                with contextlib.suppress(Exception):  # a failure: it is called again
+                    self._accept(task, task.future.result())
+        ended = [(*key, task.values, task.call.extras, task.call.metrics) for key, task in own if task.done]
+        return [call for each in self._world.gather(ended) for call in each]
 
     def on_prompt(self, prompt_index: int, prompt: Prompt) -> None:
         """Replace a prompt, to which an environment has added something. For ``rollout.Watch.on_prompt``."""
@@ -250,10 +265,10 @@ class Scoring:
     def _outcomes(self) -> dict[tuple[str, tuple[Position, ...]], tuple[Call, list[Value]]]:
         """Make this rank's calls; what each logged, and its values."""
         for function in self._runner.functions:
-            for positions in _split(function.per, list(self._completions)):
+            for positions in split(function.per, list(self._completions)):
                 self._begin(function, positions)
-        if self._world.size > 1:  # completions ended in another order on each rank
-            self._tasks = {key: self._tasks[key] for key in sorted(self._tasks, key=self._place)}
+        # Completions ended in another order on each rank, and in a run that was stopped meanwhile.
+        self._tasks = {key: self._tasks[key] for key in sorted(self._tasks, key=self._place)}
         own = {key: task for key, task in self._tasks.items() if self._is_own(task)}
         for attempt in range(self._runner.settings.retries + 1):
             self._make_calls([task for task in own.values() if not task.done], again=attempt > 0)
@@ -290,7 +305,11 @@ class Scoring:
         task = self._tasks[function.name, usable] = Task(function, usable, groups)
         if not self._is_own(task):
             return
-        task.cache_key = _cache_key(function, groups[0].prompt, groups[0].completions[0])
+        if (kept := self._kept.get((function.name, usable))) is not None:
+            *_, task.values, extras, metrics = kept
+            task.call = Call(extras=extras, metrics=metrics)
+            return
+        task.cache_key = cache_key(function, groups[0].prompt, groups[0].completions[0])
         if (cached := self._runner.cache.get(task.cache_key)) is not None:
             self._accept(task, replace(cached, seconds=0.0))
         elif function.in_background:
@@ -317,6 +336,8 @@ class Scoring:
             again: whether this is a retry, so that background calls are submitted again.
         """
         for task in sorted(tasks, key=lambda task: not task.function.in_background):  # those in this thread come last
+            if self._cancelled and self._cancelled():
+                raise CancelledError
             if again or task.future is None:
                 self._submit(task)
         self._wait(tasks)
@@ -364,25 +385,3 @@ class Scoring:
 
 class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
     pass
-
-
-def _split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
-    """The completions of a rollout, split into what each call sees."""
-    if per == "sample":
-        yield from ([position] for position in positions)
-    elif per == "group":
-        yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
-    else:
-        yield positions
-
-
-def _cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
-    """Identifies a call by function, row and completion; None if its result cannot be cached."""
-    if not function.cacheable or completion.episode:  # a score may depend on the environment's state
-        return None
-    try:
-        columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
-    except Exception:  # columns may hold objects that cannot be pickled
-        return None
-    reason = completion.finish_reason
-    return function.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from cohort.calls import Call
 from cohort.errors import RewardError
+from cohort.rewards.contract import Per
 from cohort.rewards.functions import Function, Value
-from cohort.types import Completion, Group
+from cohort.types import Completion, Group, Prompt
 from cohort.workers import CallFailed
 
 if TYPE_CHECKING:  # worker processes import this package and need no torch
@@ -21,6 +24,9 @@ if TYPE_CHECKING:  # worker processes import this package and need no torch
 
 Position = tuple[int, int]
 """A completion of the rollout: the index of its prompt, and its index within the group."""
+EndedCall = tuple[str, tuple[Position, ...], list[Any], list[Any], list[Any]]
+"""A call that has ended, as files hold it: name of the function, completions that it saw, their values, and what it
+logged with ``log_extra`` and ``log_metric``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +210,25 @@ def _total(numbers: Sequence[float]) -> float:
     """Sum of the numbers that are not NaN; NaN if there are none."""
     scored = [number for number in numbers if not math.isnan(number)]
     return math.fsum(scored) if scored else math.nan
+
+
+def split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
+    """The completions of a rollout, split into what each call sees."""
+    if per == "sample":
+        yield from ([position] for position in positions)
+    elif per == "group":
+        yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
+    else:
+        yield positions
+
+
+def cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
+    """Identifies a call by function, row and completion; None if its result cannot be cached."""
+    if not function.cacheable or completion.episode:  # a score may depend on the environment's state
+        return None
+    try:
+        columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
+    except Exception:  # columns may hold objects that cannot be pickled
+        return None
+    reason = completion.finish_reason
+    return function.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason

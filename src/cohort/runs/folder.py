@@ -47,7 +47,7 @@ MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "optim": {"microbatch_tokens"},
     "eval": True,
     "parallel": True,
-    "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
+    "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit", "stop_seconds"},
     "report": True,
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""

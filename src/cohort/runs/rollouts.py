@@ -1,4 +1,4 @@
-"""Rollouts in files: groups and scores without loss, as safetensors and JSON.
+"""Rollouts and other values in files: without loss, as safetensors and JSON.
 
 NAME.json           the tree of objects; an array is a place in NAME.safetensors
 NAME.safetensors    the numbers of all arrays, end to end: one tensor for each dtype
@@ -68,19 +68,28 @@ def save_rollout(path: Path, rollout: StoredRollout) -> None:
     states and logged extras may be of Python's plain types, containers of them, dates, decimals, and NumPy or torch
     arrays of numbers. Any other object becomes an ``Unstorable``.
     """
+    save_values(path, {"groups": list(rollout.groups), "scores": rollout.scores, "facts": rollout.facts})
+
+
+def load_rollout(path: Path) -> StoredRollout:
+    """Read what ``save_rollout`` has written."""
+    return StoredRollout(**load_values(path))
+
+
+def save_values(path: Path, values: Mapping[str, Any]) -> None:
+    """As ``save_rollout``, for any values by name."""
     arrays = _Writer()
-    tree = {"groups": arrays.encode(list(rollout.groups)), "scores": arrays.encode(rollout.scores)}
-    tree["facts"] = arrays.encode(rollout.facts)
+    tree = {name: arrays.encode(value) for name, value in values.items()}
     save_file({name: np.concatenate(parts) for name, parts in arrays.parts.items()}, _file(path, "safetensors"))
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
     _file(path, "json").write_text(text + "\n", encoding="ascii")
 
 
-def load_rollout(path: Path) -> StoredRollout:
-    """Read what ``save_rollout`` has written."""
+def load_values(path: Path) -> dict[str, Any]:
+    """Read what ``save_values`` has written."""
     tree = json.loads(_file(path, "json").read_text(encoding="ascii"))
     decode = _Reader(load_file(_file(path, "safetensors"))).decode
-    return StoredRollout(decode(tree["groups"]), decode(tree["scores"]), decode(tree["facts"]))
+    return {name: decode(value) for name, value in tree.items()}
 
 
 def _file(path: Path, kind: str) -> Path:
