@@ -9,6 +9,7 @@ import torch
 
 from cohort.errors import RewardError, Stopped
 from cohort.runs import load_rollout
+from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, digits_reward, make_trainer, metrics_of, same_parameters, untimed_metrics_of
 
 UPDATES = {"num_iterations": 2, "minibatches": 2, "max_steps": 2, "beta": 0.05}
@@ -102,14 +103,8 @@ def test_a_run_that_is_stopped_again_and_again(demo_tokenizer, tmp_path):
     """Sampling, scoring, between updates, in evaluations, between steps."""
 
     def make(folder):
-        return make_trainer(
-            demo_tokenizer,
-            folder,
-            **UPDATES,
-            eval_rows=ROWS[:2],
-            eval_steps=1,
-            metric_for_best_model="eval/reward/mean",
-        )
+        settings = UPDATES | {"eval_rows": ROWS[:2], "eval_steps": 1, "metric_for_best_model": "eval/reward/mean"}
+        return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), **settings)
 
     assert assert_many_stops_change_nothing(make, tmp_path) > 4
 
@@ -148,9 +143,14 @@ def test_between_two_updates(demo_tokenizer, tmp_path):
     assert_same(straight, resumed)
 
 
+def exact_model(tokenizer):
+    """A model whose completions have the same bits whatever is decoded beside them: heads of 16."""
+    return tiny_llama(vocab_size=len(tokenizer), hidden_size=64)
+
+
 def test_completions_that_have_ended_are_not_drawn_again(demo_tokenizer, tmp_path):
     def make(folder):
-        return make_trainer(demo_tokenizer, folder, max_steps=1)
+        return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), max_steps=1)
 
     straight, stopped = make(tmp_path / "straight"), make(tmp_path / "stopped")
     straight.train()
@@ -251,6 +251,7 @@ def test_a_failing_reward_loses_no_completion(demo_tokenizer, tmp_path):
 
 VARIANTS = {
     "updates": UPDATES,
+    "small heads": UPDATES,
     "no KL": UPDATES | {"beta": 0.0},
     "moving reference": UPDATES | {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5},
     "adaptive entropy": UPDATES | {"entropy": {"target": 100.0, "step": 0.004}},
@@ -272,6 +273,7 @@ def test_every_instant(demo_tokenizer, tmp_path, variant):
 
     def make(folder):
         rows = {"eval_rows": ROWS[:2]} if variant == "best" else {}
-        return make_trainer(demo_tokenizer, folder, **rows, **VARIANTS[variant])
+        model = tiny_llama(vocab_size=len(demo_tokenizer)) if variant == "small heads" else exact_model(demo_tokenizer)
+        return make_trainer(demo_tokenizer, folder, model, **rows, **VARIANTS[variant])
 
     assert_stops_change_nothing(make, tmp_path, lambda total: range(0, total - 1, max(1, total // 40)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -128,7 +128,8 @@ class TrainerParts:
         self.updates = state.updates and Updates.stored(state.updates, self.policy.device)
         for step, rollout in sorted(state.rollouts.items()):
             if Unfinished.is_stored(rollout):
-                self.unfinished[step] = Unfinished.stored(rollout)
+                kept = Unfinished.stored(rollout)  # without scores of functions that have changed meanwhile
+                self.unfinished[step] = kept if state.identity == self.identity else replace(kept, calls=())
             else:
                 self.pending.append(Ahead.stored(step, rollout))
         if self.updates or (self.pending and self.pending[0].step == state.step and not self.pending[0].in_background):

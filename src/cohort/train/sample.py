@@ -20,7 +20,7 @@ from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
 from cohort.train.ahead import Ahead, Place, Sampled
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
-from cohort.train.ranks import reads_trained, update_engine
+from cohort.train.ranks import may_draw_apart, reads_trained, update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.unfinished import Unfinished
 
@@ -91,7 +91,7 @@ def sample(
     while rollout is None or another_round(rollout, target, parts.objective):
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
         prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
-        begun, before = before.round_of(prompts), Unfinished()
+        begun, before = before.round_of(prompts, apart=may_draw_apart(parts.engine)), Unfinished()
         with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
             begun.begin(scoring)
             with clock("generate"):

@@ -23,6 +23,8 @@ class Unfinished:
     """Their numbers in their groups."""
     calls: Sequence[EndedCall] = ()
     """The calls of reward functions that have ended."""
+    drawn: bool = False
+    """Whether every completion of the round has ended."""
 
     @classmethod
     def of(cls, rollout: Rollout | None, groups: Sequence[Group], calls: Sequence[EndedCall] = ()) -> Unfinished:
@@ -35,11 +37,14 @@ class Unfinished:
             Group(group.prompt, tuple(group.completions[g] for g in some))
             for group, some in zip(groups, samples, strict=True)
         ]
-        return cls(rollout, ended, samples, calls)
+        drawn = all(len(some) == len(group.completions) for group, some in zip(groups, samples, strict=True))
+        return cls(rollout, ended, samples, calls, drawn)
 
-    def round_of(self, prompts: Sequence[Prompt]) -> Unfinished:
-        """The cancelled round, if it was of these prompts; or else a round of which nothing is drawn."""
-        if [group.prompt.uid for group in self.groups] == [prompt.uid for prompt in prompts]:
+    def round_of(self, prompts: Sequence[Prompt], *, apart: bool) -> Unfinished:
+        """The cancelled round, if it was of these prompts, and all of it is drawn or the rest may be drawn ``apart``;
+        or else a round of which nothing is drawn."""
+        same = [group.prompt.uid for group in self.groups] == [prompt.uid for prompt in prompts]
+        if same and (apart or self.drawn):
             # The prompts may have objects in their columns that files cannot hold; environments may have added to them.
             fresh = zip(self.groups, prompts, strict=True)
             groups = [replace(g, prompt=replace(g.prompt, columns=p.columns) if g.completions else p) for g, p in fresh]
@@ -69,7 +74,7 @@ class Unfinished:
     def to_store(self) -> StoredRollout:
         """It, as files hold it."""
         rounds = self.rollout
-        facts = {"samples": self.samples, "calls": self.calls, "rounds": 0, "is_used": ()}
+        facts = {"samples": self.samples, "calls": self.calls, "drawn": self.drawn, "rounds": 0, "is_used": ()}
         if rounds:
             facts |= {"rounds": rounds.rounds, "is_used": rounds.is_used_P}
         sampled = rounds.sampled if rounds else []
@@ -87,7 +92,7 @@ class Unfinished:
         rounds = None
         if stored.scores is not None:
             rounds = Rollout(list(stored.groups[:whole]), stored.scores, facts["is_used"], facts["rounds"])
-        return cls(rounds, stored.groups[whole:], facts["samples"], facts["calls"])
+        return cls(rounds, stored.groups[whole:], facts["samples"], facts["calls"], facts["drawn"])
 
 
 def _merged(old: Group, samples: Sequence[int], new: Group) -> tuple[Completion, ...]:
