@@ -1,7 +1,10 @@
 """Stopping a run at any instant: the resumed run is bit for bit the run that was not stopped."""
 
 import asyncio
+import os
+import signal
 import threading
+import time
 
 import pyarrow.parquet
 import pytest
@@ -106,7 +109,7 @@ def test_a_run_that_is_stopped_again_and_again(demo_tokenizer, tmp_path):
         settings = UPDATES | {"eval_rows": ROWS[:2], "eval_steps": 1, "metric_for_best_model": "eval/reward/mean"}
         return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), **settings)
 
-    assert assert_many_stops_change_nothing(make, tmp_path) > 4
+    assert assert_many_stops_change_nothing(make, tmp_path) >= 4
 
 
 def test_between_two_updates(demo_tokenizer, tmp_path):
@@ -170,11 +173,15 @@ def test_completions_that_have_ended_are_not_drawn_again(demo_tokenizer, tmp_pat
 
 def test_calls_that_have_ended_are_not_made_again(demo_tokenizer, tmp_path):
     """A reward that is awaited for ever in one completion, a stop meanwhile, and the reward repaired."""
-    called, broken = [], [True]
+    called, broken, dry = [], [True], 4  # calls of the trial before the run
 
     async def judge(completion, log_extra, log_metric, **_):
         called.append(completion)
-        if broken[0] and len(called) == 5:
+        if broken[0] and len(called) == dry + 3:
+            while len(called) < dry + 16:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # the others have ended
+            stopped.stop()
             await asyncio.sleep(3600)
         log_extra("length", len(completion))
         log_metric("length", len(completion) / 3)
@@ -184,14 +191,46 @@ def test_calls_that_have_ended_are_not_made_again(demo_tokenizer, tmp_path):
         return make_trainer(demo_tokenizer, folder, rewards=[judge, digits_reward], max_steps=1)
 
     stopped = make(tmp_path / "stopped")
-    threading.Timer(0.5, stopped.stop).start()
     with pytest.raises(Stopped, match="in step 1, while it was sampled or scored"):
         stopped.train()
-    assert len(called) == 16
+    assert len(called) == dry + 16
     broken[0], called[:] = False, []
     resumed = make(tmp_path / "stopped")
     resumed.train(resume=True)
-    assert len(called) == 1
+    assert len(called) == dry + 1
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_path):
+    """After half of the time to stop. What was sampled is kept, and so are the calls of other functions."""
+    hangs, calls = [True], []
+
+    def other(completions, **_):
+        calls.append(len(completions))
+        return digits_reward(completions)
+
+    def hanging(completions, trainer_state, **_):
+        if hangs[0] and trainer_state.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return digits_reward(completions)
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, rewards=[other, hanging], max_steps=1, stop_seconds=0.6)
+
+    stopped, started = make(tmp_path / "stopped"), time.monotonic()
+    with pytest.raises(Stopped, match="stopped by SIGTERM in step 1, while it was sampled or scored"):
+        stopped.train()
+    assert time.monotonic() - started < 10
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    hangs[0] = False
+    resumed, drawn = make(tmp_path / "stopped"), []
+    resumed.engine.submit = drawn.extend
+    calls.clear()
+    resumed.train(resume=True)
+    assert calls == drawn == []
     straight = make(tmp_path / "straight")
     straight.train()
     assert_same(straight, resumed)
@@ -241,7 +280,7 @@ def test_a_failing_reward_loses_no_completion(demo_tokenizer, tmp_path):
         make(tmp_path / "failed").train()
     broken[0] = False
     resumed, drawn = make(tmp_path / "failed"), []
-    resumed.engine.submit = drawn.extend  # nothing is drawn
+    resumed.engine.submit = drawn.extend
     resumed.train(resume=True)
     assert drawn == []
     straight = make(tmp_path / "straight")

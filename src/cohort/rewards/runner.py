@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from cohort.calls import Call, Calls, as_failure, wait_all
+from cohort.calls import Call, Calls, as_failure, interruptible, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.parallel import World, agreed, prompt_shares
@@ -339,7 +339,8 @@ class Scoring:
             if self._cancelled and self._cancelled():
                 raise CancelledError
             if again or task.future is None:
-                self._submit(task)
+                with interruptible():
+                    self._submit(task)
         self._wait(tasks)
         for task in tasks:
             assert task.future is not None

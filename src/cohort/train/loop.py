@@ -233,7 +233,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         return {}
     parts.wait_for_pending()
     update_engine(parts.engine, parts.policy, parts.layout)
-    evaluations = parts.evaluator.evaluate(parts.sampler, state, cancelled=parts.requests.stop.is_set)
+    evaluations = parts.evaluator.evaluate(parts.sampler, state, cancelled=parts.wants_stop)
     step = state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():

@@ -136,6 +136,10 @@ class TrainerParts:
             self.current = self.pending.popleft()
         self.saved_instant = self.instant
 
+    def wants_stop(self) -> bool:
+        """Whether the run is to stop: asked while it samples, scores and evaluates."""
+        return self.requests.wants_stop(self.world)
+
     def begin_updates(self, current: Ahead) -> Updates:
         """The updates on a rollout: none is made yet, unless the run was stopped between two of them."""
         self.current = current

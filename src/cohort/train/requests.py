@@ -7,10 +7,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cohort.parallel import World
 from cohort.runs.save_request import save_requested
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""How often a run looks for a request in its folder."""
+"""How often a run looks for a request in its folder, and of another rank."""
+STOP = "cohort/stop"
 
 
 @dataclass(slots=True)
@@ -25,12 +27,28 @@ class Requests:
     """What asked to stop: the name of a signal."""
     met: bool = False
     """Whether the run has stopped, and its checkpoint is written."""
-    _looked: float = 0.0
+    _looked: dict[str, float] = field(default_factory=dict)
 
     def look(self, folder: Path) -> None:
         """Look for a request of another process in the run's folder."""
+        if self._is_time("folder") and save_requested(folder):
+            self.save.set()
+
+    def wants_stop(self, world: World) -> bool:
+        """Whether this rank or another one was asked to stop. Exchanges nothing: ranks sample at their own pace, and
+        ``stop_point`` lets them agree."""
+        if world.size > 1 and self._is_time("world"):
+            if self.stop.is_set():
+                world.tell(STOP, self.reason)
+            elif (reason := world.told(STOP)) is not None:
+                self.reason = reason
+                self.stop.set()
+        return self.stop.is_set()
+
+    def _is_time(self, where: str) -> bool:
+        """Whether the last look there is long enough ago."""
         now = time.monotonic()
-        if now - self._looked >= SECONDS_BETWEEN_LOOKS:
-            self._looked = now
-            if save_requested(folder):
-                self.save.set()
+        due = now - self._looked.get(where, -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS
+        if due:
+            self._looked[where] = now
+        return due

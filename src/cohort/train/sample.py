@@ -43,7 +43,7 @@ def begin(
     update_engine(parts.engine, parts.policy, parts.layout)
     lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
     if not lag:
-        return Ahead(step, weights_step, work, parts.world, parts.requests.stop.is_set)
+        return Ahead(step, weights_step, work, parts.world, parts.wants_stop)
     if reads_trained(parts.engine):
         raise ConfigError(
             f"rollout.lag is {lag}, and the engine samples with the weights that are trained meanwhile: make it with "

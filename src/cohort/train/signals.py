@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from cohort.calls import interrupt
 from cohort.errors import STOPPED
 from cohort.train.requests import Requests
 
@@ -24,12 +25,14 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
     """While the block runs, SIGTERM, SIGINT and SIGUSR1 ask for a stop, and SIGUSR2 for a checkpoint.
 
     A second signal ends the process at once, as it would without Cohort, and so does the end of ``seconds`` after the
-    first. Outside of the main thread, where Python has no signals, nothing changes.
+    first. When half of them are over, a reward function that runs in the main thread is interrupted: its call is made
+    again by the run that goes on. Outside of the main thread, where Python has no signals, nothing changes.
 
     Args:
         requests: of the run.
         seconds: time to stop; 0: no limit.
     """
+    nudge, nudged = getattr(signal, "SIGUSR1", None), threading.Event()
     numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if main else {}
@@ -37,18 +40,33 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def stop(number: int, _: Any) -> None:
-        name = signal.Signals(number).name
-        requests.reason = name
+        requests.reason = signal.Signals(number).name
         requests.stop.set()
         for other in before:
             if other != getattr(signal, SAVING, None):
                 # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
                 signal.signal(other, before[other] if hasattr(sys, "ps1") else signal.SIG_DFL)
-        _say(f"{name}: stopping with a checkpoint; a second signal ends the process at once")
+        _say(f"{requests.reason}: stopping with a checkpoint; a second signal ends the process at once")
         if seconds:
             timers.append(threading.Timer(seconds, _end, [requests, number, seconds]))
-            timers[-1].daemon = True
-            timers[-1].start()
+        if seconds and nudge in before:
+            signal.signal(nudge, second)
+            timers.append(threading.Timer(seconds / 2, interrupt_main))
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+
+    def interrupt_main() -> None:
+        nudged.set()
+        signal.pthread_kill(threading.main_thread().ident, nudge)
+
+    def second(number: int, _: Any) -> None:
+        if nudged.is_set():
+            nudged.clear()
+            interrupt()
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def save(*_: Any) -> None:
         requests.save.set()
