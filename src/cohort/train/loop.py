@@ -194,7 +194,7 @@ def complete_step(parts: TrainerParts, schedule: Schedule, current: Ahead, metri
     """Go to the instant after a step, whose evaluation is to follow: advance the position in the data."""
     place = place_after(parts, schedule, [current])
     assert place is not None
-    parts.end_step(place.cursor, metrics | place.metrics)
+    parts.end_step(place.cursor, {**metrics, **place.metrics})
 
 
 def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:

@@ -124,8 +124,9 @@ class TrainerParts:
         self.cursor = DataCursor.from_state(state.cursor)
         self.adaptive.load_state_dict(state.adaptive)
         self.best.load_state_dict(state.best, best_record)
-        self.complete_steps, self.metrics = state.step, state.metrics and dict(state.metrics)
-        self.updates = state.updates and Updates.stored(state.updates, self.policy.device)
+        self.complete_steps = state.step
+        self.metrics = None if state.metrics is None else dict(state.metrics)
+        self.updates = None if state.updates is None else Updates.stored(state.updates, self.policy.device)
         for step, rollout in sorted(state.rollouts.items()):
             if Unfinished.is_stored(rollout):
                 kept = Unfinished.stored(rollout)  # without scores of functions that have changed meanwhile
@@ -161,8 +162,9 @@ class TrainerParts:
     def keep_unfinished(self) -> None:
         """Keep what is complete of the next rollout, which was cancelled or failed, if its weights are the present
         ones: the rest can be drawn later."""
-        if self.pending and self.pending[0].unfinished and not self.pending[0].in_background:
-            one = self.pending.popleft()
+        one = self.pending[0] if self.pending else None
+        if one and one.unfinished and not one.in_background:
+            self.pending.popleft()
             self.unfinished[one.step] = one.unfinished
 
     def abandon_pending(self) -> None:

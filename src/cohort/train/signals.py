@@ -16,6 +16,8 @@ from cohort.train.requests import Requests
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1")
 SAVING = "SIGUSR2"
+NUDGE: Any = getattr(signal, "SIGUSR1", None)
+"""Interrupts a function in the main thread."""
 DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 """Handlers that may be replaced: a handler of the user's program stays."""
 
@@ -32,7 +34,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
         requests: of the run.
         seconds: time to stop; 0: no limit.
     """
-    nudge, nudged = getattr(signal, "SIGUSR1", None), threading.Event()
+    nudged = threading.Event()
     numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if main else {}
@@ -49,8 +51,8 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
         _say(f"{requests.reason}: stopping with a checkpoint; a second signal ends the process at once")
         if seconds:
             timers.append(threading.Timer(seconds, _end, [requests, number, seconds]))
-        if seconds and nudge in before:
-            signal.signal(nudge, second)
+        if seconds and NUDGE in before:
+            signal.signal(NUDGE, second)
             timers.append(threading.Timer(seconds / 2, interrupt_main))
         for timer in timers:
             timer.daemon = True
@@ -58,7 +60,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
 
     def interrupt_main() -> None:
         nudged.set()
-        signal.pthread_kill(threading.main_thread().ident, nudge)
+        signal.pthread_kill(threading.main_thread().ident or 0, NUDGE)
 
     def second(number: int, _: Any) -> None:
         if nudged.is_set():
