@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from cohort.calls import Call, Calls, as_failure, interruptible, wait_all
+from cohort.calls import Call, Calls, as_failure, copied, interruptible, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.parallel import World, agreed, prompt_shares
 from cohort.rewards.contract import RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, Value, unique_names
-from cohort.rewards.scores import EndedCall, Position, Scores, Task, cache_key, combine, extra_column, split
+from cohort.rewards.scores import EndedCall, Position, Scores, Task, combine, extra_column, report_failures, split
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
-from cohort.workers import CallFailed
+from cohort.watchdog import waiting
+from cohort.workers import CallFailed, shown
 
 log = logging.getLogger("cohort.rewards")
 CACHE_ENTRIES = 100_000
 """Maximum number of cached results; the oldest are dropped."""
 DRY_RUN_MESSAGE_SECONDS = 5.0
 """A dry run that takes longer than this is reported in the log."""
-MAX_FAILED_ROLLOUTS = 3
-"""With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
+MAX_NAMED = 5
+"""Maximum number of completions that are named when one is waited for."""
 
 
 class RewardRunner:
@@ -61,7 +63,7 @@ class RewardRunner:
             raise RewardError("no reward function given: set reward.functions, or pass reward_funcs")
         for function in functions:
             if not callable(function):
-                raise RewardError(f"a reward function must be callable, got {function!r:.80}")
+                raise RewardError(f"a reward function must be callable, got {shown(function)}")
         self.names = tuple(unique_names(functions))
         self.weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
         if len(self.weights) != len(functions):
@@ -215,14 +217,14 @@ class Scoring:
 
     def keep(self, calls: Sequence[EndedCall]) -> None:
         """Take the ``ended_calls`` of a scoring of the same prompts that was cancelled: they are not made again."""
-        self._kept = {(name, positions): call for call in calls for name, positions, *_ in [call]}
+        self._kept = {(call[0], call[1]): call for call in calls}
 
     def ended_calls(self) -> list[EndedCall]:
         """The calls that have ended without a failure, of all ranks, each of which is to call."""
         own = [(key, task) for key, task in self._tasks.items() if self._is_own(task)]
         for _, task in own:
             if not task.done and task.future and task.future.done() and not task.future.cancelled():
-                with contextlib.suppress(Exception):  # a failure: it is called again
+                with suppress(Exception):  # a failure: it is called again
                     self._accept(task, task.future.result())
         ended = [(*key, task.values, task.call.extras, task.call.metrics) for key, task in own if task.done]
         return [call for each in self._world.gather(ended) for call in each]
@@ -259,7 +261,8 @@ class Scoring:
             for key, (call, values) in outcomes.items():
                 self._tasks[key].call, self._tasks[key].values = call, values
         for function in self._runner.functions:
-            self._report_failures(function, [task for task in self._tasks.values() if task.function is function])
+            tasks = [task for task in self._tasks.values() if task.function is function]
+            report_failures(function, tasks, stop=self._on_error == "stop")
         return combine(self._runner.functions, list(self._completions.items()), list(self._tasks.values()))
 
     def _outcomes(self) -> dict[tuple[str, tuple[Position, ...]], tuple[Call, list[Value]]]:
@@ -309,7 +312,7 @@ class Scoring:
             *_, task.values, extras, metrics = kept
             task.call = Call(extras=extras, metrics=metrics)
             return
-        task.cache_key = cache_key(function, groups[0].prompt, groups[0].completions[0])
+        task.cache_key = function.cache_key(groups[0].prompt, groups[0].completions[0])
         if (cached := self._runner.cache.get(task.cache_key)) is not None:
             self._accept(task, replace(cached, seconds=0.0))
         elif function.in_background:
@@ -318,10 +321,12 @@ class Scoring:
     def _submit(self, task: Task) -> None:
         function = task.function
         arguments = function.accepted(call_arguments(function.per, task.groups, self._state))
+        # A function may change what it is given. Token ids are copies already.
+        arguments = {name: v if name == "completion_ids" else copied(v) for name, v in arguments.items()}
+        here = not function.in_background
         try:
-            task.future = self._runner.calls.submit(
-                function.recorded, arguments, function.timeout, here=not function.in_background
-            )
+            with waiting(f"reward {function.name}", partial(self._samples, [task])) if here else nullcontext():
+                task.future = self._runner.calls.submit(function.recorded, arguments, function.timeout, here=here)
         except CallFailed as error:
             raise RewardError(
                 f"{function} cannot run in a worker process: {error}. Define it in a module, or set reward.workers to "
@@ -363,26 +368,24 @@ class Scoring:
         """Wait until all calls have ended. With a timeout, detect a function that blocks the event loop."""
         functions = [task.function for task in tasks if task.function.is_async and task.function.timeout]
         limit = max((function.timeout or 0 for function in functions), default=None)
+        futures = [task.future for task in tasks if task.future is not None]
+        names = ", ".join(dict.fromkeys(task.function.name for task in tasks))
         try:
-            wait_all([task.future for task in tasks if task.future is not None], limit, self._cancelled)
+            with waiting(f"reward {names}", partial(self._samples, tasks)):
+                wait_all(futures, limit, self._cancelled)
         except CallFailed as failure:
             names = ", ".join(function.name for function in self._runner.functions if function in functions)
             raise RewardError(f"the async reward functions ({names}) {failure}") from None
 
-    def _report_failures(self, function: Function, tasks: Sequence[Task]) -> None:
-        """Log the failures of a function. Raise if the settings stop on errors, or if every call failed: for several
-        prompts, or in ``MAX_FAILED_ROLLOUTS`` consecutive rollouts of a single prompt."""
-        count = sum(len(task.values) for task in tasks)
-        failures = [failure for task in tasks for failure in task.failures]
-        function.failed_rollouts = function.failed_rollouts + 1 if 0 < len(failures) == count else 0
-        if not failures:
-            return
-        summary = f"{function} failed on {len(failures)} of {count} completions"
-        prompts = {group.prompt.uid for task in tasks for group in task.groups}
-        if self._on_error == "stop" or function.failed_rollouts >= (1 if len(prompts) > 1 else MAX_FAILED_ROLLOUTS):
-            raise RewardError(f"{summary}; the first: {failures[0]}") from _Details(failures[0].details)
-        log.warning("%s, which are unscored. The first failure:\n%s", summary, failures[0].details)
+    def _samples(self, tasks: Sequence[Task]) -> str:
+        """The completions that are being scored, by their numbers in the rollout; if none is, those that wait."""
+        left = [task for task in tasks if task.future is None or not task.future.done()]
+        left = [task for task in left if task.future is None or task.future.running()] or left
+        numbers = {position: s for s, position in enumerate(list(self._completions))}
+        found = [str(numbers[position]) for task in left for position in task.positions]
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        return f"sample {', '.join(found[:MAX_NAMED])}{more}" if found else ""
 
-
-class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
-    pass
+    def progress(self) -> str:
+        """How many completions have ended so far."""
+        return f"{len(self._completions)} of {len(self._prompts) * self._num_generations} completions have ended"

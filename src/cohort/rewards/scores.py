@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,12 +15,15 @@ from cohort.calls import Call
 from cohort.errors import RewardError
 from cohort.rewards.contract import Per
 from cohort.rewards.functions import Function, Value
-from cohort.types import Completion, Group, Prompt
-from cohort.workers import CallFailed
+from cohort.types import Completion, Group
+from cohort.workers import CallFailed, shown
 
 if TYPE_CHECKING:  # worker processes import this package and need no torch
     from torch import Tensor
 
+log = logging.getLogger("cohort.rewards")
+MAX_FAILED_ROLLOUTS = 3
+"""With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 Position = tuple[int, int]
 """A completion of the rollout: the index of its prompt, and its index within the group."""
 EndedCall = tuple[str, tuple[Position, ...], list[Any], list[Any], list[Any]]
@@ -181,9 +183,13 @@ def _extras(task: Task) -> Iterator[tuple[str, Sequence[Any]]]:
     """
     for column, logged in task.call.extras:
         values = [logged] if task.function.per == "sample" else logged
-        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(task.positions):
+        try:
+            is_right = not isinstance(values, str) and len(values) == len(task.positions)
+        except Exception:  # no __len__, or one of a user's class that fails
+            is_right = False
+        if not is_right:
             expected = f"{task.function} must log one value per completion as {column!r}: {len(task.positions)}"
-            raise RewardError(f"{expected}, got {logged!r:.60}")
+            raise RewardError(f"{expected}, got {shown(logged)}")
         yield column, values
 
 
@@ -222,13 +228,20 @@ def split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
         yield positions
 
 
-def cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
-    """Identifies a call by function, row and completion; None if its result cannot be cached."""
-    if not function.cacheable or completion.episode:  # a score may depend on the environment's state
-        return None
-    try:
-        columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
-    except Exception:  # columns may hold objects that cannot be pickled
-        return None
-    reason = completion.finish_reason
-    return function.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason
+def report_failures(function: Function, tasks: Sequence[Task], *, stop: bool) -> None:
+    """Log the failures of a function. Raise to ``stop`` on errors, or if every call failed: for several
+    prompts, or in ``MAX_FAILED_ROLLOUTS`` consecutive rollouts of a single prompt."""
+    count = sum(len(task.values) for task in tasks)
+    failures = [failure for task in tasks for failure in task.failures]
+    function.failed_rollouts = function.failed_rollouts + 1 if 0 < len(failures) == count else 0
+    if not failures:
+        return
+    summary = f"{function} failed on {len(failures)} of {count} completions"
+    prompts = {group.prompt.uid for task in tasks for group in task.groups}
+    if stop or function.failed_rollouts >= (1 if len(prompts) > 1 else MAX_FAILED_ROLLOUTS):
+        raise RewardError(f"{summary}; the first: {failures[0]}") from _Details(failures[0].details)
+    log.warning("%s, which are unscored. The first failure:\n%s", summary, failures[0].details)
+
+
+class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
+    pass

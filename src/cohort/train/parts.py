@@ -45,8 +45,8 @@ class TrainerParts:
     """Weights of the objective that follow a target."""
     best: Best
     """The best evaluation so far."""
-    identity: dict[str, str]
-    """Facts that are not settings and must be the same in a resumed run: a hash of the prompts, names of rewards."""
+    facts: dict[str, str]
+    """Facts that are not settings and that a resumed run compares: see ``train.facts``."""
     layout: Layout = field(default_factory=Replicate)
     """The ranks, and how they hold the policy."""
     requests: Requests = field(default_factory=Requests)
@@ -111,7 +111,7 @@ class TrainerParts:
             self.cursor.state_dict(),
             self.adaptive.state_dict(),
             self.best.state_dict(),
-            self.identity,
+            self.facts,
             self.world.gather(random_state()),
             rollouts,
             self.updates.to_store() if self.updates and self.updates.done else None,
@@ -130,7 +130,8 @@ class TrainerParts:
         for step, rollout in sorted(state.rollouts.items()):
             if Unfinished.is_stored(rollout):
                 kept = Unfinished.stored(rollout)  # without scores of functions that have changed meanwhile
-                self.unfinished[step] = kept if state.identity == self.identity else replace(kept, calls=())
+                same = all(state.identity.get(name) == self.facts.get(name) for name in ("rewards", "code"))
+                self.unfinished[step] = kept if same else replace(kept, calls=())
             else:
                 self.pending.append(Ahead.stored(step, rollout))
         if self.updates or (self.pending and self.pending[0].step == state.step and not self.pending[0].in_background):

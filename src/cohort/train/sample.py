@@ -94,7 +94,7 @@ def sample(
         begun, before = before.round_of(prompts, apart=may_draw_apart(parts.engine)), Unfinished()
         with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
             begun.begin(scoring)
-            with clock("generate"):
+            with clock("generate", scoring.progress):
                 drawn = sampler.generate(
                     prompts,
                     config.rollout.num_generations,
