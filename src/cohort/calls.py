@@ -23,7 +23,7 @@ LOGS = frozenset({"log_extra", "log_metric"})
 """Arguments that are created where a function runs, possibly in another process."""
 
 
-class Interrupted(BaseException):
+class Interrupted(KeyboardInterrupt):
     """A function in this thread is to end, because the run is to stop."""
 
 
