@@ -21,7 +21,7 @@ from cohort.rewards.contract import RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, Value, unique_names
 from cohort.rewards.scores import EndedCall, Position, Scores, Task, combine, extra_column, report_failures, split
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
-from cohort.watchdog import waiting
+from cohort.watchdog import samples, waiting
 from cohort.workers import CallFailed, shown
 
 log = logging.getLogger("cohort.rewards")
@@ -29,8 +29,6 @@ CACHE_ENTRIES = 100_000
 """Maximum number of cached results; the oldest are dropped."""
 DRY_RUN_MESSAGE_SECONDS = 5.0
 """A dry run that takes longer than this is reported in the log."""
-MAX_NAMED = 5
-"""Maximum number of completions that are named when one is waited for."""
 
 
 class RewardRunner:
@@ -382,9 +380,7 @@ class Scoring:
         left = [task for task in tasks if task.future is None or not task.future.done()]
         left = [task for task in left if task.future is None or task.future.running()] or left
         numbers = {position: s for s, position in enumerate(list(self._completions))}
-        found = [str(numbers[position]) for task in left for position in task.positions]
-        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        return f"sample {', '.join(found[:MAX_NAMED])}{more}" if found else ""
+        return samples(numbers[position] for task in left for position in task.positions)
 
     def progress(self) -> str:
         """How many completions have ended so far."""

@@ -53,7 +53,6 @@ from cohort.train.stop import save_instant, stop_point
 from cohort.train.term_norms import term_norms
 from cohort.train.update import NonFinite, update
 from cohort.types import TokenBatch
-from cohort.watchdog import waiting
 
 
 def run(
@@ -225,7 +224,6 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
     return metrics
 
 
-@waiting("evaluation")
 def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
     """Evaluate after ``state.global_step`` steps; write the completions, and the model if it is the best so far.
 
