@@ -152,13 +152,13 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
 
 
 def with_advantages_and_logps(
-    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule, updates: Updates
+    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule, begun: Updates | None = None
 ) -> TokenBatch:
     """The batch with advantages, and with old and reference log-probs if the updates need them.
 
     With a single update the old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
     Sequences that teach nothing get no pass either, unless a KL inside the reward makes all advantages depend on it.
-    Between two of the ``updates``, the log-probs are those from before the first one.
+    When the updates have ``begun``, the log-probs are those from before the first one.
     """
     objective, limit = context.objective, context.sampling.max_completion_length
     logps_first = objective.needs_old_logps
@@ -166,8 +166,9 @@ def with_advantages_and_logps(
     if not logps_first:
         batch = assign_advantages(batch, rollout.used_scores, objective, limit)
         part = active_part(batch, part, objective, context.policy.router_aux_loss_coef)
-    old_logps_N, ref_logps_N = updates.old_logps_N, updates.ref_logps_N
-    if not updates.done:
+    if begun and begun.done:
+        old_logps_N, ref_logps_N = begun.old_logps_N, begun.ref_logps_N
+    else:
         old_logps_N = logps_of(context, context.policy, batch, part) if schedule.needs_old_logps else None
         ref_logps_N = logps_of(context, context.reference, batch, part) if schedule.needs_ref_logps else None
     batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
