@@ -11,6 +11,7 @@ from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
+from cohort.doctor import problem_lines
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
 from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
@@ -204,8 +205,19 @@ class GRPOTrainer:
         if goes_on is None:
             self.summary = on_main(self.world, folder.read_summary)
             return iter(())
+        self._parts = parts = self.make_parts()
+        first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
+        on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
+        self.folder = folder
+        self._engine_setup.move_log(folder.path / "logs")
+        self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
+        self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
+        return self._steps(folder, parts, first_step)
+
+    def make_parts(self) -> TrainerParts:
+        """What the loop works on, as before the first step. Begins nothing."""
         metric = self.args.eval.metric_for_best_model
-        self._parts = parts = TrainerParts(
+        return TrainerParts(
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -222,13 +234,6 @@ class GRPOTrainer:
             facts=self._facts,
             layout=self.layout,
         )
-        first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
-        on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
-        self.folder = folder
-        self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
-        self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
-        return self._steps(folder, parts, first_step)
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
         after_step = (self.policy.version, parts.adaptive.state_dict())
@@ -328,16 +333,13 @@ class GRPOTrainer:
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
-        budget = self.budget.describe()
-        described = describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)
-        lines = [described]
-        if self.world.size > 1:
-            lines.append(f"ranks: {self.world.size}, layout {self.args.parallel.layout}")
-        if self.acting:
-            lines += [self.acting.describe(), self._turn_format.describe()]
-        if self.evaluator:
-            lines.append(self.evaluator.describe())
-        return "\n".join(lines)
+        lines = [
+            describe_run(self.policy, self.engine, self.budget.describe(), self.prompts, self.rewards, self.schedule)
+        ]
+        lines += [f"ranks: {self.world.size}, layout {self.args.parallel.layout}"] if self.world.size > 1 else []
+        lines += [self.acting.describe(), self._turn_format.describe()] if self.acting else []
+        lines += [self.evaluator.describe()] if self.evaluator else []
+        return "\n".join(lines + problem_lines(self))
 
     def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder) -> None:
         """Take what the command line knows better than the arguments: how the process was started, the settings as the
