@@ -189,6 +189,11 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     trained = _trained_weights(policy)
     _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
+        if not (folder / "state" / "reference.safetensors").exists():
+            raise RunFolderError(
+                f"{folder} has no reference policy: the run had none so far (objective.beta). To go on with one, start "
+                "a new run with this checkpoint as model.path"
+            )
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
     policy.version = loop["version"]
