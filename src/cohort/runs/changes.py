@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cohort.config import GRPOConfig
+from cohort.config import GRPOConfig, hide_secrets
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunFolderError
 
@@ -30,6 +30,8 @@ MAY_CHANGE_ON_RESUME = {
 is judged."""
 COMPARED_BY_FACTS = {"model.path", "data.train", "reward.functions", "environment.tools", "environment.factory"}
 """Settings that are names. The facts say whether what they name is the same."""
+NEVER = {"optim.optimizer"}
+"""Settings that the state in a checkpoint does not fit when they change."""
 ENDING_SCHEDULES = ("linear", "cosine")
 """Learning-rate schedules that depend on the number of updates of the whole run."""
 
@@ -85,13 +87,14 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
     parts = {f"objective.{name}" for name in ("preset", *saved.objective.parts())} if same else set()
     by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
     new, found = dict(_flat(now)), []
-    for key, before in _flat(saved):
-        if before == new[key] or key in parts or key == "run.output_dir":
+    for key, value in _flat(saved):
+        before, after = hide_secrets(value), hide_secrets(new[key])  # a run folder holds no secrets
+        if before == after or key in parts or key == "run.output_dir":
             continue
-        if key in COMPARED_BY_FACTS and not (before and new[key]):
+        if key in COMPARED_BY_FACTS and not (before and after):
             continue  # given in Python, without a name
         harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
-        words = f"the run has {_shown(before)}, now {_shown(new[key])}"
+        words = f"the run has {_shown(before)}, now {_shown(after)}"
         if key in ("run.max_steps", "run.num_epochs") and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
             words += f"; the learning rate's schedule ({now.optim.lr_scheduler_type}) depends on the end of the run"
             harmless = False
@@ -118,14 +121,16 @@ def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> N
     Raises:
         RunFolderError: names those that are not allowed, and how to allow them.
     """
-    if refused := [change for change in changes if change.refused and change.key not in allowed]:
-        lines = "\n  ".join(map(str, refused))
-        keys = " ".join(f"--allow-changed {change.key}" for change in refused)
-        names = ", ".join(repr(change.key) for change in refused)
-        raise RunFolderError(
-            f"cannot resume {path}: what changes its results is different now\n  {lines}\nTo go on all the same: "
-            f"{keys}; in Python, train(resume=True, allow_changed=[{names}])"
-        )
+    refused = [change for change in changes if change.refused and change.key not in {*allowed} - NEVER]
+    if not refused:
+        return
+    lines = "\n  ".join(map(str, refused))
+    keys = " ".join(f"--allow-changed {change.key}" for change in refused)
+    names = ", ".join(repr(change.key) for change in refused)
+    how = f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
+    if fixed := [change.key for change in refused if change.key in NEVER]:
+        how = f"The checkpoint does not fit another {fixed[0]}: start a new run with the checkpoint as model.path"
+    raise RunFolderError(f"cannot resume {path}: what changes its results is different now\n  {lines}\n{how}")
 
 
 def describe(changes: Sequence[Change]) -> list[str]:
