@@ -364,6 +364,9 @@ class RunConfig(Section):
     """Write a checkpoint every this many steps, and at the end. 0: at the end only."""
     save_total_limit: PositiveInt | None = None
     """Number of checkpoints to keep; older ones are deleted. Unset: all."""
+    stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
+    """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to finish the optimizer step and write a checkpoint. Then
+    the process ends without one. 0: no limit."""
 
 
 class ReportConfig(Section):
