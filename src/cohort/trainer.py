@@ -212,6 +212,12 @@ class GRPOTrainer:
         return self._steps(folder, parts, first_step)
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._trained(folder, parts, first_step)
+        finally:
+            folder.close()
+
+    def _trained(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
         after_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
@@ -244,12 +250,11 @@ class GRPOTrainer:
 
     def _keep_last_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
         """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
-        kept = on_main(self.world, lambda: max(folder.checkpoint_steps(), default=0))
-        step = int(self.summary["steps"])
-        if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
+        kept, step = on_main(self.world, folder.newest_checkpoint), int(self.summary["steps"])
+        if can_write and step > (kept or 0):
+            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world, wait=True)
             kept = step
-        return kept or None
+        return kept
 
     def _record(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
         self.last_metrics = metrics

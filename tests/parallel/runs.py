@@ -126,7 +126,7 @@ def killed(folder, place):
     module, attribute, at, rank = {
         "sampling": (LocalEngine, "generate", 2, 1),
         "update": (UPDATE, "backward_passes", 2, 1),
-        "checkpoint": (runs, "save_checkpoint", 2, 0),
+        "checkpoint": (runs, "write_content", 2, 0),
     }[place]
     real, calls = getattr(module, attribute), []
 

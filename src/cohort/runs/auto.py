@@ -8,6 +8,7 @@ from cohort.config import GRPOConfig, load_config
 from cohort.errors import ConfigError, RunFolderError
 from cohort.parallel import World, on_main
 from cohort.runs.folder import RunFolder
+from cohort.runs.lock import LOCK, lock
 
 
 def resumes(config: GRPOConfig) -> bool | None:
@@ -36,6 +37,7 @@ def find_run(folder: RunFolder, config: GRPOConfig) -> bool | None:
     if not (path / "config.toml").exists():
         folder.check_free()
         return False
+    lock(path)
     saved = load_config(path / "config.toml")
     same_end = (saved.run.max_steps, saved.run.num_epochs) == (config.run.max_steps, config.run.num_epochs)
     if folder.checkpoint_steps():
@@ -50,6 +52,6 @@ def find_run(folder: RunFolder, config: GRPOConfig) -> bool | None:
     for found in path.iterdir():
         if found.is_dir() and found.name != "logs":
             shutil.rmtree(found)
-        elif found.is_file():
+        elif found.is_file() and found.name != LOCK:
             found.unlink()
     return False

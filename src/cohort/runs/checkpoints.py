@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
-from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
+from cohort.runs.rollouts import EncodedRollout, StoredRollout, encode_rollout, load_rollout, write_rollout
 from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
-LOOP = "state/loop.json"
+LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
+WEIGHTS = ""
+"""Stands for the files of the policy's weights, which ``save_model`` writes."""
 ROLLOUT = "rollout-"
 
 
@@ -67,37 +69,28 @@ class SavedState:
     """Rollouts that no step has trained on yet, by step."""
 
 
-def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: bool = True) -> None:
-    """Write models and state into an empty folder.
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint holds, ready to be written."""
 
-    Args:
-        folder: the folder.
-        models, state: what to write.
-        write: whether this rank writes. The others take part in gathering sharded tensors, also after a failure to
-            write, which is raised at the end.
+    models: Models
+    """For what is written beside weights: config and tokenizer."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By file; the policy's weights as WEIGHTS. Live ones, which the next step changes, or copies."""
+    is_copy: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    rollouts: Mapping[int, EncodedRollout] = field(default_factory=dict)
+
+
+def content_of(models: Models, state: SavedState) -> Content:
+    """The content of a checkpoint, with live tensors.
 
     Raises:
         RunFolderError: a part of the state cannot be stored.
     """
-    files = {"state/optimizer.safetensors": state.optimizer["tensors"]}
+    tensors = {WEIGHTS: named_weights(models.policy.model), OPTIMIZER: state.optimizer["tensors"]}
     if models.stored_reference is not None:
-        files["state/reference.safetensors"] = named_weights(models.stored_reference.model)
-    records: dict[str, FileRecord] = {}
-    failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
-    try:
-        save_model(models.policy, models.tokenizer, folder, write=write)
-    except BaseException as error:
-        failed.append(error)
-    for name, tensors in files.items():
-        try:
-            if record := write_tensors(folder / name, tensors, write=write and not failed):
-                records[name] = record
-        except BaseException as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
-    if not write:
-        return
+        tensors[REFERENCE] = named_weights(models.stored_reference.model)
     loop = {
         "step": state.step,
         "version": models.policy.version,
@@ -108,9 +101,79 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: b
         "optimizer": state.optimizer["numbers"],
         "random": state.random,
     }
-    for step, rollout in state.rollouts.items():
-        save_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
-    records[LOOP] = write_file(folder / LOOP, [_as_json(loop)])
+    rollouts = {step: encode_rollout(rollout) for step, rollout in state.rollouts.items()}
+    return Content(models, tensors, files={LOOP: _as_json(loop)}, rollouts=rollouts)
+
+
+def num_copied_bytes(content: Content) -> int:
+    """The memory that ``copied`` needs on the rank that writes."""
+    fixed = _fixed_weights(content.models.policy)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for file, tensors in content.tensors.items()
+        for name, tensor in tensors.items()
+        if file != WEIGHTS or name not in fixed
+    )
+
+
+def copied(content: Content, *, write: bool = True) -> Content:
+    """The content with copies of its tensors in main memory, whole: training can go on while they are written. Weights
+    that are not trained are not copied. Every rank must call.
+
+    Args:
+        content: the content.
+        write: whether this rank writes. The others take part in gathering sharded tensors.
+    """
+    fixed = _fixed_weights(content.models.policy)
+    copies: dict[str, dict[str, Tensor]] = {}
+    for file, tensors in content.tensors.items():
+        copies[file] = {}
+        for name in sorted(tensors):
+            values = whole(tensors[name])
+            if write:
+                live = file == WEIGHTS and name in fixed and not is_sharded(tensors[name])
+                copies[file][name] = values if live else values.to("cpu", copy=True)
+    return replace(content, tensors=copies, is_copy=True)
+
+
+def _fixed_weights(policy: Policy) -> set[str]:
+    """The names of the weights that no update changes."""
+    return {name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad}
+
+
+def write_content(folder: Path, content: Content, *, write: bool = True) -> None:
+    """Write a checkpoint, or a model, into an empty folder.
+
+    Args:
+        folder: the folder.
+        content: what to write.
+        write: whether this rank writes. Of live tensors, the others take part in gathering sharded ones, also after a
+            failure to write, which is raised at the end.
+    """
+    models = content.models
+    records: dict[str, FileRecord] = {}
+    failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
+    try:
+        weights = content.tensors[WEIGHTS] if content.is_copy else None
+        save_model(models.policy, models.tokenizer, folder, write=write, copies=weights)
+    except BaseException as error:
+        failed.append(error)
+    for name, tensors in content.tensors.items():
+        if name == WEIGHTS:
+            continue
+        try:
+            if record := write_tensors(folder / name, tensors, write=write and not failed):
+                records[name] = record
+        except BaseException as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if not write:
+        return
+    for step, rollout in content.rollouts.items():
+        write_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
+    for name, text in content.files.items():
+        records[name] = write_file(folder / name, [text])
     write_manifest(folder, records)
 
 
@@ -184,12 +247,12 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
     _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
         reference = named_weights(models.stored_reference.model)
-        _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
+        _fill(reference, read_tensors(folder / REFERENCE), folder / "state")
     policy.version = loop["version"]
     set_random_state(loop["random"][rank % len(loop["random"])])
     return SavedState(
         step=loop["step"],
-        optimizer={"tensors": read_tensors(folder / "state" / "optimizer.safetensors"), "numbers": loop["optimizer"]},
+        optimizer={"tensors": read_tensors(folder / OPTIMIZER), "numbers": loop["optimizer"]},
         cursor=loop["cursor"],
         adaptive=loop["adaptive"],
         best=loop["best"],
@@ -212,17 +275,28 @@ def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Pa
         fill(tensor, saved[name])
 
 
-def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False, write: bool = True) -> None:
+def save_model(
+    policy: Policy,
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    merge: bool = False,
+    write: bool = True,
+    copies: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
 
     Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged. The
-    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call.
+    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call, unless
+    ``copies`` are given, which are written in place of the model's weights.
     """
     model = policy.model
-    weights = named_weights(model)
+    weights = named_weights(model) if copies is None else copies
     more: dict[str, Any] = {}
-    if any(is_sharded(tensor) for tensor in weights.values()):
-        more["state_dict"] = _gathered(model, weights, keep=write)
+    if copies is not None:
+        more["state_dict"] = _with_tied_names(model, copies)
+    elif any(is_sharded(tensor) for tensor in weights.values()):
+        more["state_dict"] = _with_tied_names(model, _gathered(weights, keep=write))
     if not write:
         return
     if has_adapters(model):
@@ -239,17 +313,21 @@ def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool 
     tokenizer.save_pretrained(path)
 
 
-def _gathered(model: nn.Module, weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The whole tensors of a sharded model's state on the CPU, tied ones as one tensor under each of their names, as
-    transformers needs them to choose the name to save; nothing unless ``keep``."""
+def _gathered(weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The whole tensors of a sharded model's state on the CPU; nothing unless ``keep``."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         values = whole(tensor)
         if keep:
             found[name] = values.cpu()
+    return found
+
+
+def _with_tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights, tied ones under each of their names, as transformers needs them to choose the name to save."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return found | {name: found[names[name]] for name in names if keep}
+    return {**weights, **{name: weights[names[name]] for name in names if names[name] in weights}}
 
 
 def check_saved(policy: Policy, folder: Path) -> None:

@@ -14,30 +14,47 @@ logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
-import math
 import shutil
+import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
-import pyarrow.parquet
-from torch import Tensor
+import torch
 
 from cohort.config import GRPOConfig, load_config, to_toml
-from cohort.errors import RunFolderError
+from cohort.config.schema import RunConfig
+from cohort.errors import DiskError, RunFolderError
 from cohort.objective import explain
-from cohort.parallel import World, together
+from cohort.parallel import World, on_main, together
 from cohort.rewards.scores import Scores
-from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, save_checkpoint, save_model
-from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
-from cohort.types import Completion, Episode, Group
+from cohort.rollout.budget import free_bytes
+from cohort.runs import durable
+from cohort.runs.checkpoints import (
+    WEIGHTS,
+    Content,
+    Models,
+    SavedState,
+    check_checkpoint,
+    content_of,
+    copied,
+    num_copied_bytes,
+    write_content,
+)
+from cohort.runs.durable import write_atomically
+from cohort.runs.lines import append_line, as_json
+from cohort.runs.lock import LOCK, check_unlocked, lock, unlock
+from cohort.runs.tables import advantage_columns, completion_columns, score_columns, write_table
+from cohort.runs.tensors import named_weights
+from cohort.runs.writer import Write, Writer
+from cohort.types import Group
 
 MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "model": {"device", "gradient_checkpointing", "native_kernels"},
@@ -47,14 +64,14 @@ MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
     "optim": {"microbatch_tokens"},
     "eval": True,
     "parallel": True,
-    "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
+    "run": {*RunConfig.model_fields} - {"seed"},
     "report": True,
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
+COPY_SHARE = 0.8
+"""Share of the free memory that the copy of a checkpoint may take while it is written."""
 log = logging.getLogger("cohort.runs")
-NUMBERS = pyarrow.list_(pyarrow.float64())
-"""A column of lists of numbers; None is null."""
 ENDING_SCHEDULES = ("linear", "cosine")
 """Learning-rate schedules that depend on the number of updates of the whole run."""
 
@@ -64,51 +81,65 @@ class RunFolder:
 
     Args:
         path: the folder. It need not exist.
-        keep_checkpoints: the number of newest checkpoints to keep; None: all.
+        settings: when to write checkpoints, and which to keep. None: the defaults.
     """
 
-    def __init__(self, path: str | Path, *, keep_checkpoints: int | None = None) -> None:
+    def __init__(self, path: str | Path, settings: RunConfig | None = None) -> None:
         self.path = Path(path).expanduser()
-        self._keep = keep_checkpoints
+        self._settings = settings or RunConfig()
+        self._writer = Writer(self._settings.stop_when_unsaved_minutes)
         self._whole: int | None = None
+        self._started = False
+        self._saved = time.monotonic()
+        self._missed = False
 
     @classmethod
-    def next_free(cls, name: str, *, keep_checkpoints: int | None = None) -> RunFolder:
+    def next_free(cls, name: str) -> RunFolder:
         """``runs/NAME-001``, or the first number without a folder."""
         paths = (Path("runs") / f"{name}-{number:03d}" for number in itertools.count(1))
-        return cls(next(path for path in paths if not path.exists()), keep_checkpoints=keep_checkpoints)
+        return cls(next(path for path in paths if not path.exists()))
 
     def check_free(self) -> None:
         """Check that the folder is empty or does not exist.
 
         Raises:
-            RunFolderError: it is not.
+            RunFolderError: it is not, or another process writes it.
         """
+        check_unlocked(self.path)
         # The logs of ranks (``cohort launch``) are there before the run.
-        if self.path.exists() and (not self.path.is_dir() or any(p.name != "logs" for p in self.path.iterdir())):
+        others = self.path.is_dir() and any(path.name not in ("logs", LOCK) for path in self.path.iterdir())
+        if others or (self.path.exists() and not self.path.is_dir()):
             what, more = "is not empty" if self.path.is_dir() else "is a file", ""
             if (self.path / "config.toml").exists():
                 what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
             raise RunFolderError(f"{self.path} {what}: choose another run.output_dir{more}")
 
     def start(self, config: GRPOConfig, first_prompt: str) -> None:
-        """Create the folder of a new run."""
+        """Create the folder of a new run, and lock it."""
         self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock(self.path)
+            self.check_free()  # another process may have been first
             write_atomically(self.path / "config.toml", to_toml(config))
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
         except OSError as error:
-            raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
+            raise DiskError(f"cannot write to run.output_dir: {error}") from None
+        self._started = True
 
     def check_resumable(self, config: GRPOConfig) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
-        is read.
+        is read. Locks the folder.
 
         Raises:
-            RunFolderError: there is no whole checkpoint, or a setting that changes results differs from the run's.
+            RunFolderError: there is no whole checkpoint, a setting that changes results differs from the run's, or
+                another process writes the folder.
         """
+        if self.path.is_dir():
+            lock(self.path)
+            durable.recover(self.path / "checkpoints", "step-*")
+            durable.recover(self.path, "best")
         self.check_settings(config)
         if self._whole is None:
             self._whole = self._newest_whole()
@@ -172,6 +203,7 @@ class RunFolder:
             self.checkpoint(later).rename(aside)
         self.drop_metrics_after(step)
         write_atomically(self.path / "config.toml", to_toml(config))
+        self._started = True
 
     def first_evaluation(self) -> dict[str, Any] | None:
         """Metrics of the evaluation before the first step, if there was one."""
@@ -183,9 +215,14 @@ class RunFolder:
         return {key: value for key, value in first.items() if key.startswith("eval/")}
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(as_json(metrics))
+        """Append a line to ``metrics.jsonl``.
+
+        Raises:
+            DiskError: something could not be written for ``run.stop_when_unsaved_minutes``.
+        """
+        line = as_json(metrics)
+        self._write("metrics", metrics["step"], partial(append_line, self.path / "metrics.jsonl", line))
+        self._writer.check()
 
     def drop_metrics_after(self, step: int) -> None:
         """Remove the lines of steps that a resumed run repeats."""
@@ -197,7 +234,9 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
-        write_atomically(self.path / "summary.json", as_json(summary, indent=2))
+        write = partial(write_atomically, self.path / "summary.json", as_json(summary, indent=2))
+        self._write("summary", summary.get("steps", 0), write)
+        self._writer.settle()
 
     def write_rollout(
         self, step: int, groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float] | None]
@@ -210,16 +249,36 @@ class RunFolder:
             scores: their scores.
             advantages: of each completion, the advantages of its tokens; None if no update used it.
         """
-        columns = completion_columns(groups) | score_columns(scores)
-        means = [None if tokens is None else _mean(tokens) for tokens in advantages]
-        columns["advantage"] = pyarrow.array(means, pyarrow.float64())
-        if any(len(set(tokens or ())) > 1 for tokens in advantages):
-            columns["token_advantages"] = pyarrow.array(advantages, pyarrow.list_(pyarrow.float64()))
-        write_table(columns, self.path / "rollouts" / f"step-{step}.parquet")
+        columns = completion_columns(groups) | score_columns(scores) | advantage_columns(advantages)
+        self._write_table("completions", step, columns, self.path / "rollouts" / f"step-{step}.parquet")
 
     def write_evaluation(self, step: int, name: str, table: Any) -> None:
         """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
-        write_table(table, self.path / "evaluations" / f"step-{step}{name and '-' + name}.parquet")
+        file = f"step-{step}{name and '-' + name}.parquet"
+        self._write_table("evaluations", step, table, self.path / "evaluations" / file)
+
+    def _write_table(self, kind: str, step: int, columns: Any, file: Path) -> None:
+        table = pyarrow.table(columns) if isinstance(columns, dict) else columns
+        self._write(kind, step, partial(write_table, table, file), table.nbytes)
+
+    def _write(self, kind: str, step: int, function: Callable[[], None], num_bytes: int = 0) -> bool:
+        """Write now, or later if the disk fails. Returns whether it is written."""
+
+        def run() -> None:
+            self._check_there()
+            function()
+
+        return self._writer.now(Write(kind, step, run, num_bytes))
+
+    def _check_there(self) -> None:
+        """Check that the folder has not gone: where a disk was unmounted, its path is on another one."""
+        if self._started and not (self.path / "config.toml").exists():
+            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
+
+    def newest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint, once it is written."""
+        self._writer.free("checkpoint")
+        return max(self.checkpoint_steps(), default=None)
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
@@ -230,43 +289,108 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
-    def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
-        """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
-        self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
-        for old in self.checkpoint_steps()[: -self._keep] if self._keep and (world is None or world.is_main) else []:
-            shutil.rmtree(self.checkpoint(old))
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step: by ``run.save_steps`` or ``run.save_minutes``, or because the last
+        one could not be written."""
+        every, minutes = self._settings.save_steps, self._settings.save_minutes
+        is_old = 0 < minutes * 60 <= time.monotonic() - self._saved
+        return self._missed or is_old or (every > 0 and step % every == 0)
+
+    def save_checkpoint(
+        self, models: Models, state: SavedState, world: World | None = None, *, wait: bool = False
+    ) -> None:
+        """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes: in the background,
+        from a copy, if the memory allows. If the disk fails, the write is repeated until a newer one takes its place.
+
+        Args:
+            models, state: what to write.
+            world: the ranks.
+            wait: whether to return only when it is written.
+
+        Raises:
+            DiskError: with ``wait``, when the disk has failed for ``run.stop_when_unsaved_minutes``.
+        """
+        world, content = world or World(), content_of(models, state)
+        self._saved = time.monotonic()
+        if on_main(world, partial(self._has_room, "checkpoint", content)):
+            write = partial(self._write_checkpoint, state.step, copied(content, write=world.is_main), World())
+            if world.is_main:
+                self._writer.in_background(Write("checkpoint", state.step, write))
+        else:
+            write = partial(self._write_checkpoint, state.step, content, world)
+            while (missed := not self._try_all("checkpoint", state.step, write, world)) and wait:
+                on_main(world, self._writer.pause)
+            self._missed = missed
+        if wait:
+            on_main(world, self._writer.settle)
+
+    def _has_room(self, kind: str, content: Content) -> bool:
+        """Whether there is memory for a copy, once the last one of this kind is written."""
+        self._writer.free(kind)
+        free = free_bytes(torch.device("cpu"))
+        return free is not None and num_copied_bytes(content) < free * COPY_SHARE
+
+    def _try_all(self, kind: str, step: int, write: Callable[[], None], world: World) -> bool:
+        """Write from live tensors, which every rank takes part in. Returns whether the disk took it."""
+        try:
+            write()
+        except DiskError as error:
+            on_main(world, partial(self._writer.missed, kind, step, error))
+            return False
+        on_main(world, partial(self._writer.made_up_for, kind))
+        return True
+
+    def _write_checkpoint(self, step: int, content: Content, world: World) -> None:
+        self._replace(self.checkpoint(step), content, world)
+        keep, every = self._settings.save_total_limit, self._settings.keep_every
+        for old in self.checkpoint_steps()[:-keep] if keep and world.is_main else []:
+            if not every or old % every:
+                durable.remove(self.checkpoint(old))
 
     @property
     def best(self) -> Path:
         """The folder of the best model."""
         return self.path / "best"
 
-    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
-        """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
-        when the new one takes its name. Every rank must call; rank 0 writes."""
-
-        def save(folder: Path, *, write: bool) -> None:
-            save_model(models.policy, models.tokenizer, folder, write=write)
-            if write:
-                write_manifest(folder, {"best.json": write_file(folder / "best.json", [as_json(record).encode()])})
-
-        self._replace(self.best, save, world)
-
-    def _replace(self, target: Path, save: Callable[..., None], world: World | None) -> None:
-        """Run ``save(folder, write=...)`` on every rank, for rank 0 with a folder that takes the target's name."""
+    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> bool:
+        """Replace the best model. ``best/`` is always complete. Every rank must call; rank 0 writes. If the disk fails,
+        a copy is kept if the memory allows, and its write repeated until a newer one takes its place. Returns whether
+        it is written."""
         world = world or World()
+        weights = {WEIGHTS: named_weights(models.policy.model)}
+        content = Content(models, weights, files={"best.json": as_json(record).encode()})
+        step = record.get("step", 0)
+        if self._try_all("best model", step, partial(self._replace, self.best, content, world), world):
+            return True
+        if on_main(world, partial(self._has_room, "best model", content)):
+            write = partial(self._replace, self.best, copied(content, write=world.is_main), World())
+            if world.is_main:
+                self._writer.in_background(Write("best model", step, write))
+        else:
+            log.warning("the best model, of step %s, is lost: no memory for a copy of it", step)
+        return False
+
+    def _replace(self, target: Path, content: Content, world: World) -> None:
+        """Write a folder in place of an older one. Every rank must call, unless the content is a copy."""
 
         def replace() -> None:
-            with replaced(target) if world.is_main else nullcontext(target) as folder:
-                save(folder, write=world.is_main)
+            with durable.replaced(target) if world.is_main else nullcontext(target) as folder:
+                write_content(folder, content, write=world.is_main)
+                if world.is_main:
+                    self._check_there()
+                    with suppress(FileNotFoundError):  # a resumed run has the lines of its steps, if any
+                        durable.sync(self.path / "metrics.jsonl")
 
         together(world, replace)
 
+    def close(self) -> None:
+        """Wait for what is being written, try once more what failed, and unlock the folder."""
+        self._writer.close()
+        if self._started:
+            unlock(self.path)
+
     def best_record(self) -> dict[str, Any] | None:
-        """The contents of ``best/best.json``; None without a best model. Recovers what a killed ``save_best`` left."""
-        old = self.path / "best.old"
-        if old.exists() and not self.best.exists():
-            old.rename(self.best)
+        """The contents of ``best/best.json``; None without a best model."""
         file = self.best / "best.json"
         found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
         return found
@@ -274,113 +398,3 @@ class RunFolder:
 
 def _shown(value: Any) -> str:
     return "unset" if value is None else repr(value)
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    """Exact when all numbers are equal."""
-    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
-
-
-def as_json(value: Any, **settings: Any) -> str:
-    """A value as JSON with a line break; null for NaN and infinity, which JSON lacks. ``settings`` are those of
-    ``json.dumps``."""
-    return json.dumps(_finite(value), allow_nan=False, **settings) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
-    """The sampled completions. ``full_logps`` only if some completion has them."""
-    prompts = [group.prompt for group in groups for _ in group.completions]
-    completions = [completion for group in groups for completion in group.completions]
-    columns: dict[str, Any] = {
-        "group": [prompt.uid for prompt in prompts],
-        "row": [prompt.row_index for prompt in prompts],
-        "prompt": [prompt.text for prompt in prompts],
-        "completion": [completion.text for completion in completions],
-        "finish_reason": [str(completion.finish_reason) for completion in completions],
-        "weights_version": [completion.weights_version for completion in completions],
-        "sampler_logps": pyarrow.array([completion.sampler_logps for completion in completions], NUMBERS),
-        **_token_columns(completions),
-    }
-    if any(prompt.source for prompt in prompts):
-        columns["source"] = [prompt.source for prompt in prompts]
-    if any(completion.episode for completion in completions):
-        columns |= _episode_columns([completion.episode for completion in completions])
-    if any(completion.full_logps is not None for completion in completions):
-        columns["full_logps"] = pyarrow.array([completion.full_logps for completion in completions], NUMBERS)
-    return columns
-
-
-def _token_columns(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The token ids of all segments; which of them were drawn, unless all were; the segments' lengths, if there are
-    several."""
-    ids = [[segment.token_ids for segment in completion.segments] for completion in completions]
-    columns = {"token_ids": _joined(ids, np.int64)}
-    if any(segment.drawn is not None for completion in completions for segment in completion.segments):
-        drawn = [[segment.is_drawn for segment in completion.segments] for completion in completions]
-        columns["drawn"] = _joined(drawn, np.bool_)
-    if any(len(some) != 1 for some in ids):
-        columns["segment_lengths"] = [[len(one) for one in some] for some in ids]
-    return columns
-
-
-def _joined(arrays: Sequence[Sequence[Any]], dtype: Any) -> Any:
-    """A column of lists, each the arrays of one completion end to end."""
-    joined = [np.concatenate([np.zeros(0, dtype), *some]) for some in arrays]
-    return pyarrow.array(joined, pyarrow.list_(pyarrow.from_numpy_dtype(dtype)))
-
-
-def _episode_columns(episodes: Sequence[Episode | None]) -> dict[str, Any]:
-    """The messages after the prompt as JSON, the environment's rewards, and why an episode is unusable."""
-    some = [episode or Episode(()) for episode in episodes]
-    return {
-        "messages": _text_column([json.dumps(one.messages, ensure_ascii=False, default=str) for one in some]),
-        "turn_lengths": [[turn.num_drawn for turn in one.turns] for one in some],
-        "turn_rewards": pyarrow.array([[turn.reward for turn in one.turns] for one in some], NUMBERS),
-        "environment_reward": pyarrow.array([one.reward for one in some], pyarrow.float64()),
-        "episode_error": _text_column([one.error or None for one in some]),
-    }
-
-
-def score_columns(scores: Scores) -> dict[str, Any]:
-    """The rewards; null when unscored."""
-    columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
-    for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        columns[f"rewards/{name}"] = _reward_column(column_S)
-    if scores.errors:
-        columns["reward_error"] = _text_column([scores.errors.get(s) for s in range(len(scores.rewards_S))])
-    return columns | {f"extra/{name}": _extra_column(values) for name, values in scores.extras.items()}
-
-
-def write_table(columns: Any, target: Path) -> None:
-    """Write columns or a table as Parquet, atomically."""
-    target.parent.mkdir(exist_ok=True)
-    table = pyarrow.table(columns) if isinstance(columns, dict) else columns
-    pyarrow.parquet.write_table(table, target.with_suffix(".part"))
-    target.with_suffix(".part").replace(target)
-
-
-def _reward_column(values_S: Tensor) -> Any:
-    """A column of numbers, even if every entry is null."""
-    return pyarrow.array(values_S.double().numpy(), from_pandas=True)  # which makes NaN null
-
-
-def _extra_column(values: Sequence[Any]) -> Any:
-    """A typed column if all values have one type, else text."""
-    try:
-        return pyarrow.array(values)
-    except (pyarrow.ArrowException, OverflowError, TypeError, UnicodeError):
-        return _text_column(values)
-
-
-def _text_column(values: Sequence[Any]) -> Any:
-    """Text; lone surrogates, which UTF-8 cannot encode, are escaped."""
-    texts = [None if value is None else str(value).encode("utf-8", "backslashreplace").decode() for value in values]
-    return pyarrow.array(texts, pyarrow.string())

@@ -17,11 +17,11 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
         ConfigError: ``resume`` without ``run.output_dir``.
     """
     if config.run.output_dir is not None:
-        return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
+        return RunFolder(config.run.output_dir, config.run)
     if resume:
         raise ConfigError("to resume a run, set run.output_dir to its folder")
     path = on_main(world, lambda: RunFolder.next_free("run").path)
-    return RunFolder(path, keep_checkpoints=config.run.save_total_limit)
+    return RunFolder(path, config.run)
 
 
 def log_to(folder: RunFolder, world: World) -> None:

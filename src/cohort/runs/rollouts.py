@@ -61,8 +61,16 @@ class Unstorable:
         return self.text
 
 
-def save_rollout(path: Path, rollout: StoredRollout) -> None:
-    """Write a rollout to ``path.json`` and ``path.safetensors``.
+@dataclass(frozen=True, slots=True)
+class EncodedRollout:
+    """A rollout as its two files hold it."""
+
+    text: str
+    arrays: Mapping[str, np.ndarray]
+
+
+def encode_rollout(rollout: StoredRollout) -> EncodedRollout:
+    """A rollout in the form of its files.
 
     ``load_rollout`` returns an equal one: every array bit for bit, NaN and lone surrogates included. Values of columns,
     states and logged extras may be of Python's plain types, containers of them, dates, decimals, and NumPy or torch
@@ -71,13 +79,23 @@ def save_rollout(path: Path, rollout: StoredRollout) -> None:
     arrays = _Writer()
     tree = {"groups": arrays.encode(list(rollout.groups)), "scores": arrays.encode(rollout.scores)}
     tree["facts"] = arrays.encode(rollout.facts)
-    save_file({name: np.concatenate(parts) for name, parts in arrays.parts.items()}, _file(path, "safetensors"))
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    _file(path, "json").write_text(text + "\n", encoding="ascii")
+    return EncodedRollout(text + "\n", {name: np.concatenate(parts) for name, parts in arrays.parts.items()})
+
+
+def write_rollout(path: Path, rollout: EncodedRollout) -> None:
+    """Write ``path.json`` and ``path.safetensors``."""
+    save_file(dict(rollout.arrays), _file(path, "safetensors"))
+    _file(path, "json").write_text(rollout.text, encoding="ascii")
+
+
+def save_rollout(path: Path, rollout: StoredRollout) -> None:
+    """Write a rollout to ``path.json`` and ``path.safetensors``; see ``encode_rollout``."""
+    write_rollout(path, encode_rollout(rollout))
 
 
 def load_rollout(path: Path) -> StoredRollout:
-    """Read what ``save_rollout`` has written."""
+    """Read what ``write_rollout`` has written."""
     tree = json.loads(_file(path, "json").read_text(encoding="ascii"))
     decode = _Reader(load_file(_file(path, "safetensors"))).decode
     return StoredRollout(decode(tree["groups"]), decode(tree["scores"]), decode(tree["facts"]))

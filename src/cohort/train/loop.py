@@ -53,8 +53,8 @@ from cohort.types import TokenBatch
 def run(
     parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Train from ``first_step`` on. Yields each step's metrics after they, the completions and any due checkpoint are
-    written."""
+    """Train from ``first_step`` on. Yields each step's metrics after they and the completions are written, and any due
+    checkpoint has begun to be."""
     policy, reference, adaptive = parts.policy, parts.reference, parts.adaptive
     sampling = Sampling.of(config.rollout)
     nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
@@ -203,14 +203,14 @@ def finish_step(
             failed = error
         last |= parts.best.exhausted or failed is not None
 
-    def write() -> None:
+    def write() -> bool:
         folder.append_metrics(metrics)
         if config.report.log_completions:
             folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
+        return folder.checkpoint_due(step)
 
-    on_main(parts.world, write)
-    if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
+    if on_main(parts.world, write) or last:
+        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world, wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
@@ -233,10 +233,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
-    if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record(), parts.world)
-        if config.report.check_saved:
-            together(parts.world, partial(check_saved, parts.policy, folder.best))
+    is_saved = parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
+    if is_saved and config.report.check_saved:
+        together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 
