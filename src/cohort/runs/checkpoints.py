@@ -102,7 +102,7 @@ def content_of(models: Models, state: SavedState) -> Content:
         "random": state.random,
     }
     rollouts = {step: encode_rollout(rollout) for step, rollout in state.rollouts.items()}
-    return Content(models, tensors, files={LOOP: _as_json(loop)}, rollouts=rollouts)
+    return Content(models, tensors, files={LOOP: as_json_text(loop)}, rollouts=rollouts)
 
 
 def num_copied_bytes(content: Content) -> int:
@@ -177,7 +177,8 @@ def write_content(folder: Path, content: Content, *, write: bool = True) -> None
     write_manifest(folder, records)
 
 
-def _as_json(loop: Mapping[str, Any]) -> bytes:
+def as_json_text(loop: Mapping[str, Any]) -> bytes:
+    """The state of the loop as a file holds it."""
     for name, value in loop.items():
         try:
             json.dumps(value)
@@ -187,20 +188,23 @@ def _as_json(loop: Mapping[str, Any]) -> bytes:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Check that a checkpoint is as it was written.
+    """Check that a checkpoint is as it was written, and the one that its name says.
 
     Raises:
-        RunFolderError: a file is missing or differs, or an earlier version of Cohort wrote it.
+        RunFolderError: a file is missing or differs, the folder was renamed, or an earlier version of Cohort wrote it.
     """
     _refuse_earlier(folder)
     check_whole(folder)
+    step = _read_loop(folder)["step"]
+    if folder.name.startswith("step-") and folder.name != f"step-{step}":
+        raise RunFolderError(f"{folder} is the checkpoint of step {step}")
 
 
 def _refuse_earlier(folder: Path) -> None:
     if (folder / "state" / "loop.pt").exists():
         raise RunFolderError(
-            f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) this version does not read. "
-            "Its weights load as any model's: set model.path to it to start a new run with them"
+            f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) is pickled: convert it with "
+            "'cohort convert RUN', or set model.path to it to start a new run with its weights"
         )
 
 

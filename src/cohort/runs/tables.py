@@ -99,11 +99,11 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def write_table(table: pyarrow.Table, target: Path) -> None:
-    """Write a table as Parquet, atomically."""
+    """Write a table as Parquet, atomically, with checksums."""
     part = target.with_suffix(".part")
     target.parent.mkdir(exist_ok=True)
     try:
-        pyarrow.parquet.write_table(table, part)
+        pyarrow.parquet.write_table(table, part, write_page_checksum=True)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
