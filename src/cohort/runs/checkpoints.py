@@ -1,4 +1,4 @@
-"""Checkpoints: what they store, saving, loading, and checking what was saved.
+"""Checkpoints: what they store, saving and loading.
 
 step-N/                        weights, config and tokenizer, as ``transformers`` loads them
     state/                     what the loop needs to continue
@@ -19,16 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.parallel.full import class_before_sharding
-from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
+from cohort.policy import Policy
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
+from cohort.runs.models import save_model, saved_weights, trained_weights
 from cohort.runs.rollouts import EncodedRollout, StoredRollout, encode_rollout, load_rollout, write_rollout
-from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
+from cohort.runs.tensors import fill, is_sharded, named_weights, read_tensors, whole, write_tensors
 
 LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
 WEIGHTS = ""
@@ -155,7 +154,7 @@ def write_content(folder: Path, content: Content, *, write: bool = True) -> None
     failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
     try:
         weights = content.tensors[WEIGHTS] if content.is_copy else None
-        save_model(models.policy, models.tokenizer, folder, write=write, copies=weights)
+        records |= save_model(models.policy, models.tokenizer, folder, write=write, copies=weights)
     except BaseException as error:
         failed.append(error)
     for name, tensors in content.tensors.items():
@@ -247,8 +246,8 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
         before, now = saved.get(what, "none"), identity.get(what, "none")
         if before != now:
             raise RunFolderError(f"cannot resume from {folder}: its {what} were {before}, now {now}")
-    trained = _trained_weights(policy)
-    _fill(trained, _saved_weights(policy, folder, trained), folder)
+    trained = trained_weights(policy)
+    _fill(trained, saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / REFERENCE), folder / "state")
@@ -277,119 +276,3 @@ def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Pa
             what = f"{saved[name].dtype} {list(saved[name].shape)}" if name in saved else "missing"
             raise RunFolderError(f"{folder}: {name} is {what}; the model has {tensor.dtype} {list(tensor.shape)}")
         fill(tensor, saved[name])
-
-
-def save_model(
-    policy: Policy,
-    tokenizer: Any,
-    path: str | Path,
-    *,
-    merge: bool = False,
-    write: bool = True,
-    copies: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
-
-    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged. The
-    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call, unless
-    ``copies`` are given, which are written in place of the model's weights.
-    """
-    model = policy.model
-    weights = named_weights(model) if copies is None else copies
-    more: dict[str, Any] = {}
-    if copies is not None:
-        more["state_dict"] = _with_tied_names(model, copies)
-    elif any(is_sharded(tensor) for tensor in weights.values()):
-        more["state_dict"] = _with_tied_names(model, _gathered(weights, keep=write))
-    if not write:
-        return
-    if has_adapters(model):
-        adapters = {"selected_adapters": list(model.active_adapters)}
-        model, more = (merged(model), {}) if merge else (model, more | adapters)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None and generation_config.do_sample is not True:
-        # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
-        sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-        if any(getattr(generation_config, name, None) is not None for name in sampling):
-            generation_config.do_sample = True
-    with without_progress_bars():
-        model.save_pretrained(path, **more)
-    tokenizer.save_pretrained(path)
-
-
-def _gathered(weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The whole tensors of a sharded model's state on the CPU; nothing unless ``keep``."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        values = whole(tensor)
-        if keep:
-            found[name] = values.cpu()
-    return found
-
-
-def _with_tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights, tied ones under each of their names, as transformers needs them to choose the name to save."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return {**weights, **{name: weights[names[name]] for name in names if names[name] in weights}}
-
-
-def check_saved(policy: Policy, folder: Path) -> None:
-    """Read a saved model's weights back and compare each with the policy's, bit for bit.
-
-    One tensor is in memory at a time. Of a model with adapters, the adapter is compared. When transformers writes an
-    architecture's weights under other names or shapes than the model has them, as for mixtures of experts, the model is
-    loaded through transformers instead, a second time in memory.
-
-    Args:
-        policy: the policy as it was saved.
-        folder: a checkpoint, or ``best/``.
-
-    Raises:
-        RunFolderError: a tensor differs or is missing.
-    """
-    trained = _trained_weights(policy)
-    saved = _saved_weights(policy, folder, trained)
-    for name, tensor in trained.items():
-        if name in saved and not _bit_equal(share(saved[name], tensor), own(tensor)):
-            raise RunFolderError(
-                f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
-                "report.check_saved = false saves without checking"
-            )
-    if missing := [name for name in trained if name not in saved]:
-        raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
-
-
-def _trained_weights(policy: Policy) -> Mapping[str, Tensor]:
-    """What is saved of a policy: its weights; of a model with adapters, the adapter's. In the model's memory."""
-    return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a model's files."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
-
-
-def _saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
-    writes the architecture's weights in another form, through transformers."""
-    saved = _read_weights(folder)
-    as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
-    return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
-
-
-def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
-    """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
-    model: Any = class_before_sharding(policy.model)
-    with without_progress_bars():
-        weights: dict[str, Tensor] = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
-    return weights
-
-
-def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
-    """Bitwise, so that NaN equals NaN: a broken model must be saved as it is."""
-    if saved.dtype != trained.dtype or saved.shape != trained.shape:
-        return False
-    bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
-    return torch.equal(*bits)

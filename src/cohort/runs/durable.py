@@ -119,12 +119,12 @@ def replaced(target: Path) -> Iterator[Path]:
         if failed:
             raise failed
         for folder in (*(path for path in part.rglob("*") if path.is_dir()), part):
-            sync(folder)
+            sync_path(folder)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
         part.rename(target)
-        sync(target.parent)
+        sync_path(target.parent)
     except Exception as error:
         if is_of_disk(error):
             raise DiskError(f"cannot write {target}: {failed or error}") from error
@@ -174,7 +174,7 @@ def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[
 
     def record(name: str) -> FileRecord:
         if sync:
-            sync(folder / name)
+            sync_path(folder / name)
         with (folder / name).open("rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -182,7 +182,7 @@ def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[
         return list(threads.map(record, names))
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk. Some network file systems cannot do the latter."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -69,8 +69,8 @@ MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
 }
 """Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
 
-COPY_SHARE = 0.8
-"""Share of the free memory that the copy of a checkpoint may take while it is written."""
+COPY_SHARE = 0.5
+"""Share of the free memory that the copy of a checkpoint may take while it is written; the next step needs the rest."""
 log = logging.getLogger("cohort.runs")
 ENDING_SCHEDULES = ("linear", "cosine")
 """Learning-rate schedules that depend on the number of updates of the whole run."""
@@ -379,7 +379,7 @@ class RunFolder:
                 if world.is_main:
                     self._check_there()
                     with suppress(FileNotFoundError):  # a resumed run has the lines of its steps, if any
-                        durable.sync(self.path / "metrics.jsonl")
+                        durable.sync_path(self.path / "metrics.jsonl")
 
         together(world, replace)
 

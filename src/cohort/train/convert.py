@@ -21,16 +21,16 @@ from cohort.data import DataCursor
 from cohort.data.loader import ReadPosition
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, load_policy, read_config
-from cohort.runs import random_state, set_random_state
+from cohort.runs import random_state
 from cohort.runs.checkpoints import LOOP, OPTIMIZER, REFERENCE, as_json_text
 from cohort.runs.durable import replaced, write_file, write_manifest
+from cohort.runs.generators import set_random_state
 from cohort.runs.tensors import named_weights, write_tensors
 from cohort.train.optim import Optimizer
 
 PICKLED = ("loop.pt", "optimizer.pt", "reference.pt")
-SAFE: list[Any] = [
-    (np._core.multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")
-]
+RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
+SAFE: list[Any] = [(RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")]
 SAFE += [np.ndarray, np.dtype, type(np.dtype(float)), type(np.dtype(int)), type(np.dtype("uint32"))]
 SAFE += [(ReadPosition, f"cohort.data.{name}") for name in ("loader.ReadPosition", "order.Reached", "loader.Reached")]
 """What the files may hold beside tensors and plain values, each with the names that earlier versions gave it."""
