@@ -12,7 +12,7 @@ from cohort.runs import writer
 from tests.train.harness import ROWS, checkpoints_of, make_trainer, rows_of, same_parameters, untimed_metrics_of
 
 SETTINGS = {"max_steps": 5, "save_steps": 1, "save_total_limit": 2, "eval_steps": 1, "eval_on_start": True}
-EVALUATED = SETTINGS | {"eval_rows": ROWS[:2], "metric_for_best_model": "eval/completion_length/mean"}
+EVALUATED = SETTINGS | {"eval_rows": ROWS[:2], "metric_for_best_model": "eval/length/mean"}
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def train_while(trainer, fails, works, steps=(1, 3)):
     """Train with a disk that fails after the first of ``steps`` until after the second."""
     for metrics in trainer.steps():
         if metrics["step"] == steps[0]:
+            trainer.folder.newest_checkpoint()  # it is written by then
             fails()
         if metrics["step"] == steps[1]:
             works()
