@@ -2,6 +2,7 @@
 
 import shutil
 
+import pyarrow.parquet
 import pytest
 
 from cohort.cli import main
@@ -127,8 +128,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_broken_one(run, make, tmp_pa
         ("metrics.jsonl", b'{"step": 1}\n{"step": 3}\n', "line 2 is of step 3; the line before it is of step 1"),
         ("metrics.jsonl", b"[1]\n", "line 1 is damaged"),
         ("summary.json", b"{", "Expecting property name"),
-        ("config.toml", b"[", "Expected"),
-        ("rollouts/step-2.parquet", None, "CRC"),
+        ("config.toml", b"[", "Invalid initial character"),
+        ("rollouts/step-2.parquet", None, "CRC checksum verification failed"),
         ("rollouts/step-2.parquet", b"PAR1", "Parquet"),
     ],
 )
@@ -137,7 +138,8 @@ def test_verify_names_other_damaged_files(run, tmp_path, file, content, problem,
     shutil.copytree(run[0], folder, ignore=shutil.ignore_patterns("checkpoints"))
     if content is None:
         content = bytearray((folder / file).read_bytes())
-        content[len(content) // 3] ^= 1
+        prompts = pyarrow.parquet.ParquetFile(folder / file).metadata.row_group(0).column(2)
+        content[prompts.data_page_offset - 1] ^= 1  # the last character of the column's values
     (folder / file).write_bytes(content)
     assert main(["verify", str(folder)]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("broken")]

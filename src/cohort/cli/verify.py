@@ -22,7 +22,7 @@ def verify(run: str, /) -> int:
     found = list(verdicts(Path(run).expanduser()))
     broken = [one for one in found if one.problem]
     whole = [one.name for one in found if not one.problem]
-    models = [name for name in whole if name == "best" or "step-" in name]
+    models = [name for name in whole if not name.endswith((".toml", ".json", ".jsonl", ".parquet"))]
     files = len(whole) - len(models)
     for name in models:
         print(f"whole   {name}")

@@ -374,6 +374,8 @@ class RunFolder:
         """Write a folder in place of an older one. Every rank must call, unless the content is a copy."""
 
         def replace() -> None:
+            if world.size == 1:  # other ranks wait for what the block exchanges
+                self._check_there()
             with durable.replaced(target) if world.is_main else nullcontext(target) as folder:
                 write_content(folder, content, write=world.is_main)
                 if world.is_main:
