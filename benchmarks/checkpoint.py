@@ -94,7 +94,7 @@ def measure(folder: Path, models: Models, optimizer: Optimizer, repeats: int) ->
     print(f"waiting beyond the copy {medians['waiting'] - medians['copy']:6.2f} s")
     print(f"written / torch.save    {medians['written'] / medians['torch.save']:6.2f}")
     print(f"check            {timed(lambda: check_checkpoint(written)):6.2f} s")
-    load = timed(lambda: optimizer.load_state_dict(load_checkpoint(written, models, {}).optimizer))
+    load = timed(lambda: optimizer.load_state_dict(load_checkpoint(written, models).optimizer))
     print(f"load             {load:6.2f} s")
 
 

@@ -89,7 +89,7 @@ def check(path, models, weights, *, is_done):
     recover(path / "checkpoints", "step-*")
     recover(path, "best")
     step = folder._newest_whole()
-    load_checkpoint(folder.checkpoint(step), models, {})
+    load_checkpoint(folder.checkpoint(step), models)
     assert torch.equal(models.policy.model.lm_head.weight, weights[step - 1])
     check_whole(folder.best)
     assert folder.best_record()["step"] >= step

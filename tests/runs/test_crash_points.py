@@ -9,8 +9,7 @@ import pytest
 
 from cohort.config.schema import RunConfig
 from cohort.parallel import World
-from cohort.runs import RunFolder, durable
-from cohort.runs import folder as module
+from cohort.runs import RunFolder, durable, saving
 from cohort.runs.checkpoints import LOOP
 
 OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -61,24 +60,31 @@ class States:
         return self.safe.get(path.stat().st_ino) == path.stat().st_mtime_ns
 
 
+class Written:
+    """A small content."""
+
+    def __init__(self, loop):
+        self.loop, self.step = loop, loop["step"]
+
+
 def write_small(folder, content, *, write):
     """As ``write_content``: a file that a library writes and one of ours."""
     (folder / "config.json").write_text("{}")
-    record = durable.write_file(folder / LOOP, [json.dumps(content).encode()])
+    record = durable.write_file(folder / LOOP, [json.dumps(content.loop).encode()])
     durable.write_manifest(folder, {LOOP: record})
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
 def test_a_crash_between_any_two_operations(tmp_path, monkeypatch, again):
-    monkeypatch.setattr(module, "write_content", write_small)
+    monkeypatch.setattr(saving, "write_content", write_small)
     folder = RunFolder(tmp_path / "run", RunConfig(save_total_limit=1))
     old, new = {"step": 1, "written": 1}, {"step": 1 if again else 2, "written": 2}
     for target in (folder.checkpoint(1), folder.best):
-        folder._replace(target, old, World())
+        folder._replace(target, Written(old), World())
     with monkeypatch.context() as patch:
         states = States(folder.path, tmp_path / "copies", patch)
-        folder._write_checkpoint(new["step"], new, World())
-        folder._replace(folder.best, new, World())
+        folder._write_checkpoint(Written(new), World())
+        folder._replace(folder.best, Written(new), World())
         states.keep()
     assert len(states.names) > 20
     for kind in ("killed", "unplugged"):

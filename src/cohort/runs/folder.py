@@ -8,6 +8,7 @@ rollouts/step-N.parquet  every completion of step N
 evaluations/step-N.parquet  completions of the evaluation after step N (0: before the first); -NAME for a named set
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 checkpoints/step-N/      see ``checkpoints``
+starts.jsonl             a line for each process that started or resumed the run (see ``starts``)
 summary.json             written when the run ends
 logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
@@ -16,64 +17,43 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-import torch
 
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
 from cohort.objective import explain
-from cohort.parallel import World, on_main, together
+from cohort.parallel import World, on_main
 from cohort.rewards.scores import Scores
-from cohort.rollout.budget import free_bytes
 from cohort.runs import durable
-from cohort.runs.checkpoints import (
-    WEIGHTS,
-    Content,
-    Models,
-    SavedState,
-    check_checkpoint,
-    content_of,
-    copied,
-    num_copied_bytes,
-    write_content,
-)
+from cohort.runs.changes import Change, check_keys, refuse, setting_changes
+from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
 from cohort.runs.lines import append_line, as_json
 from cohort.runs.lock import LOCK, check_unlocked, lock, unlock
+from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
+from cohort.runs.saving import replace, save_in_background, save_now
+from cohort.runs.starts import STARTS, Start
 from cohort.runs.tables import advantage_columns, completion_columns, score_columns, write_table
-from cohort.runs.tensors import named_weights
+from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
 from cohort.types import Group
+from cohort.watchdog import waiting
 
-MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
-    "model": {"device", "gradient_checkpointing", "native_kernels"},
-    "rollout": {"max_batch_size", "cache_tokens", "lag"},
-    "vllm": True,
-    "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
-    "optim": {"microbatch_tokens"},
-    "eval": True,
-    "parallel": True,
-    "run": {*RunConfig.model_fields} - {"seed"},
-    "report": True,
-}
-"""Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
-
-COPY_SHARE = 0.5
-"""Share of the free memory that the copy of a checkpoint may take while it is written; the next step needs the rest."""
+WRITTEN = (
+    *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
+    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite"),
+)
+"""What a run writes beside its settings."""
 log = logging.getLogger("cohort.runs")
-ENDING_SCHEDULES = ("linear", "cosine")
-"""Learning-rate schedules that depend on the number of updates of the whole run."""
 
 
 class RunFolder:
@@ -105,79 +85,115 @@ class RunFolder:
         Raises:
             RunFolderError: it is not, or another process writes it.
         """
+        check_files(self.path)
         check_unlocked(self.path)
-        # The logs of ranks (``cohort launch``) are there before the run.
-        others = self.path.is_dir() and any(path.name not in ("logs", LOCK) for path in self.path.iterdir())
-        if others or (self.path.exists() and not self.path.is_dir()):
-            what, more = "is not empty" if self.path.is_dir() else "is a file", ""
-            if (self.path / "config.toml").exists():
-                what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
-            raise RunFolderError(f"{self.path} {what}: choose another run.output_dir{more}")
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file: choose another run.output_dir")
+        if not self.path.exists() or all(_is_no_run(path) for path in self.path.iterdir()):
+            return
+        if not self.is_run:
+            raise RunFolderError(f"{self.path} is not empty: choose another run.output_dir")
+        raise RunFolderError(
+            f"{self.path} already holds a run: continue it with 'cohort resume {self.path}', or train(resume=True); or "
+            "choose another run.output_dir"
+        )
 
-    def start(self, config: GRPOConfig, first_prompt: str) -> None:
-        """Create the folder of a new run, and lock it."""
-        self.check_free()
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.path / "config.toml").is_file()
+
+    def start(self, config: GRPOConfig, first_prompt: str, *, anew: bool = False) -> None:
+        """Create the folder of a new run, and lock it.
+
+        Args:
+            config: the settings.
+            first_prompt: the first prompt as the model reads it.
+            anew: replace a run that ended before its first checkpoint.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock(self.path)
-            self.check_free()  # another process may have been first
-            write_atomically(self.path / "config.toml", to_toml(config))
+            self.take()
+            self._clear() if anew else self.check_free()
+            write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
+            remember(config)
         except OSError as error:
             raise DiskError(f"cannot write to run.output_dir: {error}") from None
         self._started = True
 
-    def check_resumable(self, config: GRPOConfig) -> int:
+    def take(self) -> None:
+        """Lock the folder for this process, until ``close``, and clear up what a killed one has left half written.
+
+        Raises:
+            RunFolderError: another process writes the folder.
+        """
+        lock(self.path)
+        durable.recover(self.path / "checkpoints", "step-*")
+        durable.recover(self.path, "best")
+
+    def _clear(self) -> None:
+        """Remove what a run without a checkpoint has written, except its settings: until the new ones take their place,
+        they mark the folder as a run's."""
+        if steps := self.checkpoint_steps():
+            raise RunFolderError(f"{self.path} has a checkpoint of step {steps[-1]} by now: another process writes it")
+        for name in WRITTEN:
+            path = self.path / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def check_resumable(self, config: GRPOConfig, allowed: Collection[str] = ()) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
-        is read. Locks the folder.
+        is read. Takes the folder.
 
         Raises:
             RunFolderError: there is no whole checkpoint, a setting that changes results differs from the run's, or
                 another process writes the folder.
         """
-        if self.path.is_dir():
-            lock(self.path)
-            durable.recover(self.path / "checkpoints", "step-*")
-            durable.recover(self.path, "best")
-        self.check_settings(config)
+        if self.is_run:
+            self.take()
+        self.check_settings(config, allowed)
         if self._whole is None:
             self._whole = self._newest_whole()
         return self._whole
 
-    def check_settings(self, config: GRPOConfig) -> None:
-        """Check that the folder has a checkpoint from which a run with these settings can continue.
+    def check_settings(self, config: GRPOConfig, allowed: Collection[str] = ()) -> list[Change]:
+        """The settings that differ from the run's.
+
+        Args:
+            config: the settings now.
+            allowed: keys of changes that are allowed though they change results.
 
         Raises:
-            RunFolderError: it has none, or a setting that changes results differs from the run's.
+            RunFolderError: the folder holds no run, or a setting that changes results differs and is not allowed.
         """
-        steps = self.checkpoint_steps()
+        self.check_is_run()
+        check_keys(allowed)
+        changes = setting_changes(load_config(self.path / "config.toml"), config, facts_known=self._facts_known())
+        refuse(self.path, changes, allowed)
+        return changes
+
+    def check_is_run(self) -> None:
+        """Check that the folder holds a run, and that nothing in it leads elsewhere.
+
+        Raises:
+            RunFolderError: it does not, or as ``check_files``.
+        """
+        check_files(self.path)
         if not self.path.exists():
             raise RunFolderError(f"there is no run folder {self.path} to resume")
-        if not steps:
-            raise RunFolderError(f"{self.path} has no checkpoint to resume from: remove it to start over")
-        saved, now = load_config(self.path / "config.toml"), config
-        # The same objective may be written in several ways.
-        same = saved.resolved_objective.settings() == now.resolved_objective.settings()
-        ignored = MAY_CHANGE_ON_RESUME | {"objective": {"preset", *saved.objective.parts()} if same else set()}
-        new = now.model_dump(exclude=ignored)
-        if changed := [
-            f"{section}.{key}: the run has {_shown(value)}, now {_shown(new[section][key])}"
-            for section, values in saved.model_dump(exclude=ignored).items()
-            for key, value in values.items()
-            if value != new[section][key]
-        ]:
-            raise RunFolderError(
-                f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed) + "\nTo go on with them, "
-                f"start a new run whose model.path is {self.checkpoint(steps[-1])}"
-            )
-        longer = (saved.run.max_steps, saved.run.num_epochs) != (now.run.max_steps, now.run.num_epochs)
-        if longer and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
-            raise RunFolderError(
-                f"cannot resume {self.path} with another run.max_steps or run.num_epochs: the learning rate's schedule "
-                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run with "
-                "the checkpoint as model.path"
-            )
+        if not self.is_run:
+            model = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
+            has_model = any((self.path / name).exists() for name in ("config.json", "adapter_config.json"))
+            raise RunFolderError(f"{self.path} is not a run folder: it has no config.toml.{model if has_model else ''}")
+
+    def _facts_known(self) -> bool:
+        """Whether the run has stored the facts that stand for names in its settings."""
+        steps = self.checkpoint_steps()
+        try:
+            return bool(steps) and "code" in saved_identity(self.checkpoint(steps[-1]))
+        except RunFolderError:  # the checkpoint is broken, which is said when it is read
+            return True
 
     def _newest_whole(self) -> int:
         """The newest checkpoint that is as it was written. Logs a warning that names what is wrong with newer ones."""
@@ -205,14 +221,19 @@ class RunFolder:
         write_atomically(self.path / "config.toml", to_toml(config))
         self._started = True
 
-    def first_evaluation(self) -> dict[str, Any] | None:
-        """Metrics of the evaluation before the first step, if there was one."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        first = json.loads(lines[0]) if lines else {}
-        if first.get("step") != 0:
-            return None
-        return {key: value for key, value in first.items() if key.startswith("eval/")}
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
+        found = {}
+        for _, line in read_metrics(self.path / "metrics.jsonl"):
+            if evaluated := {key: value for key, value in line.items() if key.startswith("eval/")}:
+                found[line["step"]] = evaluated
+        return found
+
+    def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
+        """Append a line to ``starts.jsonl``."""
+        self._write(
+            "record of the start", step, partial(append_line, self.path / STARTS, as_json(start.line(step, facts)))
+        )
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``.
@@ -228,9 +249,16 @@ class RunFolder:
         """Remove the lines of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(path, "".join(kept))
+            write_atomically(path, "".join(line for line, metrics in read_metrics(path) if metrics["step"] <= step))
+
+    @property
+    def has_summary(self) -> bool:
+        """Whether the run has ended. A resumed run removes the summary when it begins."""
+        return (self.path / "summary.json").is_file()
+
+    def read_summary(self) -> dict[str, Any]:
+        """The contents of ``summary.json``."""
+        return read_object(self.path / "summary.json")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
@@ -282,8 +310,7 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
-        names = (path.name.removeprefix("step-") for path in (self.path / "checkpoints").glob("step-*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return steps_of(self.path / "checkpoints")
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -296,6 +323,7 @@ class RunFolder:
         is_old = 0 < minutes * 60 <= time.monotonic() - self._saved
         return self._missed or is_old or (every > 0 and step % every == 0)
 
+    @waiting("checkpoint")
     def save_checkpoint(
         self, models: Models, state: SavedState, world: World | None = None, *, wait: bool = False
     ) -> None:
@@ -312,36 +340,16 @@ class RunFolder:
         """
         world, content = world or World(), content_of(models, state)
         self._saved = time.monotonic()
-        if on_main(world, partial(self._has_room, "checkpoint", content)):
-            write = partial(self._write_checkpoint, state.step, copied(content, write=world.is_main), World())
-            if world.is_main:
-                self._writer.in_background(Write("checkpoint", state.step, write))
-        else:
-            write = partial(self._write_checkpoint, state.step, content, world)
-            while (missed := not self._try_all("checkpoint", state.step, write, world)) and wait:
+        save = (self._writer, "checkpoint", content, self._write_checkpoint, world)
+        if not save_in_background(*save):
+            while (missed := not save_now(*save)) and wait:
                 on_main(world, self._writer.pause)
             self._missed = missed
         if wait:
             on_main(world, self._writer.settle)
 
-    def _has_room(self, kind: str, content: Content) -> bool:
-        """Whether there is memory for a copy, once the last one of this kind is written."""
-        self._writer.free(kind)
-        free = free_bytes(torch.device("cpu"))
-        return free is not None and num_copied_bytes(content) < free * COPY_SHARE
-
-    def _try_all(self, kind: str, step: int, write: Callable[[], None], world: World) -> bool:
-        """Write from live tensors, which every rank takes part in. Returns whether the disk took it."""
-        try:
-            write()
-        except DiskError as error:
-            on_main(world, partial(self._writer.missed, kind, step, error))
-            return False
-        on_main(world, partial(self._writer.made_up_for, kind))
-        return True
-
-    def _write_checkpoint(self, step: int, content: Content, world: World) -> None:
-        self._replace(self.checkpoint(step), content, world)
+    def _write_checkpoint(self, content: Content, world: World) -> None:
+        self._replace(self.checkpoint(content.step), content, world)
         keep, every = self._settings.save_total_limit, self._settings.keep_every
         for old in self.checkpoint_steps()[:-keep] if keep and world.is_main else []:
             if not every or old % every:
@@ -352,51 +360,33 @@ class RunFolder:
         """The folder of the best model."""
         return self.path / "best"
 
+    @waiting("saving the best model")
     def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> bool:
         """Replace the best model. ``best/`` is always complete. Every rank must call; rank 0 writes. If the disk fails,
         a copy is kept if the memory allows, and its write repeated until a newer one takes its place. Returns whether
         it is written."""
         world = world or World()
-        weights = {WEIGHTS: named_weights(models.policy.model)}
-        content = Content(models, weights, files={"best.json": as_json(record).encode()})
-        step = record.get("step", 0)
-        if self._try_all("best model", step, partial(self._replace, self.best, content, world), world):
+        content = model_of(models, {"best.json": as_json(record).encode()}, step=record.get("step", 0))
+        save = (self._writer, "best model", content, partial(self._replace, self.best), world)
+        if save_now(*save):
             return True
-        if on_main(world, partial(self._has_room, "best model", content)):
-            write = partial(self._replace, self.best, copied(content, write=world.is_main), World())
-            if world.is_main:
-                self._writer.in_background(Write("best model", step, write))
-        else:
-            log.warning("the best model, of step %s, is lost: no memory for a copy of it", step)
+        if not save_in_background(*save):
+            log.warning("the best model, of step %s, is lost: no memory for a copy of it", content.step)
         return False
 
     def _replace(self, target: Path, content: Content, world: World) -> None:
-        """Write a folder in place of an older one. Every rank must call, unless the content is a copy."""
-
-        def replace() -> None:
-            if world.size == 1:  # other ranks wait for what the block exchanges
-                self._check_there()
-            with durable.replaced(target) if world.is_main else nullcontext(target) as folder:
-                write_content(folder, content, write=world.is_main)
-                if world.is_main:
-                    self._check_there()
-                    with suppress(FileNotFoundError):  # a resumed run has the lines of its steps, if any
-                        durable.sync_path(self.path / "metrics.jsonl")
-
-        together(world, replace)
+        replace(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
 
     def close(self) -> None:
         """Wait for what is being written, try once more what failed, and unlock the folder."""
         self._writer.close()
-        if self._started:
-            unlock(self.path)
+        unlock(self.path)
 
     def best_record(self) -> dict[str, Any] | None:
         """The contents of ``best/best.json``; None without a best model."""
-        file = self.best / "best.json"
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        return found
+        return read_best(self.best / "best.json") if self.best.exists() else None
 
 
-def _shown(value: Any) -> str:
-    return "unset" if value is None else repr(value)
+def _is_no_run(path: Path) -> bool:
+    """Whether a new run may find this in its folder: logs of ranks, or a file that a kill has left half written."""
+    return path.name in ("logs", LOCK) or path.name.endswith(".toml.part")
