@@ -21,6 +21,9 @@ built-in exception, so that ordinary ``except`` clauses work.
 
 from typing import Any
 
+STOPPED = 75
+"""Exit code of a run that was stopped by a signal, with a checkpoint written (EX_TEMPFAIL of sysexits.h)."""
+
 
 class CohortError(Exception):
     """Base of all errors that Cohort raises on purpose."""
@@ -75,3 +78,17 @@ class RankError(CohortError, RuntimeError):
 
 class NonFiniteError(CohortError, FloatingPointError):
     """A gradient, or the logits of every completion, are NaN or infinite. No update was made."""
+
+
+class Stopped(SystemExit):
+    """A run was stopped, by a signal or ``GRPOTrainer.stop``, and a checkpoint of this instant is written.
+
+    A script that does not catch it ends with exit code 75.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(STOPPED)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text

@@ -27,7 +27,7 @@ def train_while(trainer, fails, works, steps=(1, 3)):
     """Train with a disk that fails after the first of ``steps`` until after the second."""
     for metrics in trainer.steps():
         if metrics["step"] == steps[0]:
-            trainer.folder.newest_checkpoint()  # it is written by then
+            trainer.folder.settle()  # it is written by then
             fails()
         if metrics["step"] == steps[1]:
             works()

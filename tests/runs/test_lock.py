@@ -45,9 +45,11 @@ def test_a_second_process_is_refused_until_the_first_has_died(other, tmp_path, d
         with pytest.raises(RunFolderError, match=message):
             refused(folder)
     trainer = make_trainer(demo_tokenizer, folder, max_steps=1)
-    for resume in (False, True):
+    for resume in (False, True, "auto"):
+        (folder / "config.toml").touch()
         with pytest.raises(RunFolderError, match=message):
             trainer.train(resume=resume)
+        (folder / "config.toml").unlink()
     other.kill()
     other.wait()
     trainer.train()

@@ -362,15 +362,18 @@ class RunConfig(Section):
     prompts are used equally often."""
     save_steps: Count = 50
     """Write a checkpoint every this many steps, and at the end. 0: at the end only."""
-    save_minutes: Annotated[float, Field(ge=0)] = 0.0
+    save_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Also write a checkpoint when the last one is this many minutes old. 0: never."""
     save_total_limit: PositiveInt | None = None
     """Number of checkpoints to keep; older ones are deleted. Unset: all."""
     keep_every: Count = 0
     """Never delete the checkpoints of steps that are multiples of this. 0: none is exempt from `save_total_limit`."""
-    stop_when_unsaved_minutes: Annotated[float, Field(ge=0)] = 60.0
+    stop_when_unsaved_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
     """While files cannot be written (disk full, read-only, gone), training goes on and the writes are repeated. The run
     ends when that has lasted this many minutes. 0: it ends at the first failure."""
+    stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
+    """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to finish the optimizer step and write a checkpoint. Then
+    the process ends without one. 0: no limit."""
 
 
 class ReportConfig(Section):
@@ -381,6 +384,8 @@ class ReportConfig(Section):
     log_completions: bool = True
     """Write every completion with its tokens, log-probs, rewards and advantage to rollouts/step-N.parquet, and those of
     evaluations to evaluations/."""
+    skip_checks: Strings = ()
+    """Checks to leave out, in `cohort doctor` and before a run, by their names, as in ["text"] (docs/doctor.md)."""
     check_saved: bool = True
     """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
     trained ones."""

@@ -4,10 +4,13 @@ step-N/                        weights, config and tokenizer, as ``transformers`
     state/                     what the loop needs to continue
         optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
         reference.safetensors  the reference's weights, if it has weights of its own
-        rollout-T.safetensors  a rollout that no step has trained on yet (``rollout.lag``), with rollout-T.json
+        rollout-T.safetensors  a rollout on which the training is not complete, with rollout-T.json: of a step in
+                               progress, as far as it is sampled and scored, or of later ones (``rollout.lag``)
+        updates.safetensors    the updates of a step in progress, with updates.json
         loop.json              everything else: numbers and text
     manifest.json              sizes and hashes of the files, written last
 
+A checkpoint may be of any instant: ``step-N`` is written after N complete steps, and may hold a part of step N + 1.
 Every tensor is whole, whatever layout and number of ranks wrote it; any other reads it. Nothing is pickled.
 """
 
@@ -26,13 +29,22 @@ from cohort.policy import Policy
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.models import save_model, saved_weights, trained_weights
-from cohort.runs.rollouts import EncodedRollout, StoredRollout, encode_rollout, load_rollout, write_rollout
+from cohort.runs.rollouts import (
+    Encoded,
+    StoredRollout,
+    encode_rollout,
+    encode_values,
+    load_rollout,
+    load_values,
+    write_encoded,
+)
 from cohort.runs.tensors import fill, is_sharded, named_weights, read_tensors, whole, write_tensors
 
 LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
 WEIGHTS = ""
 """Stands for the files of the policy's weights, which ``save_model`` writes."""
 ROLLOUT = "rollout-"
+UPDATES = "updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,7 @@ class SavedState:
     is in types of JSON."""
 
     step: int
+    """Complete steps."""
     optimizer: Mapping[str, Any]
     """``tensors``, by the names of parameter and state, and ``numbers``."""
     cursor: Mapping[str, Any]
@@ -65,7 +78,11 @@ class SavedState:
     random: Sequence[Mapping[str, Any]]
     """The state of the random generators of each rank."""
     rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
-    """Rollouts that no step has trained on yet, by step."""
+    """Rollouts on which the training is not complete, by step from 0."""
+    updates: Mapping[str, Any] | None = None
+    """The updates of the step in progress; None between two steps."""
+    metrics: Mapping[str, Any] | None = None
+    """Metrics of the last complete step, when its evaluation is still to be made and they are not written yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ class Content:
     step: int
     is_copy: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
-    rollouts: Mapping[int, EncodedRollout] = field(default_factory=dict)
+    values: Mapping[str, Encoded] = field(default_factory=dict)
 
 
 def content_of(models: Models, state: SavedState) -> Content:
@@ -100,9 +117,12 @@ def content_of(models: Models, state: SavedState) -> Content:
         "identity": state.identity,
         "optimizer": state.optimizer["numbers"],
         "random": state.random,
+        "metrics": state.metrics,
     }
-    rollouts = {step: encode_rollout(rollout) for step, rollout in state.rollouts.items()}
-    return Content(models, tensors, state.step, files={LOOP: as_json_text(loop)}, rollouts=rollouts)
+    values = {f"{ROLLOUT}{step}": encode_rollout(rollout) for step, rollout in state.rollouts.items()}
+    if state.updates is not None:
+        values[UPDATES] = encode_values(state.updates)
+    return Content(models, tensors, state.step, files={LOOP: as_json_text(loop)}, values=values)
 
 
 def model_of(models: Models, files: Mapping[str, bytes], *, step: int) -> Content:
@@ -175,8 +195,8 @@ def write_content(folder: Path, content: Content, *, write: bool = True) -> None
         raise failed[0]
     if not write:
         return
-    for step, rollout in content.rollouts.items():
-        write_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
+    for name, values in content.values.items():
+        write_encoded(folder / "state" / name, values)
     for name, text in content.files.items():
         records[name] = write_file(folder / name, [text])
     write_manifest(folder, records)
@@ -249,6 +269,11 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     trained = trained_weights(policy)
     _fill(trained, saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
+        if not (folder / REFERENCE).exists():
+            raise RunFolderError(
+                f"{folder} has no reference policy: the run had none so far (objective.beta). To go on with one, start "
+                "a new run with this checkpoint as model.path"
+            )
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / REFERENCE), folder / "state")
     policy.version = loop["version"]
@@ -262,6 +287,8 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         identity=loop["identity"],
         random=loop["random"],
         rollouts=_loaded_rollouts(folder / "state"),
+        updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
+        metrics=loop.get("metrics"),
     )
 
 

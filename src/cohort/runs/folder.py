@@ -303,11 +303,6 @@ class RunFolder:
         if self._started and not (self.path / "config.toml").exists():
             raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
 
-    def newest_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint, once it is written."""
-        self._writer.free("checkpoint")
-        return max(self.checkpoint_steps(), default=None)
-
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
         return steps_of(self.path / "checkpoints")
@@ -326,9 +321,10 @@ class RunFolder:
     @waiting("checkpoint")
     def save_checkpoint(
         self, models: Models, state: SavedState, world: World | None = None, *, wait: bool = False
-    ) -> None:
+    ) -> bool:
         """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes: in the background,
         from a copy, if the memory allows. If the disk fails, the write is repeated until a newer one takes its place.
+        Returns whether that is taken care of; if not, the next step writes one.
 
         Args:
             models, state: what to write.
@@ -341,12 +337,22 @@ class RunFolder:
         world, content = world or World(), content_of(models, state)
         self._saved = time.monotonic()
         save = (self._writer, "checkpoint", content, self._write_checkpoint, world)
+        self._missed = False
         if not save_in_background(*save):
             while (missed := not save_now(*save)) and wait:
                 on_main(world, self._writer.pause)
             self._missed = missed
         if wait:
-            on_main(world, self._writer.settle)
+            on_main(world, self.settle)
+        return not self._missed
+
+    def settle(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            DiskError: the disk has failed for ``run.stop_when_unsaved_minutes``.
+        """
+        self._writer.settle()
 
     def _write_checkpoint(self, content: Content, world: World) -> None:
         self._replace(self.checkpoint(content.step), content, world)

@@ -37,13 +37,18 @@ def check_sampler_gap(context: StepContext, batch: TokenBatch, *, shared_weights
     Raises:
         PolicyMismatchError: they differ, so every ratio of this run would be wrong. Nothing has been updated yet.
     """
-    checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
-    logps_N = token_logps(context, context.policy, batch, checked).logps_N
-    sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
-    gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
-    gap = float(gap_N.mean()) if gap_N.numel() else 0.0
+    gap = sampler_gap(context, batch)
     if not gap <= MAX_SAMPLER_GAP:
         raise PolicyMismatchError(
             f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens "
             f"and weights (limit {MAX_SAMPLER_GAP}): {CACHED if shared_weights else SERVED}"
         )
+
+
+def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
+    """Mean |logps - sampler_logps| in nats over the first completions; 0 without any."""
+    checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
+    logps_N = token_logps(context, context.policy, batch, checked).logps_N
+    sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
+    gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
+    return float(gap_N.mean()) if gap_N.numel() else 0.0
