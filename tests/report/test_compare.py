@@ -130,9 +130,10 @@ def test_the_command(pair, capsys):
     change_metrics(pair[1], 1, **{"reward/mean": 0.25, "grad_norm": 7.0})
     assert main(["diff", a, b]) == 1
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "settings that differ:\n  run.seed: 0 and 1\nthe runs part in step 1, metrics: reward/mean: "
-    )
+    assert shown.startswith("settings that differ:\n  ")
+    assert "  reward.timeout: absent and 9\n" in shown
+    assert "  run.seed: 0 and 1\n" in shown
+    assert "\nthe runs part in step 1, metrics: reward/mean: " in shown
     assert "then in step 1:\n  metrics: grad_norm: " in shown
     assert shown.endswith("only A has checkpoints/step-2\n")
 
