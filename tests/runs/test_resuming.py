@@ -80,6 +80,7 @@ def test_a_run_is_resumed_from_its_folder_alone(whole, project, tmp_path, monkey
     assert "different from the run so far:\n  run.max_steps: the run has 1, now 2\n  report.progress" in shown
     monkeypatch.chdir(project)
     assert main(["train", "c.toml", "--resume", "--run.max_steps", "3"]) == 0
+    assert "apply again: rollout.temperature, report.progress\n" in capsys.readouterr().out
     assert untimed_metrics_of(project / "out") == untimed_metrics_of(whole)
     assert weights(project / "out", 3) == weights(whole, 3)
     assert not list(elsewhere.iterdir())
@@ -185,7 +186,7 @@ def test_a_resumed_run_takes_the_threads_of_its_start(whole, project, capsys):
         assert f"threads: {before}, as the run had, not {before + 1}" in capsys.readouterr().out
         assert weights(project / "out", 2) == weights(whole, 2)
         torch.set_num_threads(before + 1)
-        assert main([*command, "--allow-changed", "threads"]) == 0
+        assert main([*command, "--run.max_steps", "3", "--allow-changed", "threads"]) == 0
         assert "rounding may differ from here on: threads" in capsys.readouterr().out
         assert torch.get_num_threads() == before + 1
     finally:
