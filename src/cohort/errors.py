@@ -11,7 +11,7 @@
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
-    └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
+    └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
 traceback and exits with code 2. Each class also derives from a built-in exception, so that ordinary ``except`` clauses
@@ -69,4 +69,4 @@ class RankError(CohortError, RuntimeError):
 
 
 class NonFiniteError(CohortError, FloatingPointError):
-    """A gradient, or the logits of every completion, are NaN or infinite. No update was made."""
+    """Weights, gradients, or the logits of every completion are NaN or infinite. Nothing of them is written."""

@@ -13,7 +13,16 @@ from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
-from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
+from cohort.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    EpisodeError,
+    ModelError,
+    NonFiniteError,
+    RewardError,
+    RunFolderError,
+)
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
@@ -220,7 +229,7 @@ class GRPOTrainer:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
-        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError, ModelError, NonFiniteError) as error:
             parts.abandon_pending()
             # After an update of an incomplete step there is no consistent state to write.
             unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())

@@ -39,7 +39,7 @@ from cohort.train.context import StepContext
 from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
-from cohort.train.memory import OutOfMemory
+from cohort.train.memory import within_memory
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
 from cohort.train.ranks import update_engine
@@ -70,7 +70,13 @@ def run(
         rollout = current.wait().rollout
         if step == first_step == current.weights_step:
             checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
-            check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
+            within_memory(
+                context.budget,
+                check_sampler_gap,
+                context,
+                checked,
+                shared_weights=parts.engine.capabilities.shared_weights,
+            )
 
         if config.vllm.sleep:  # free the memory of servers on this GPU for the update
             parts.engine.sleep()
@@ -85,7 +91,8 @@ def run(
         norms = {}
         if minibatches and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
-                norms = term_norms(context, batch, minibatches[0], adaptive.applied_entropy_coefficient(objective))
+                entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
+                norms = within_memory(context.budget, term_norms, context, batch, minibatches[0], entropy_coefficient)
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
         version_before = policy.version
@@ -94,8 +101,7 @@ def run(
         with clock("update"):
             for minibatch in minibatches * config.objective.num_iterations:
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
-                while isinstance(outcome := update(context, batch, minibatch, entropy_coefficient), OutOfMemory):
-                    context.budget.halve()  # and repeat: smaller passes give the same gradient
+                outcome = within_memory(context.budget, update, context, batch, minibatch, entropy_coefficient)
                 if isinstance(outcome, NonFinite):
                     num_nonfinite += 1
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
@@ -112,7 +118,9 @@ def run(
                 reference.move_toward(policy, config.objective.ref_model_mixup_alpha)
 
         with clock("measure"):
-            moved = policy_movement(context, batch, results, config.report.update_kl_completions)
+            moved = within_memory(
+                context.budget, policy_movement, context, batch, results, config.report.update_kl_completions
+            )
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | norms
         metrics |= step_metrics(rollout, batch, results, objective, version_before)
@@ -165,12 +173,10 @@ def with_advantages_and_logps(
 
 
 def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, part: Part) -> Tensor | None:
-    """``policy_logps``, repeated with smaller passes when memory runs out; None without a policy."""
+    """``policy_logps`` within memory; None without a policy."""
     if policy is None:
         return None
-    while isinstance(logps_N := policy_logps(context, policy, batch, part), OutOfMemory):
-        context.budget.halve()
-    return logps_N
+    return within_memory(context.budget, policy_logps, context, policy, batch, part)
 
 
 def finish_step(

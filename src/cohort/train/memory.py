@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohort.errors import ModelError, RankError
+from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of
-from cohort.rollout.budget import free_bytes
+from cohort.rollout.budget import free_bytes, out_of_memory, release_memory
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
@@ -25,14 +28,6 @@ PROBED_TOKENS = (64, 192)
 FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """Memory ran out in a pass, and nothing was changed: halve the budget and repeat.
-
-    A value and not an exception, so that the failed pass's tensors are free before the next one begins.
-    """
 
 
 @dataclass(slots=True)
@@ -57,9 +52,7 @@ class TokenBudget:
                 "rollout.max_completion_length, or use a smaller model"
             )
         self.tokens = max(1, self.tokens // 2)
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_memory()
         warnings.warn(
             f"out of memory: repeating with {self.tokens:,} tokens a pass. To begin with fewer, set "
             "optim.microbatch_tokens",
@@ -78,11 +71,24 @@ class TokenBudget:
         return text
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error of any device means that memory ran out."""
-    if isinstance(error, RankError):  # it may quote the error of a pass that cannot be repeated
-        return False
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+def within_memory(budget: TokenBudget, passes: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """``passes(*arguments, **named)``; when memory runs out, halve the budget and call again: smaller passes give the
+    same result.
+
+    Args:
+        budget: what the passes are cut by.
+        passes: makes passes of the model. What it changes before memory runs out must not matter to the next call.
+
+    Raises:
+        ModelError: memory runs out with a budget of one token.
+    """
+    while True:
+        try:
+            return passes(*arguments, **named)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+        budget.halve()  # after the block: the error holds the failed pass's tensors
 
 
 def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
