@@ -121,6 +121,20 @@ def test_weights_that_a_steps_last_update_spoils_are_not_written(tmp_path, demo_
     assert [path.name for path in (tmp_path / "run/rollouts").iterdir()] == ["step-1.parquet"]
 
 
+def test_a_state_that_is_not_finite_is_not_written(tmp_path, demo_tokenizer):
+    """An infinite second moment stops a weight from learning, and nothing else shows it."""
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=1, save_total_limit=1)
+    steps = trainer.steps()
+    next(steps), next(steps)
+    names = {name: parameter for parameter, name in trainer.optimizer.names.items()}
+    trainer.optimizer.rules[0].state[names["model.norm.weight"]]["exp_avg_sq"][3] = math.inf
+    with pytest.raises(
+        NonFiniteError, match=r"^model\.norm\.weight/exp_avg_sq of what was to be saved has 1 NaN or inf"
+    ):
+        next(steps)
+    assert checkpoints_of(tmp_path / "run") == ["step-2"]
+
+
 def test_a_model_of_nan_is_refused_before_anything_is_tried(tmp_path, demo_tokenizer):
     model = tiny_llama(vocab_size=len(demo_tokenizer))
     model.lm_head.weight.data[5] = math.nan

@@ -9,8 +9,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cohort.errors import ModelError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
+from cohort.policy.device import out_of_memory
 from cohort.train import TokenBudget, UpdateResult, find_budget, update, within_memory
-from cohort.train.memory import LiveBytes, out_of_memory, peak_bytes
+from cohort.train.memory import LiveBytes, peak_bytes
 from tests.conftest import tiny_llama
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, gradient
@@ -100,6 +101,12 @@ def test_the_budget_follows_the_free_memory(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
     assert find_budget(policy, None, 16, 16).tokens == 1024
     assert find_budget(policy, 77, 16, 16).tokens == 77
+
+
+def test_a_pass_that_never_fits_is_refused_before_the_run(monkeypatch):
+    out_once(monkeypatch, memory, "peak_bytes", 3)
+    with pytest.raises(ModelError, match=r"one prompt and completion, 40 tokens: set model\.gradient_checkpointing"):
+        find_budget(Policy(wide_llama(), SINGLE), None, 30, 10)
 
 
 def test_the_budget_halves_until_single_tokens():

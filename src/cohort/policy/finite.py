@@ -33,4 +33,4 @@ def check_finite_weights(weights: Mapping[str, Tensor], where: str) -> None:
 
 def _own(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.detach()
-    return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
+    return local.to_local() if hasattr(local, "to_local") else local

@@ -265,7 +265,7 @@ def _errors(what: str, path: str) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, torch.OutOfMemoryError, MemoryError) as error:
         hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
         raise ModelError(f"{what}{hub}: {_first_line(error)}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cohort.errors import ConfigError, RankError
+from cohort.errors import ConfigError
 from cohort.parallel.world import local_ranks
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
@@ -19,21 +18,6 @@ FREE_SHARE = 0.5
 """Share of the free memory for keys and values when no budget is set; activations need the rest."""
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux reports the memory limits of a container."""
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error of any device means that memory ran out."""
-    if isinstance(error, RankError):  # it may quote the error of a pass that cannot be repeated
-        return False
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-def release_memory() -> None:
-    """Free what is no longer used, so that the next attempt finds it. To be called after the ``except`` block: until
-    then, the error's traceback holds the tensors of what failed."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from cohort.errors import ConfigError, ModelError
 from cohort.policy import Policy, context_length
+from cohort.policy.device import out_of_memory, release_memory
 from cohort.rollout.backend import Backend
-from cohort.rollout.budget import out_of_memory, plan, release_memory
+from cohort.rollout.budget import plan
 from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
-from cohort.policy.device import kind_of
-from cohort.rollout.budget import free_bytes, out_of_memory, release_memory
+from cohort.policy.device import kind_of, out_of_memory, release_memory
+from cohort.rollout.budget import free_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,6 +28,7 @@ PROBED_TOKENS = (64, 192)
 FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
+SMALLER = "set model.gradient_checkpointing, lower rollout.max_completion_length, or use a smaller model"
 
 
 @dataclass(slots=True)
@@ -47,10 +48,7 @@ class TokenBudget:
             ModelError: the budget is one token already, so that every pass has one prompt or one completion.
         """
         if self.tokens == 1:
-            raise ModelError(
-                "out of memory with one prompt or completion in a pass: set model.gradient_checkpointing, lower "
-                "rollout.max_completion_length, or use a smaller model"
-            )
+            raise ModelError(f"out of memory with one prompt or completion in a pass: {SMALLER}")
         self.tokens = max(1, self.tokens // 2)
         release_memory()
         warnings.warn(
@@ -102,7 +100,22 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
         given: the setting; None: choose.
         longest_prompt: in tokens.
         longest_completion: in tokens.
+
+    Raises:
+        ModelError: memory runs out in one of these passes.
     """
+    try:
+        return _measured_budget(policy, given, longest_prompt, longest_completion)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        tokens = longest_prompt + longest_completion
+        raise ModelError(
+            f"out of memory in a pass over one prompt and completion, {tokens:,} tokens: {SMALLER}"
+        ) from error
+
+
+def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
     context = context_length(policy.model.config) or 2 * max(PROBED_TOKENS)
     small, large = (min(size, context * size // (2 * max(PROBED_TOKENS))) for size in PROBED_TOKENS)
     few, many = (peak_bytes(policy, size, size, forward_only=True) for size in (small, large))

@@ -35,7 +35,7 @@ from cohort.objective import (
 from cohort.parallel import agreed, together
 from cohort.parallel.full import released
 from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
-from cohort.rollout.budget import out_of_memory
+from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
