@@ -184,7 +184,7 @@ PLACES = {
 
 def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch):
     """Wherever memory runs out, no update is left out or made twice: the metrics are those of a run with enough."""
-    settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 512, "term_norms_steps": 1}
+    settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 2048, "term_norms_steps": 1}
     expected = list(make_trainer(demo_tokenizer, tmp_path / "enough", **settings).steps())
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     for place, name, at in PLACES.values():
@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch
         out_once(monkeypatch, module, name, at)
     with pytest.warns(UserWarning, match="out of memory"):
         got = list(trainer.steps())
-    assert trainer.budget.tokens == 512 // 2 ** len(PLACES)
+    assert trainer.budget.tokens == 2048 // 2 ** len(PLACES)
     steps = {float(state["step"]) for rule in trainer.optimizer.rules for state in rule.state.values()}
     assert steps == {trainer.policy.version} == {4}
     for one, other in zip(got, expected, strict=True):
