@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow ranks mutants check format model gpu fake-cuda vllm vllm-test clean
+.PHONY: demo quick test parity slow ranks kills mutants check format model gpu fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -32,6 +32,10 @@ gpu: .venv-cuda/stamp
 # On a machine without one: shapes, dtypes and devices of what runs on CUDA. The download is several gigabytes.
 fake-cuda: .venv-cuda/stamp
 	.venv-cuda/bin/python -m pytest -q -m fake_cuda tests/gpu
+
+# The result stands in docs/reliability.md. A failure prints the command that repeats it.
+kills: .venv/dev.stamp
+	$(BIN)/python -m tests.faults.kills --kills 300 --timed 0.3 --fresh --fsync-seconds 0.002
 
 mutants: .venv/dev.stamp
 	$(BIN)/python scripts/mutants.py

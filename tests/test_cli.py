@@ -153,7 +153,8 @@ def test_mistakes_are_reported_before_the_first_sample(good, arguments, message,
 
 
 @pytest.mark.parametrize(
-    ("save_steps", "left"), [("1", "has a checkpoint of step 1: co"), ("0", "has no checkpoint yet")]
+    ("save_steps", "left"),
+    [("1", "a checkpoint of step 1: continue with 'cohort resume"), ("0", "no checkpoint yet: start it")],
 )
 def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_steps, left):
     def interrupt(self, metrics):

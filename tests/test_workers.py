@@ -209,3 +209,74 @@ def test_workers_die_with_their_parent(tmp_path):
     parent.wait()
     parent.stdout.close()
     wait_for_end(pid)
+
+
+def _holding(path):
+    """Start a process in a session of its own, and write its id."""
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    Path(path).write_text(str(child.pid))
+    return child.pid
+
+
+@pytest.mark.parametrize("ends", ["timeout", "crash", "parent"])
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ends):
+    path = str(tmp_path / "pid")
+    if ends == "parent":
+        script = (
+            "from tests.test_workers import _holding; from cohort.workers import Workers; import os\nw = Workers(1)\n"
+        )
+        script += f"w.submit(_holding, {{'path': {path!r}}}).result()\nos.kill(os.getpid(), 9)"
+        root = Path(__file__).parents[1]
+        assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60, check=False).returncode == -9
+    else:
+
+        def hold(path, ends):
+            _holding(path)
+            os._exit(4) if ends == "crash" else time.sleep(60)
+
+        with Workers(1) as workers, pytest.raises(CallFailed, match="more than 1 s|exit code 4"):
+            workers.submit(hold, {"path": path, "ends": ends}, timeout=1.0 if ends == "timeout" else 60.0).result()
+    wait_for_end(int(Path(path).read_text()))
+
+
+def test_a_forked_process_that_comes_back_answers_nothing(workers):
+    def forks(x):
+        if os.fork() == 0 and x > 1:
+            raise SystemExit(0)
+        return x
+
+    assert [workers.submit(forks, {"x": x}).result() for x in (1, 2, 3, 4)] == [1, 2, 3, 4]
+
+
+def test_a_dead_worker_is_noticed_while_its_child_holds_the_connection():
+    def forks():
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(4)
+
+    with Workers(1) as workers, pytest.raises(CallFailed, match=r"lost its worker process \(exit code 4\)"):
+        workers.submit(forks, {}).result(30)
+
+
+class Stop(BaseException):
+    def __str__(self):
+        raise Stop
+
+
+def test_any_exception_is_a_failed_call_and_its_message_is_cut(workers):
+    def raises(kind, text=""):
+        raise kind(text)
+
+    pid = {workers.submit(os.getpid, {}).result() for _ in range(8)}
+    for kind, message in (
+        (Stop, r"raised Stop: \(no message\)"),
+        (SystemExit, "raised SystemExit: "),
+        (KeyboardInterrupt, "raised Key"),
+    ):
+        with pytest.raises(CallFailed, match=message):
+            workers.submit(raises, {"kind": kind}).result()
+    with pytest.raises(CallFailed, match=r"xxx \[999334 characters left out\] xxx") as raised:
+        workers.submit(raises, {"kind": ValueError, "text": "x" * 10**6}).result()
+    assert len(raised.value.details) < 11_000
+    assert workers.submit(os.getpid, {}).result() in pid  # the workers live on

@@ -8,13 +8,13 @@ import inspect
 import os
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-from cohort.workers import CallFailed, Workers, describe_error
+from cohort.workers import CallFailed, Workers, describe_error, traceback_of
 
 POLL_SECONDS = 0.1
 """How often a wait that can be cancelled looks whether it was."""
@@ -36,7 +36,7 @@ class Call:
     def arguments(self, given: Mapping[str, Any], logs: Collection[str]) -> dict[str, Any]:
         """The given arguments, and those of ``LOGS`` that are in ``logs``."""
         functions = {
-            "log_extra": lambda column, values: self.extras.append((column, values)),
+            "log_extra": lambda column, values: self.extras.append((column, copied(values))),
             "log_metric": lambda name, value: self.metrics.append((name, float(value))),
         }
         return {**given, **{name: functions[name] for name in logs}}
@@ -56,18 +56,49 @@ def recorded(function: Callable[..., Any], logs: Collection[str] = ()) -> Callab
 
 def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
     call, start = Call(), time.perf_counter()
-    call.returned = function(**call.arguments(arguments, logs))
-    if inspect.isawaitable(call.returned):
-        call.returned = run_on_loop(_without_exit(call.returned)).result()
+    returned = function(**call.arguments(arguments, logs))
+    if inspect.isawaitable(returned):
+        returned = run_on_loop(_without_exit(returned)).result()
+    call.returned = copied(returned)  # a function may use the list again that it returns
     call.seconds = time.perf_counter() - start
     return call
 
 
 async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
-    call, start = Call(), time.perf_counter()
-    call.returned = await function(**call.arguments(arguments, logs))
+    call, start, own = Call(), time.perf_counter(), os.getpid()
+    try:
+        call.returned = copied(await function(**call.arguments(arguments, logs)))
+    finally:
+        end_fork(own)
     call.seconds = time.perf_counter() - start
     return call
+
+
+_ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
+_COPIERS: dict[type, Callable[[Any], Any]] = {
+    list: lambda value: [item if type(item) in _ATOMS else copied(item) for item in value],
+    tuple: lambda value: tuple(map(copied, value)),
+    dict: lambda value: {key: copied(item) for key, item in value.items()},
+    set: set.copy,
+    bytearray: bytearray.copy,
+    SimpleNamespace: lambda value: SimpleNamespace(**copied(vars(value))),
+}
+
+
+def copied(value: Any) -> Any:
+    """A copy of a container, an array or a tensor, and of those in it. Other objects are the same.
+
+    >>> copied([1, {"a": [2]}])
+    [1, {'a': [2]}]
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if (copy := _COPIERS.get(kind)) is not None:
+        return copy(value)
+    if kind.__module__ in ("numpy", "torch") and (copy := getattr(value, "clone", getattr(value, "copy", None))):
+        return copy()
+    return value
 
 
 class Settled(Future[Any]):
@@ -87,10 +118,15 @@ class Settled(Future[Any]):
     @classmethod
     def of(cls, function: Callable[..., Any], *arguments: Any, **named: Any) -> Settled:
         """The outcome of a call that is made now."""
+        own = os.getpid()
         try:
             return cls(function(*arguments, **named))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             return cls(error=error)
+        finally:
+            end_fork(own)
 
     def done(self) -> bool:
         """Always True."""
@@ -121,6 +157,12 @@ class Settled(Future[Any]):
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls ``fn`` at once."""
         fn(self)
+
+
+def end_fork(process: int) -> None:
+    """End this process if it is not the given one: what a user function has forked must not go on with the run."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 class Calls:
@@ -181,6 +223,8 @@ class Calls:
                     task.cancel()
             if not task.done():
                 raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
+            if task.cancelled():  # this call was not: the function has raised CancelledError
+                raise CallFailed("raised CancelledError")
             return task.result()
 
     def close(self) -> None:
@@ -234,8 +278,7 @@ def as_failure(error: BaseException) -> CallFailed:
     """The reason why a call gave no result, from what its future or a direct call raised."""
     if isinstance(error, CallFailed):
         return error
-    details = "".join(traceback.format_exception(error)).rstrip()
-    return CallFailed(describe_error(error), details, timed_out=isinstance(error, TimeoutError))
+    return CallFailed(describe_error(error), traceback_of(error), timed_out=isinstance(error, TimeoutError))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -271,4 +314,4 @@ async def _without_exit(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except (SystemExit, KeyboardInterrupt) as error:
-        raise CallFailed(describe_error(error), traceback.format_exc().rstrip()) from None
+        raise CallFailed(describe_error(error), traceback_of(error)) from None

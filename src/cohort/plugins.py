@@ -78,8 +78,12 @@ class _Importer(importlib.machinery.SourceFileLoader):
 
 
 def _load_file(file: str, what: str, error: type[CohortError]) -> ModuleType:
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
+    try:
+        path = Path(file).expanduser().resolve()
+        found = path.is_file()
+    except (OSError, RuntimeError, ValueError) as failure:  # a NUL, too long, or the home of an unknown user
+        raise error(f"no {what} file {file!r:.100}: {failure!s:.100}") from None
+    if not found:
         raise error(f"no {what} file {file} (looked for {path})")
     # The name contains a hash of the path: files of the same name in two folders are two modules.
     name = f"cohort_{what.replace(' ', '_')}_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -87,7 +91,7 @@ def _load_file(file: str, what: str, error: type[CohortError]) -> ModuleType:
     try:
         know_file_modules({name: (str(path), importlib.util.decode_source(path.read_bytes()))})
         return importlib.import_module(name)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         _FILE_MODULES.pop(name, None)
         raise error(f"{what} file {file} failed to load: {type(failure).__name__}: {failure}") from failure
 
@@ -99,5 +103,5 @@ def _load_module(module: str, what: str, error: type[CohortError]) -> ModuleType
         return importlib.import_module(module)
     except ImportError as failure:
         raise error(f"cannot import {what} module {module!r}: {failure}") from failure
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         raise error(f"{what} module {module!r} failed to load: {type(failure).__name__}: {failure}") from failure

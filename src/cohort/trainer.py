@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
-from cohort.runs import RunFolder, load_checkpoint, save_model, set_seed
+from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
 from cohort.runs.output import log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
+from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
-from cohort.train.sample import drop_resized
+from cohort.train.record import recorded
+from cohort.train.resume import resume as resume_run
+from cohort.watchdog import dumps_on_quit
 
 
 class GRPOTrainer:
@@ -83,6 +86,8 @@ class GRPOTrainer:
         """Metrics of the latest step."""
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
+        self.started_by = Start()
+        """How the process was started, for the run folder."""
         self._checked_folder: RunFolder | None = None
         self._parts: TrainerParts | None = None
         self.args = config = checked_settings(args)
@@ -91,7 +96,12 @@ class GRPOTrainer:
         self.layout = ranks.checked_layout(config, self.world)
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
-        ranks.check_same(self.world, config, {**self._identity, "weights": self._weights})
+        names = ("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "tools")
+        named = dict(zip((*names, "environment_factory"), given, strict=True))
+        self._recorded, missing = recorded(config, **named)
+        self.started_by = Start(missing=missing)
+        same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
+        ranks.check_same(self.world, config, {**same, "weights": self._weights})
         ranks.divide_policy(self.layout, self.policy, self.reference)
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates, self.layout)
         sizes = config.optim.microbatch_tokens, self._longest_prompt, config.rollout.max_completion_length
@@ -148,15 +158,14 @@ class GRPOTrainer:
         show = announce if self._prints else None
         self._engine_setup.connect(self._model_config, self.tokenizer, self._longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
-        self._weights = ranks.fingerprint(self.policy.model) if self.world.size > 1 else ""
+        self._weights = fingerprint(self.policy.model.state_dict()) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         moves = config.objective.sync_ref_model
         self.reference = self.policy.reference(moves=moves) if objective.beta else None
         self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
-        acting = {"tools and environments": ", ".join(self.acting.names)} if self.acting else {}
-        rewards = ", ".join(self.rewards.names)
-        self._identity = {**acting, "prompts": self.prompts.fingerprint, "reward functions": rewards}
+        self._facts = data_facts(self.prompts, self.rewards, self.acting, config)
+        self._facts |= model_facts(self.policy, self._model_config, end_token_ids(model, self.tokenizer), self.world)
 
     @property
     def sampler(self) -> Sampler:
@@ -173,32 +182,40 @@ class GRPOTrainer:
     def _prints(self) -> bool:
         return self.args.report.progress and self.world.is_main
 
-    def train(self, *, resume: bool = False) -> dict[str, Any]:
+    def train(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.
 
         Args:
-            resume: continue the run in ``run.output_dir`` from its newest checkpoint.
+            resume: continue the run in ``run.output_dir`` from its newest checkpoint; without a checkpoint, start it
+                again. "auto": also start it if the folder holds no run, and do nothing if the run is complete.
+            allow_changed: settings and facts that may differ from the run's though they change results, as
+                ``--allow-changed`` takes them.
 
         Raises:
             RunFolderError: the output folder holds another run, or nothing to resume.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        steps = self.steps(resume=resume)  # resuming may change the schedule
-        with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
+        steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
+        display = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
+        with display, dumps_on_quit():
             for metrics in steps:
                 display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
 
-    def steps(self, *, resume: bool = False) -> Iterator[dict[str, Any]]:
+    def steps(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
         checkpoint to resume."""
         if self.folder is not None:
             raise RunFolderError(
                 f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
             )
-        folder = self._checked_folder or output_folder(self.args, self.world, resume=resume)
+        folder = self._checked_folder or output_folder(self.args, self.world, resume=bool(resume))
+        goes_on = on_main(self.world, lambda: find_run(folder, self._recorded, resume, allow_changed))
+        if goes_on is None:
+            self.summary = on_main(self.world, folder.read_summary)
+            return iter(())
         metric = self.args.eval.metric_for_best_model
         self._parts = parts = TrainerParts(
             policy=self.policy,
@@ -214,21 +231,25 @@ class GRPOTrainer:
             adaptive=Adaptive.of(self.objective),
             best=Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else ""),
             tokenizer=self.tokenizer,
-            identity=self._identity,
+            facts=self._facts,
             layout=self.layout,
         )
-        first_step = self._resume(folder, parts) if resume else self._start(folder)
+        first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
+        on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
+        self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
         return self._steps(folder, parts, first_step)
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
         after_step = (self.policy.version, parts.adaptive.state_dict())
         if before := self._evaluation_before(folder, parts, first_step):
             self.summary["eval_before"] = before
+        # A run that was killed between its last step and its summary has no step left.
+        steps = () if parts.best.exhausted else run(parts, self.schedule, self.args, folder, first_step=first_step)
         try:
-            for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
+            for metrics in steps:
                 self._record(metrics, parts.cursor)
                 after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
@@ -275,7 +296,10 @@ class GRPOTrainer:
     def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
         """The evaluation before the first step: made now, or read by a resumed run."""
         if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
-            return folder.first_evaluation()
+            evaluations = on_main(self.world, folder.evaluations)
+            if last := max((step for step in evaluations if step), default=None):
+                self.summary["eval_after"] = evaluations[last]
+            return evaluations.get(0)
         before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
         on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **before}))
         if self._prints:
@@ -327,37 +351,29 @@ class GRPOTrainer:
             lines.append(self.evaluator.describe())
         return "\n".join(lines)
 
+    def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder) -> None:
+        """Take what the command line knows better than the arguments: how the process was started, the settings as the
+        run folder has them, and the folder, which it has checked."""
+        self.started_by, self._recorded, self._checked_folder = start, settings, folder
+
     def _start(self, folder: RunFolder) -> int:
-        on_main(self.world, lambda: folder.start(self.args, self.prompts.fetch(DataCursor(), 1)[0].text))
+        text = self.prompts.fetch(DataCursor(), 1)[0].text
+        anew = on_main(self.world, lambda: folder.is_run)
+        on_main(self.world, lambda: folder.start(self._recorded, text, anew=anew))
         log_to(folder, self.world)
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
-            announce(self.describe(), f"run folder: {folder.path}")
+            again = " (it has no checkpoint: the run starts again)" if anew else ""
+            announce(self.describe(), f"run folder: {folder.path}{again}")
+            if missing := ", ".join(f"{name} ({what})" for name, what in self.started_by.missing.items()):
+                announce(f"to resume, run this script with train(resume='auto'): the folder does not name {missing}")
         return 0
 
-    def _resume(self, folder: RunFolder, parts: TrainerParts) -> int:
-        step = on_main(parts.world, partial(folder.check_resumable, self.args))
-        checkpoint = folder.checkpoint(step)
-        saved = together(
-            self.world, lambda: load_checkpoint(checkpoint, parts.models, parts.identity, rank=parts.world.rank)
-        )
-        parts.restore(saved, on_main(self.world, folder.best_record))
-        self.schedule = self.schedule.resumed(step, parts.cursor.position)
-        drop_resized(parts, self.schedule)
-        if step >= self.schedule.steps:
-            raise ConfigError(
-                f"{folder.path} is complete: it is at step {step} of {self.schedule.steps}; "
-                "raise run.num_epochs or run.max_steps to train longer"
-            )
-        if parts.best.exhausted:
-            raise ConfigError(
-                f"{folder.path} stopped early, at step {step}: {parts.best.describe()}; "
-                "raise eval.early_stopping_patience, or set it to 0, to train longer"
-            )
-        on_main(self.world, lambda: folder.resume(self.args, step))
+    def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:
+        step, self.schedule, changes = resume_run(folder, parts, self.schedule, self._recorded, allowed)
         log_to(folder, self.world)
         if self._prints:
-            announce(self.describe(), f"resuming {folder.path} after step {step}")
+            announce(self.describe(), f"resuming {folder.path} after step {step}", *changes)
         return step
 
     def _reward_runner(self, given: Any) -> RewardRunner:
@@ -392,17 +408,3 @@ class GRPOTrainer:
         return Evaluator.of(
             self.args, sets, self.rewards, self.tokenizer, context_length(self._model_config), self.acting
         )
-
-
-def trainer_from_config(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer:
-    """The trainer of a config file, which names model, data and rewards.
-
-    Raises:
-        CohortError: as ``GRPOTrainer``. The output folder is checked before anything is loaded.
-    """
-    world = World.of_environment(timeout=config.parallel.rank_timeout)
-    folder = output_folder(config, world, resume=resume)
-    on_main(world, partial(folder.check_resumable, config) if resume else folder.check_free)
-    trainer = GRPOTrainer(args=config)
-    trainer._checked_folder = folder
-    return trainer

@@ -2,7 +2,8 @@
 
 A function that hangs, exhausts the memory or exits the interpreter takes down its worker and nothing else. A worker is
 a fresh interpreter (``python -m cohort.workers``): it does not import the user's script, does not import torch by
-itself, and calls each function in its main thread. Output of functions goes to the output of the parent.
+itself, and calls each function in its main thread. Output of functions goes to the output of the parent. Processes that
+a function starts end with its worker, also those in sessions of their own (on Linux).
 
 Importable functions are sent by reference, others (lambdas, functions of a script or a notebook) by value. Functions
 from files named in the settings are loaded from the source that the parent read.
@@ -12,14 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import queue
+import reprlib
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cohort import orphans, watchdog
 from cohort.plugins import file_modules, know_file_modules
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -36,6 +41,12 @@ LOAD_SECONDS = 600
 """Time limit for importing the module of a function."""
 EXIT_SECONDS = 2.0
 """Time for a worker to exit after it has closed its connection."""
+ALIVE_SECONDS = 1.0
+"""How often a wait for an answer looks whether the worker lives: what it has forked may hold its connection."""
+MARK = "COHORT_MARK"
+"""Environment variable by which the processes of a worker are found."""
+MESSAGE_LENGTH, DETAILS_LENGTH = 1000, 10_000
+"""Maximum number of characters of an exception's message, and of its traceback."""
 
 EncodedFunction = tuple[int, bytes]
 """The number of a function and its pickled form, which is sent to each worker once."""
@@ -163,6 +174,7 @@ class _Process:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._mark = ""
         self._loaded: set[int] = set()
         self._closed = False
         self._lock = threading.Lock()
@@ -177,6 +189,7 @@ class _Process:
         if number not in self._loaded:  # what is imported to load them does not count towards the timeout of the call
             self._request((number, encoded, sent), LOAD_SECONDS)
             self._loaded.add(number)
+            watchdog.dumping.add(self._process.pid if self._process else 0)
         return dill.loads(self._request((number, None, sent), timeout))
 
     def _request(self, message: tuple[int, bytes | None, bytes], timeout: float | None) -> bytes:
@@ -184,7 +197,7 @@ class _Process:
         connection = self._connect()
         try:
             connection.send_bytes(pickle.dumps(message))
-            if not connection.poll(timeout):
+            if not self._answers(connection, timeout):
                 self.stop()
                 raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
             succeeded, *answer = pickle.loads(connection.recv_bytes())
@@ -196,6 +209,17 @@ class _Process:
         result: bytes = answer[0]
         return result
 
+    def _answers(self, connection: Connection, timeout: float | None) -> bool:
+        """Wait until there is an answer, for at most the timeout. Raises EOFError if the worker ends without one."""
+        process, start = self._process, time.monotonic()
+        left = ALIVE_SECONDS if timeout is None else timeout
+        while not connection.poll(min(left, ALIVE_SECONDS)):
+            if process is None or (process.poll() is not None and not connection.poll(0)):
+                raise EOFError
+            if timeout is not None and (left := start + timeout - time.monotonic()) <= 0:
+                return False
+        return True
+
     def _connect(self) -> Connection:
         """The connection to the process, which is started if it does not run."""
         with self._lock:
@@ -204,11 +228,12 @@ class _Process:
             if self._connection is None:
                 path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100
                 self._connection, theirs = multiprocessing.Pipe()
+                self._mark = orphans.mark()
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "cohort.workers", str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1") | {"PYTHONPATH": path},
+                    env=os.environ | dict.fromkeys(THREAD_VARIABLES, "1") | {"PYTHONPATH": path, MARK: self._mark},
                     start_new_session=True,  # Ctrl-C reaches the parent only; child processes are killed as a group
                 )
                 theirs.close()
@@ -233,6 +258,8 @@ class _Process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
+            orphans.kill_marked(self._mark)
+            watchdog.dumping.discard(process.pid)
             if connection is not None:
                 connection.close()
             return code
@@ -262,9 +289,36 @@ def describe_error(error: BaseException) -> str:
     location = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     try:
         text = str(error)
-    except Exception:  # __str__ of a user's class
+    except BaseException:  # __str__ of a user's class
         text = "(no message)"
-    return f"raised {type(error).__name__}: {text}{location}"
+    return f"raised {type(error).__name__}: {shortened(text, MESSAGE_LENGTH)}{location}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an exception, as Python prints it."""
+    return shortened("".join(traceback.format_exception(error)).rstrip(), DETAILS_LENGTH)
+
+
+def shown(value: Any, length: int = 60) -> str:
+    """The representation of a user's value for a message. Never fails, and is fast for large containers."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = length
+    try:
+        return brief.repr(value)[:length]
+    except BaseException:  # __repr__ of a user's class
+        return f"<{type(value).__name__}>"
+
+
+def shortened(text: str, length: int) -> str:
+    """A text without its middle if it is longer than this.
+
+    >>> shortened("abcdefghij", 7)
+    'ab [6 characters left out] ij'
+    """
+    if len(text) <= length:
+        return text
+    kept = length // 3
+    return f"{text[:kept]} [{len(text) - 2 * kept} characters left out] {text[-kept:]}"
 
 
 def _work(connection: Connection, parent: int) -> None:
@@ -280,7 +334,10 @@ def _work(connection: Connection, parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the request
             os._exit(1)
+    if hasattr(signal, "SIGQUIT"):
+        faulthandler.register(signal.SIGQUIT)  # the parent sends it on (``watchdog``)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    own = os.getpid()
 
     def listen() -> None:  # in a thread, so that a busy worker notices the end of its parent
         with contextlib.suppress(EOFError, OSError):
@@ -301,8 +358,10 @@ def _work(connection: Connection, parent: int) -> None:
             if encoded is None:
                 answer = dill.dumps(functions[number](**given), recurse=True)
             answer = pickle.dumps((True, answer))
-        except Exception as error:
-            answer = pickle.dumps((False, describe_error(error), traceback.format_exc().rstrip()))
+        except BaseException as error:
+            answer = pickle.dumps((False, describe_error(error), traceback_of(error)))
+        if os.getpid() != own:  # a process that the function has forked, and that has come back from it as well
+            os._exit(0)
         connection.send_bytes(answer)
 
 

@@ -184,7 +184,7 @@ def test_a_resumed_run_is_the_run(tmp_path):
     again = trainer(tmp_path / "b", **settings)
     again.train(resume=True)
     others = {"environment_factory": Shop, "regex": "[0-9]", "save_steps": 1, "max_steps": 3}
-    with pytest.raises(RunFolderError, match="its tools and environments were Count, now Shop"):
+    with pytest.raises(RunFolderError, match="tools: the run has Count, now Shop"):
         trainer(tmp_path / "b", **others).train(resume=True)
     for one, other in zip(straight.policy.model.parameters(), again.policy.model.parameters(), strict=True):
         assert torch.equal(one, other)

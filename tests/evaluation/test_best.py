@@ -1,6 +1,7 @@
 """The best model of a run, and early stopping."""
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -167,6 +168,34 @@ def test_which_settings_reset_the_best(metric, changed, kept, caplog):
     other = Best(EvalConfig(**settings), "other prompts")
     other.load_state_dict(before.state_dict(), before.record())
     assert other.step is None
+
+
+def judged(values, state=None, record=None):
+    """Evaluations after steps 1, 2, ... or, of a resumed run, after those of its state; the state and the contents of
+    best.json after each, until the patience ends."""
+    best = Best(EvalConfig(metric_for_best_model=METRIC, early_stopping_patience=2))
+    first = 1
+    if state is not None:
+        best.load_state_dict(state["best"], record)
+        first = state["step"] + 1
+    history = []
+    for step, value in enumerate(values[first - 1 :], first):
+        if best.update(step, {METRIC: value}):
+            record = best.record()
+        history.append(({"step": step, "best": best.state_dict()}, record))
+        if best.exhausted:
+            break
+    return history
+
+
+def test_a_kill_changes_neither_the_best_nor_the_end():
+    """Killed after any evaluation, the run resumes from any checkpoint before it. ``best.json`` is then of a later step
+    than the checkpoint, which once made the resumed run stop early."""
+    for values in itertools.product((0.1, 0.2, 0.3), repeat=5):
+        straight = judged(values)
+        for killed, (_, record) in enumerate(straight):
+            for saved, _ in straight[:killed]:
+                assert judged(values, saved, record)[-1] == straight[-1]
 
 
 def by_step(values):

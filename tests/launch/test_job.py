@@ -68,9 +68,9 @@ def test_several_machines(config, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("launch", "cohort launch starts 'train' or 'demo'"),
-        ("launch --ranks 2 eval model", "'train' or 'demo', got 'eval'; other commands run in one process"),
-        ("launch --ranks 2 launch --ranks 2 train c.toml", "'train' or 'demo', got 'launch'"),
+        ("launch", "cohort launch starts 'train', 'resume' or 'demo'"),
+        ("launch --ranks 2 eval model", "or 'demo', got 'eval'; others run in one process"),
+        ("launch --ranks 2 launch --ranks 2 train c.toml", "or 'demo', got 'launch'"),
         ("launch --ranks 2 train c.toml --rollout.nonsense 3", "unknown setting --rollout.nonsense"),
         ("launch --ranks 2 train nope.toml", "no config file nope.toml"),
         ("launch --ranks 2 train --help", "cannot start 'cohort train --help'"),

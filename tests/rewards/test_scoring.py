@@ -192,7 +192,7 @@ def test_a_completion_that_a_function_fails_on_is_unscored(runner_of, caplog, pi
         "nan": "returned nan: expected a finite number",
         "exception": "returned ValueError: no tests",
         "mute": "MuteError",
-        "exit": r"process \(exit code 3\)" if where == "worker" else "SystemExit: 3",
+        "exit": "SystemExit: 3",
     }
     if where in ("worker", "async"):
         reasons["slow"] = "took more than 1 s"

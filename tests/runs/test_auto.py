@@ -57,7 +57,7 @@ def test_auto_starts_over_without_a_checkpoint(command, tmp_path, capsys):
     (tmp_path / "out" / "logs").mkdir()
     (tmp_path / "stop").unlink()
     assert main([*command, "--run.seed", "1"]) == 2
-    assert "holds a run with other settings and no checkpoint" in capsys.readouterr().err
+    assert "run.seed: the run has 0, now 1" in capsys.readouterr().err
     assert main(command) == 0
     assert steps_of(tmp_path) == [1, 2]
     assert (tmp_path / "out" / "logs").is_dir()

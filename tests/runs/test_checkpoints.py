@@ -105,7 +105,7 @@ def test_files_that_cannot_be_written(demo_tokenizer, tmp_path, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     folder.save_checkpoint(models, state)
-    assert load_checkpoint(folder.checkpoint(1), models, {}).step == 1
+    assert load_checkpoint(folder.checkpoint(1), models).step == 1
 
 
 def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp_path, monkeypatch):

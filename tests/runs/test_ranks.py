@@ -55,7 +55,7 @@ class Run:
 
     def load(self, path):
         folder = RunFolder(path).checkpoint(2)
-        state = load_checkpoint(folder, self.models, {"prompts": "some"}, rank=self.world.rank)
+        state = load_checkpoint(folder, self.models, rank=self.world.rank)
         self.optimizer.load_state_dict(state.optimizer)
         return self
 

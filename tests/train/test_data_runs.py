@@ -175,7 +175,7 @@ def test_a_curriculum_of_other_levels_cannot_be_resumed(demo_tokenizer, tmp_path
 
     trainer(1, max_steps=1).train()
     assert prompts_of_steps(tmp_path / "run") == [[0, 1, 2, 3]]
-    with pytest.raises(RunFolderError, match="its prompts were"):
+    with pytest.raises(RunFolderError, match="prompts: other prompts"):
         trainer(-1, max_steps=2).train(resume=True)
 
 

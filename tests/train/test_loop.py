@@ -349,9 +349,9 @@ def other_reward(completions, **_):
     ("changes", "message"),
     [
         ({"learning_rate": 0.5}, r"optim.learning_rate: the run has 0.01, now 0.5"),
-        ({"rows": ROWS[::-1]}, "its prompts were"),
-        ({"rewards": other_reward}, "reward functions were digits_reward, now other_reward"),
-        ({"epsilon": 0.3}, "start a new run whose model.path is"),
+        ({"rows": ROWS[::-1]}, "prompts: other prompts"),
+        ({"rewards": other_reward}, "rewards: the run has digits_reward, now other_reward"),
+        ({"epsilon": 0.3}, "--allow-changed objective.epsilon"),
     ],
 )
 def test_a_run_is_not_resumed_as_another_one(finished, changes, message):

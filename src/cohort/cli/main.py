@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import explain, models, training  # noqa: F401  (each adds its commands)
+from cohort.cli import diff, explain, models, resuming, training  # noqa: F401  (each adds its commands)
 from cohort.cli.app import app
 from cohort.errors import CohortError, RankError
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, STARTED, app
+from cohort.cli.resuming import resume
+from cohort.cli.start import ALLOW_CHANGED, run_training
 from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
-
-if TYPE_CHECKING:
-    from cohort.trainer import GRPOTrainer
 
 
 @app.command(sort_key=1, usage="Usage: cohort demo [tool] [--seed N] [--output-dir FOLDER]")
@@ -49,56 +49,38 @@ def train(
     /,
     *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
     resume: Annotated[bool | Literal["auto"], Parameter(show_choices=False)] = False,
+    allow_changed: ALLOW_CHANGED = (),
 ) -> None:
     """Train your model on your data and rewards.
 
     Args:
         config: The settings: a TOML file.
-        resume: Continue the run in run.output_dir. auto: continue it if it has a checkpoint, start it if not, and do
-            nothing if it is complete.
+        resume: Continue the run in run.output_dir, with the settings that its command line gave; without a checkpoint,
+            start it again. auto: also start it if there is none, and do nothing if it is complete.
+        allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
     """
-    from cohort.config import load_config
+    from cohort.config import load_config, setting_names
 
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
-    from cohort.trainer import trainer_from_config
+    names = setting_names(overrides)
+    if resume:
+        from cohort.runs import with_overrides_of_start
 
-    if resume == "auto":
-        from cohort.runs import resumes
-
-        found = resumes(settings)
-        if found is None:
-            print(f"{settings.run.output_dir} is complete")
-            return
-        resume = found
-    trainer = trainer_from_config(settings, resume=resume)
-    trainer.started = STARTED
-    try:
-        summary = trainer.train(resume=resume)
-    except KeyboardInterrupt as interrupt:
-        interrupt.args = (_state_after_interrupt(trainer),)
-        raise
-    trainer.world.close()
-    if settings.report.progress and trainer.world.is_main:
-        print(
-            f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
-            f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
-        )
-        if not summary["updates"]:
-            from cohort.report.console import why_no_gradient
-
-            print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
+        settings, names = with_overrides_of_start(settings, overrides)
+    run_training(settings, resume, allow_changed, overrides=names)
 
 
 @app.command(
     sort_key=5,
     usage="Usage: cohort launch [--ranks N] [options] train CONFIG.toml [--section.key value ...]",
-    help_epilogue="'cohort demo' can be launched too. docs/scale.md explains ranks, layouts and several machines.",
+    help_epilogue="'cohort resume RUN' and 'cohort demo' can be launched too. docs/scale.md explains ranks, layouts "
+    "and several machines.",
 )
 def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None) -> int:
     """Train on several processes: one per GPU, on one machine or several.
 
     Args:
-        command: The command that every rank runs: 'train' or 'demo' with its arguments.
+        command: The command that every rank runs: 'train', 'resume' or 'demo' with its arguments.
     """
     from cohort.launch import check_settings, job_of, settings_of
     from cohort.launch import launch as run
@@ -106,20 +88,23 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     # torch's warnings about a rank that has died are pages long, and the launcher says what is to be known.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     flags = flags or LaunchFlags()
-    if not command or command[0] not in ("train", "demo"):
+    if not command or command[0] not in ("train", "resume", "demo"):
         given = f", got {command[0]!r}" if command else ""
-        raise ConfigError(f"cohort launch starts 'train' or 'demo'{given}; other commands run in one process")
+        raise ConfigError(f"cohort launch starts 'train', 'resume' or 'demo'{given}; others run in one process")
     inner, bound, _ = app.parse_args(list(command), exit_on_error=False, print_error=False)
-    if inner is train:
-        settings = settings_of(bound.args[0], bound.args[1:], flags)  # mistakes are reported once
+    if inner in (train, resume):
+        path, folder = bound.args[0], None
+        if inner is resume:
+            path, folder = str(Path(path) / "config.toml"), path
+        settings = settings_of(path, bound.args[1:], flags)  # mistakes are reported once
         job = job_of(
             command,
             flags,
-            output_dir=settings.run.output_dir,
+            output_dir=folder or settings.run.output_dir,
             device=settings.model.device,
             layout=settings.parallel.layout,
             prompts=settings.rollout.prompts_per_step,
-            resume=bound.kwargs.get("resume", False),
+            resume="auto" if inner is resume else bound.kwargs.get("resume", False),
         )
         check_settings(settings, job.ranks * job.nodes)
     elif inner is demo:
@@ -127,13 +112,3 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     else:
         raise ConfigError(f"cohort launch cannot start 'cohort {' '.join(command)}'")
     return run(job, ray=flags.ray, dry_run=flags.dry_run)
-
-
-def _state_after_interrupt(trainer: GRPOTrainer) -> str:
-    """What an interrupted run has written, and how to continue it."""
-    if trainer.folder is None:
-        return "nothing was written yet"
-    path, steps = trainer.folder.path, trainer.folder.checkpoint_steps()
-    if not steps:
-        return f"{path} has no checkpoint yet: remove it to start over"
-    return f"{path} has a checkpoint of step {steps[-1]}: continue with --resume --run.output_dir {path}"

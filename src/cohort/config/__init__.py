@@ -2,7 +2,15 @@
 
 from cohort.config.data import DataConfig, Source
 from cohort.config.grpo import GRPOConfig, Schedule
-from cohort.config.load import annotated_toml, apply_overrides, load_config, parse_settings, to_toml
+from cohort.config.load import (
+    annotated_toml,
+    apply_overrides,
+    load_config,
+    parse_settings,
+    setting_names,
+    to_toml,
+    with_settings,
+)
 from cohort.config.schema import (
     EnvironmentConfig,
     EvalConfig,

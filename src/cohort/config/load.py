@@ -88,6 +88,31 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
     return config
 
 
+def setting_names(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The settings that ``--section.key value`` pairs change. A part of a setting stands for the whole.
+
+    >>> setting_names(["--run.seed=1", "--objective.trust_region.high", "1.4"])
+    ('run.seed', 'objective.trust_region')
+    """
+    return tuple(dict.fromkeys(".".join(_find(name)[0]) for name, _ in _pairs(overrides)))
+
+
+def with_settings(config: GRPOConfig, other: GRPOConfig, names: Sequence[str]) -> GRPOConfig:
+    """The settings with some taken from others, by name.
+
+    Raises:
+        ConfigError: they do not go together, or a name is none of a setting.
+    """
+    table: dict[str, Any] = config.model_dump(exclude_none=True)
+    for name in names:
+        path, _, _ = _find(name)
+        value: Any = other.model_dump()
+        for key in path:
+            value = value.get(key)
+        table = with_value(table, path, value)
+    return GRPOConfig(**table)
+
+
 def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     """Parts of an objective from ``["trust_region.high=1.4", "scale=none"]``.
 

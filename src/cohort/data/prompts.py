@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer, ToolsOf
-from cohort.data.rows import Row
+from cohort.data.rows import Row, plain
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -113,11 +116,16 @@ class PromptSet:
         self.renderers = [Renderer(source.config, tokenizer, tools) for source in data.sources]
         batches: list[np.ndarray] = []
         lengths: list[int] = []
+        contents = {column: hashlib.sha256() for column in self.columns}
         for source, renderer in zip(data.sources, self.renderers, strict=True):
             for batch in source.rows.batches():
+                for column, content in contents.items():
+                    content.update(_as_bytes([row.get(column) for row in batch[0]]))
                 token_ids = renderer.token_ids(*batch)
                 lengths += map(len, token_ids)
                 batches.append(np.fromiter(itertools.chain.from_iterable(token_ids), np.int32))
+        self.contents = {column: content.hexdigest()[:12] for column, content in contents.items()}
+        """A hash of each column; of streamed data, of the first rows."""
         self._flat, self._ends = np.concatenate(batches), np.cumsum(lengths)
         self._starts = self._ends - lengths
         self._bounds = np.cumsum([0, *(len(source.rows) for source in data.sources)])
@@ -235,6 +243,19 @@ class PromptSet:
             if self.data.weights and not prompts:
                 dropped = f"data.overlong_prompts has dropped every prompt{read.format(len(source.rows))}"
                 raise DataError(f"{source.rows.where}: {dropped}, and the source has a weight")
+
+
+def _as_bytes(values: list[Any]) -> bytes:
+    """A batch of a column, for its hash. Objects that JSON lacks count by their text or, without one, their type."""
+    try:
+        return json.dumps(values, skipkeys=True, default=_text_of).encode()
+    except (TypeError, ValueError, RecursionError):
+        return repr([type(value).__name__ for value in values]).encode()
+
+
+def _text_of(value: Any) -> str:
+    text = repr(plain(value)) if isinstance(value, np.ndarray | np.generic | bytes | date | Decimal) else ""
+    return text or type(value).__name__
 
 
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:

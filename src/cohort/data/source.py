@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,13 +85,43 @@ def open_source(source: Any, where: str, split: str) -> Opener:
             if file_format(file) == ".json":
                 raise DataError(f"cannot stream {file}, a single JSON value: write it as .jsonl, or unset streaming")
         if files is not None:
-            return lambda: itertools.chain.from_iterable(map(iterate_file, files))
+            return _passes(files)
         source, where = _load_dataset(source, split, streaming=True)
     if not is_stream(source):
         source = RowTable.of(_from_memory(source, where, split), {}, where)
     elif hasattr(source, "with_format"):  # an IterableDataset: without its format, rows are plain dicts
         source = source.with_format(None)
     return lambda: _errors_named(iter(source), where)
+
+
+def _passes(files: Sequence[Path]) -> Opener:
+    """Passes over the rows of files, which must stay as they are at the first one.
+
+    Raises:
+        DataError: when rows are read, a file is gone, or has another size or time of change than at first. The rows
+            before it are those of a run's earlier steps, which a resumed run reads again.
+    """
+    first = {file: _size_and_time(file) for file in files}
+
+    def check(file: Path) -> None:
+        if _size_and_time(file) != first[file]:
+            raise DataError(
+                f"{file} has changed since this run began to read it: put the former file back, or start a new run"
+            )
+
+    def rows() -> Iterator[Row]:
+        for file in files:
+            check(file)
+            yield from iterate_file(file)
+            check(file)
+
+    return rows
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    with _explained(file):
+        state = file.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def is_stream(rows: Any) -> bool:

@@ -17,8 +17,10 @@ log = logging.getLogger("cohort.train")
 class Best:
     """The best value of ``eval.metric_for_best_model``.
 
-    The state is part of a checkpoint. The model is in ``best/`` with ``record``, which takes precedence when the two
-    differ.
+    The state is part of a checkpoint. The model is in ``best/`` with ``record``. A run that is killed after a new best
+    and before the next checkpoint leaves a model in ``best/`` that the checkpoint does not know (``ahead``). The
+    resumed run repeats those evaluations, and early stopping counts them from the checkpoint's state, as in a run that
+    was not killed; only a better model, or the same one again, takes its place.
     """
 
     settings: EvalConfig
@@ -29,11 +31,13 @@ class Best:
     value: float | None = None
     evaluations_since: int = 0
     """Number of evaluations since then."""
+    ahead: tuple[int, float] | None = None
+    """Step and value of the model in ``best/``, if it is not the one of ``step``."""
     warned: bool = False
     """Whether a warning about a missing metric was given."""
 
     def update(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Record an evaluation; return whether it is the best so far. Ties, NaN and missing values never win."""
+        """Record an evaluation; return whether its model belongs in ``best/``. Ties and missing values never win."""
         metric = self.settings.metric_for_best_model
         if metric is None:
             return False
@@ -42,16 +46,26 @@ class Best:
                 logged = ", ".join(key for key in metrics if not key.endswith(("/low", "/high")))
                 log.warning("eval.metric_for_best_model is %r, which the evaluation did not log: %s", metric, logged)
             self.warned = True
+        if self.ahead is not None and self.ahead[0] < step:  # its evaluation has been repeated, or never will be
+            if self._wins(self.ahead[1], self.value):
+                (self.step, self.value), self.evaluations_since = self.ahead, 0
+            self.ahead = None
         value = metrics.get(metric, math.nan)
-        sign = 1 if self.settings.greater_is_better else -1
-        if (step, value) == (self.step, self.value):  # a resumed run repeats the evaluation
-            self.evaluations_since = 0
+        if not self._wins(value, self.value):
+            self.evaluations_since += 1
             return False
-        if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
-            self.step, self.value, self.evaluations_since = step, value, 0
+        self.step, self.value, self.evaluations_since = step, value, 0
+        if self.ahead is None or self._wins(value, self.ahead[1]):
+            self.ahead = None
             return True
-        self.evaluations_since += 1
+        if self.ahead == (step, value):
+            self.ahead = None
         return False
+
+    def _wins(self, value: float, other: float | None) -> bool:
+        """Whether a value is better than another; NaN and infinity never are."""
+        sign = 1 if self.settings.greater_is_better else -1
+        return math.isfinite(value) and (other is None or sign * value > sign * other)
 
     @property
     def exhausted(self) -> bool:
@@ -60,10 +74,9 @@ class Best:
         return patience > 0 and self.evaluations_since >= patience
 
     def note(self) -> dict[str, Any]:
-        """Step, metric and value; empty without a best evaluation."""
-        if self.step is None:
-            return {}
-        return {"step": self.step, "metric": self.settings.metric_for_best_model, "value": self.value}
+        """Step, metric and value of the model in ``best/``; empty without a best evaluation."""
+        step, value = self.ahead or (self.step, self.value)
+        return {} if step is None else {"step": step, "metric": self.settings.metric_for_best_model, "value": value}
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -91,17 +104,23 @@ class Best:
             record: ``best_record`` of the folder; None: there is no best model.
         """
         old, new, step = state["measured"], self.measured, state["step"]
+        in_folder = None
+        if record is not None and record["measured"] == new:
+            in_folder = record["step"], record["value"]
+        if old == new and (step is None or in_folder is not None):
+            self.step, self.value, self.evaluations_since = step, state["value"], state["evaluations_since"]
+            if in_folder is not None and in_folder != (step, self.value):
+                self.ahead = in_folder
+                log.warning(
+                    "best/ holds the model after step %s, which the checkpoint does not know; kept", in_folder[0]
+                )
+            return
         if old == new:
-            self.evaluations_since = state["evaluations_since"]
+            log.warning("best/ no longer holds the model after step %s, which was the best: starting anew", step)
         elif step is not None:
             changed = ", ".join(key for key in {**old, **new} if old.get(key) != new.get(key))
             log.warning(
                 "the best evaluation, after step %s, was measured differently (%s): starting anew", step, changed
             )
-        if record is not None and record["measured"] == new:
-            self.step, self.value = record["step"], record["value"]
-            if (self.step, self.value) != (step, state["value"]):
-                log.warning("best/ holds the model after step %s, which the checkpoint does not know; kept", self.step)
-        elif old == new and step is not None:
-            self.evaluations_since = 0
-            log.warning("best/ no longer holds the model after step %s, which was the best: starting anew", step)
+        if in_folder is not None:
+            self.step, self.value = in_folder

@@ -226,7 +226,8 @@ def _check_single_turns(model: str) -> None:
     if run is None or not (steps := run.checkpoint_steps()):
         return
     try:
-        names = saved_identity(run.checkpoint(steps[-1])).get("tools and environments")
+        facts = saved_identity(run.checkpoint(steps[-1]))
+        names = facts.get("tools") or facts.get("tools and environments")
     except RunFolderError as error:
         raise ConfigError(f"cannot see what {model} was trained with: {error}. To evaluate it, give --config") from None
     if names:

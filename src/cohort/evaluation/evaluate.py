@@ -148,8 +148,9 @@ class Evaluator:
         return found
 
     def fingerprint(self, metric: str) -> str:
-        """Hash of the prompts that a metric is measured on."""
-        return " ".join(one.fingerprint for name, one in self.sets.items() if metric.startswith(prefix(name)))
+        """Hash of the prompts that a metric is measured on, and of the columns of their rows."""
+        sets = (one for name, one in self.sets.items() if metric.startswith(prefix(name)))
+        return " ".join(f"{one.fingerprint} {' '.join(one.contents.values())}" for one in sets)
 
     def describe(self) -> str:
         """The sets and the sampling in words."""

@@ -90,7 +90,7 @@ def job_of(
     Raises:
         ConfigError: flags and command do not fit each other.
     """
-    arguments, training = list(command), command[0] == "train"
+    arguments, training = list(command), command[0] != "demo"
     if flags.layout is not None:
         if not training:
             raise ConfigError("--layout sets parallel.layout of 'cohort train': leave it out here")

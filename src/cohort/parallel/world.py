@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cohort.errors import ConfigError, RankError
+from cohort.watchdog import RANKS, other_ranks, share, waiting
 
 if TYPE_CHECKING:  # workers of reward functions import this room and need no torch
     import torch
@@ -224,7 +225,8 @@ class World:
 
         start = time.perf_counter()
         try:
-            meet() if meet else dist.barrier(group=self.control)
+            with waiting(RANKS, other_ranks):
+                meet() if meet else dist.barrier(group=self.control)
             met = time.perf_counter()
             yield
         except torch.OutOfMemoryError:
@@ -291,6 +293,8 @@ def _control_group(timeout: float) -> Any:
     try:
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
+        store = dist.PrefixStore("cohort", dist.distributed_c10d._get_default_store())
+        share(store, dist.get_rank(), dist.get_world_size())
         return dist.new_group(backend="gloo", timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise RankError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -251,9 +252,10 @@ def _check_folder(path: str) -> str:
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).expanduser().is_dir():
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - Path raises for an unknown user
+    if looks_local and not Path(expanded).is_dir():
         raise ModelError(f"no model folder {path}")
-    return str(Path(path).expanduser()) if looks_local else path
+    return expanded if looks_local else path
 
 
 @contextlib.contextmanager

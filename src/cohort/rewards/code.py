@@ -23,6 +23,7 @@ from typing import Any
 
 from cohort.errors import ConfigError, DataError, RewardError, SandboxError
 from cohort.rewards.contract import reward
+from cohort.rewards.judging.names import helpers_of
 from cohort.rewards.judging.plan import plan
 from cohort.rewards.messages import completion_text
 from cohort.sandbox import Executor, Limits, Outcome, Program, Result, Sandbox
@@ -83,6 +84,8 @@ async def code(
     if continues and not isinstance(prompt, str):
         raise RewardError(f"code(continues=True) needs prompts that are strings, got {type(prompt).__name__}")
     task = parse_tests(tests, entry_point)
+    if continues and task.python is not None:
+        task = replace(task, python={**task.python, "helpers": helpers_of(prompt, dict(task.python))})
     program = extract_program(prefill + completion_text(completion), unfenced=unfenced)
     errors: list[str | None] = []
     failure = "no program in the completion"

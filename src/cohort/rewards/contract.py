@@ -34,6 +34,7 @@ The remaining arguments are the same in all calls:
 
 ``completion_ids`` include the end token. A finish reason is "eos", "stop" or "length". A prefill is the part of the
 assistant turn that is already in the prompt, such as "<think>", or "". A function declares only the arguments it uses.
+Lists, dicts, sets and arrays are copied for every call: a function may change them.
 It may be a plain function, ``async def``, an object with ``__call__``, or a ``functools.partial`` of any of them.
 
 In place of a number a function may return:
@@ -52,13 +53,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, overload
 
 from cohort.calls import is_async, partial_layers
 from cohort.errors import RewardError
 from cohort.types import Completion, Episode, Group, Message
+from cohort.workers import shown
 
 RewardFunction = Callable[..., Any]
 Per = Literal["sample", "group", "batch"]
@@ -86,7 +88,8 @@ class TrainerState:
 
 
 def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> dict[str, Any]:
-    """The keyword arguments of one call, except ``log_extra`` and ``log_metric``.
+    """The keyword arguments of one call, except ``log_extra`` and ``log_metric``. Those that are not copied here share
+    their containers with the rows of the data.
 
     This is the only place where completions are turned into what reward functions receive.
 
@@ -97,7 +100,6 @@ def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> di
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     completions = [completion for _, completion in pairs]
-    # Messages are copied for every call: a function may change its arguments.
     prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _ in pairs]
     texts = [_answer(completion) for completion in completions]
     ids = [completion.token_ids.tolist() for completion in completions]
@@ -137,7 +139,9 @@ def _of_episodes(completions: Sequence[Completion]) -> dict[str, list[Any]]:
         "transcripts": [_transcript(completion) for completion in completions],
         "environments": [SimpleNamespace(**episode.state) for episode in episodes],
         "environment_rewards": [episode.reward for episode in episodes],
-        "turns": [list(episode.turns) for episode in episodes],
+        "turns": [
+            [replace(turn, messages=tuple(map(dict, turn.messages))) for turn in episode.turns] for episode in episodes
+        ],
     }
 
 
@@ -209,7 +213,7 @@ def reward(
             setattr(target, _OPTIONS, {"per": per, "isolated": isolated, "timeout": timeout})
         except AttributeError:
             raise RewardError(
-                f"cannot attach options to {target!r:.60}: decorate the function itself, or wrap it in another"
+                f"cannot attach options to {shown(target)}: decorate the function itself, or wrap it in another"
             ) from None
         return target
 

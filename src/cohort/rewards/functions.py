@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 from cohort.calls import LOGS, is_async, partial_layers, recorded
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.contract import RewardFunction, call_options, parameters_of
-from cohort.types import Completion
-from cohort.workers import CallFailed, describe_error
+from cohort.types import Completion, Prompt
+from cohort.workers import CallFailed, describe_error, shown
 
 Value = list[float] | CallFailed
 """The reward of one completion by one function: one number, or one per token, with NaN for ``None``; or the reason why
@@ -93,13 +95,24 @@ class Function:
             names -= {"trainer_state"}
         return {name: value for name, value in arguments.items() if name in names}
 
+    def cache_key(self, prompt: Prompt, completion: Completion) -> Any:
+        """Identifies a call by function, row and completion; None if its result cannot be cached."""
+        if not self.cacheable or completion.episode:  # a score may depend on the environment's state
+            return None
+        try:
+            columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
+        except Exception:  # columns may hold objects that cannot be pickled
+            return None
+        reason = completion.finish_reason
+        return self.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason
+
     def values(self, returned: Any, completions: Sequence[Completion]) -> list[Value]:
         """Check what one call returned and convert it to a value per completion.
 
         Raises:
             RewardError: the function broke its contract.
         """
-        results = [returned] if self.per == "sample" else _as_sequence(returned)
+        results = [returned] if self.per == "sample" else self._items(returned, len(completions))
         if results is None:
             raise RewardError(f"{self} must return a list of numbers, got {type(returned).__name__}")
         if len(completions) != len(results):
@@ -115,17 +128,33 @@ class Function:
             return CallFailed(describe_error(result).replace("raised", "returned", 1))
         numbers: Sequence[Any] | None = [result]
         if self.per_token:
-            numbers = [None] * tokens if result is None else _as_sequence(result)
+            numbers = [None] * tokens if result is None else self._items(result, tokens)
         if numbers is None or (self.per_token and len(numbers) != tokens):
             raise RewardError(
                 f"objective.credit takes rewards per token: {self} must return a list of {tokens} numbers or None as "
                 f"result {index} (one per token of completion_ids), got "
-                f"{f'{result!r:.60}' if numbers is None else f'{len(numbers)} values'}"
+                f"{shown(result) if numbers is None else f'{len(numbers)} values'}"
             )
         try:
             return [self._number(number, index) for number in numbers]
         except CallFailed as failure:
             return failure
+
+    def _items(self, value: Any, expected: int) -> Sequence[Any] | None:
+        """The items of a list, tuple, array, tensor or range, or as many values as its length says, if that is another
+        than expected; None for anything else, such as an array without dimensions."""
+        try:
+            if not hasattr(value, "__getitem__") or isinstance(value, str | bytes | bytearray | Mapping):
+                return None
+            if getattr(value, "ndim", None) == 0:
+                return None
+            return range(size) if (size := len(value)) != expected else list(islice(value, expected + 1))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of a user's class
+            raise RewardError(
+                f"{self} must return a list of numbers; reading the {type(value).__name__} {describe_error(error)}"
+            ) from error
 
     def _number(self, value: Any, index: int) -> float:
         if value is None:
@@ -136,14 +165,18 @@ class Function:
                 "objective.credit 'process' or 'given'"
             )
         try:
-            number = None if isinstance(value, str) else float(value)
+            number = None if isinstance(value, str | bytes | bytearray) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of a user's class
+            raise CallFailed(f"returned a {type(value).__name__} whose __float__ {describe_error(error)}") from error
         if number is None:
-            raise RewardError(f"{self} must return numbers or None; result {index} is {value!r:.60}")
+            raise RewardError(f"{self} must return numbers or None; result {index} is {shown(value)}")
         if not math.isfinite(number):
             raise CallFailed(
-                f"returned {value!r:.60}: expected a finite number, or None for a completion that cannot be scored"
+                f"returned {shown(value)}: expected a finite number, or None for a completion that cannot be scored"
             )
         if self._not_negative and number < 0:
             raise RewardError(
@@ -168,9 +201,3 @@ def unique_names(functions: Sequence[RewardFunction]) -> list[str]:
         numbered = (f"{name}_{number}" for number in count(2))
         names.append(next(unique for unique in chain([name], numbered) if unique not in names))
     return names
-
-
-def _as_sequence(value: Any) -> Sequence[Any] | None:
-    """A list, tuple, array, tensor or range; None for anything else, such as an array without dimensions."""
-    is_sequence = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | bytearray | Mapping)
-    return value if is_sequence and getattr(value, "ndim", None) != 0 else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class RewardModel:
             raise RewardError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.batch_tokens = batch_tokens
         name = str(model) if isinstance(model, str | Path) else str(getattr(model.config, "_name_or_path", ""))
-        name = str(Path(name).expanduser()) if name.startswith("~") else name
+        name = os.path.expanduser(name)  # noqa: PTH111 - Path raises for an unknown user
         self.__name__ = Path(name).name or type(model).__name__
         if tokenizer is None and not name:
             raise RewardError(
@@ -106,7 +108,9 @@ class RewardModel:
 def is_reward_model(value: Any) -> bool:
     """Whether a value is a loaded model, or the folder of one."""
     if isinstance(value, str | Path):
-        return (Path(value).expanduser() / "config.json").is_file()
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, an unknown user, a NUL
+            return (Path(value).expanduser() / "config.json").is_file()
+        return False
     return hasattr(value, "config") and hasattr(value, "parameters")
 
 

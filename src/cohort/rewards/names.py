@@ -193,7 +193,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     for start in (index for index, character in enumerate(spec) if character == "("):
         try:
             call = ast.parse("f" + spec[start:], mode="eval").body
-        except SyntaxError:
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # a NUL, or nested too deeply
             continue
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             return spec[:start].rstrip(), _values(call, spec)
@@ -209,7 +209,7 @@ def _values(call: ast.Call, spec: str) -> dict[str, Any]:
             raise RewardError(f"reward {spec!r}: {keyword.arg} is given twice")
         try:
             values[str(keyword.arg)] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError, RecursionError, MemoryError):  # TypeError: {{}}
             raise RewardError(
                 f"reward {spec!r}: {keyword.arg} must be a literal value (a number, a string, True, None, a list ...), "
                 f"got {ast.unparse(keyword.value)}"

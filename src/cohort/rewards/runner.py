@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-from cohort.calls import Call, Calls, as_failure, wait_all
+from cohort.calls import Call, Calls, as_failure, copied, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.parallel import World, agreed, prompt_shares
@@ -20,13 +20,16 @@ from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_argu
 from cohort.rewards.functions import Function, Value, unique_names
 from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
-from cohort.workers import CallFailed
+from cohort.watchdog import waiting
+from cohort.workers import CallFailed, shown
 
 log = logging.getLogger("cohort.rewards")
 CACHE_ENTRIES = 100_000
 """Maximum number of cached results; the oldest are dropped."""
 DRY_RUN_MESSAGE_SECONDS = 5.0
 """A dry run that takes longer than this is reported in the log."""
+MAX_NAMED = 5
+"""Maximum number of completions that are named when one is waited for."""
 MAX_FAILED_ROLLOUTS = 3
 """With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 
@@ -61,7 +64,7 @@ class RewardRunner:
             raise RewardError("no reward function given: set reward.functions, or pass reward_funcs")
         for function in functions:
             if not callable(function):
-                raise RewardError(f"a reward function must be callable, got {function!r:.80}")
+                raise RewardError(f"a reward function must be callable, got {shown(function)}")
         self.names = tuple(unique_names(functions))
         self.weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
         if len(self.weights) != len(functions):
@@ -290,7 +293,7 @@ class Scoring:
         task = self._tasks[function.name, usable] = Task(function, usable, groups)
         if not self._is_own(task):
             return
-        task.cache_key = _cache_key(function, groups[0].prompt, groups[0].completions[0])
+        task.cache_key = function.cache_key(groups[0].prompt, groups[0].completions[0])
         if (cached := self._runner.cache.get(task.cache_key)) is not None:
             self._accept(task, replace(cached, seconds=0.0))
         elif function.in_background:
@@ -299,10 +302,12 @@ class Scoring:
     def _submit(self, task: Task) -> None:
         function = task.function
         arguments = function.accepted(call_arguments(function.per, task.groups, self._state))
+        # A function may change what it is given. Token ids are copies already.
+        arguments = {name: v if name == "completion_ids" else copied(v) for name, v in arguments.items()}
+        here = not function.in_background
         try:
-            task.future = self._runner.calls.submit(
-                function.recorded, arguments, function.timeout, here=not function.in_background
-            )
+            with waiting(f"reward {function.name}", partial(self._samples, [task])) if here else nullcontext():
+                task.future = self._runner.calls.submit(function.recorded, arguments, function.timeout, here=here)
         except CallFailed as error:
             raise RewardError(
                 f"{function} cannot run in a worker process: {error}. Define it in a module, or set reward.workers to "
@@ -341,11 +346,27 @@ class Scoring:
         """Wait until all calls have ended. With a timeout, detect a function that blocks the event loop."""
         functions = [task.function for task in tasks if task.function.is_async and task.function.timeout]
         limit = max((function.timeout or 0 for function in functions), default=None)
+        futures = [task.future for task in tasks if task.future is not None]
+        names = ", ".join(dict.fromkeys(task.function.name for task in tasks))
         try:
-            wait_all([task.future for task in tasks if task.future is not None], limit, self._cancelled)
+            with waiting(f"reward {names}", partial(self._samples, tasks)):
+                wait_all(futures, limit, self._cancelled)
         except CallFailed as failure:
             names = ", ".join(function.name for function in self._runner.functions if function in functions)
             raise RewardError(f"the async reward functions ({names}) {failure}") from None
+
+    def _samples(self, tasks: Sequence[Task]) -> str:
+        """The completions that are being scored, by their numbers in the rollout; if none is, those that wait."""
+        left = [task for task in tasks if task.future is None or not task.future.done()]
+        left = [task for task in left if task.future is None or task.future.running()] or left
+        numbers = {position: s for s, position in enumerate(list(self._completions))}
+        found = [str(numbers[position]) for task in left for position in task.positions]
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        return f"sample {', '.join(found[:MAX_NAMED])}{more}" if found else ""
+
+    def progress(self) -> str:
+        """How many completions have ended so far."""
+        return f"{len(self._completions)} of {len(self._prompts) * self._num_generations} completions have ended"
 
     def _report_failures(self, function: Function, tasks: Sequence[Task]) -> None:
         """Log the failures of a function. Raise if the settings stop on errors, or if every call failed: for several
@@ -374,15 +395,3 @@ def _split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
         yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
     else:
         yield positions
-
-
-def _cache_key(function: Function, prompt: Prompt, completion: Completion) -> Any:
-    """Identifies a call by function, row and completion; None if its result cannot be cached."""
-    if not function.cacheable or completion.episode:  # a score may depend on the environment's state
-        return None
-    try:
-        columns = hashlib.sha256(pickle.dumps(prompt.columns)).digest()
-    except Exception:  # columns may hold objects that cannot be pickled
-        return None
-    reason = completion.finish_reason
-    return function.name, prompt.token_ids, columns, completion.token_ids.tobytes(), completion.text, reason

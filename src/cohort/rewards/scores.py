@@ -14,7 +14,7 @@ from cohort.calls import Call
 from cohort.errors import RewardError
 from cohort.rewards.functions import Function, Value
 from cohort.types import Completion, Group
-from cohort.workers import CallFailed
+from cohort.workers import CallFailed, shown
 
 if TYPE_CHECKING:  # worker processes import this package and need no torch
     from torch import Tensor
@@ -175,9 +175,13 @@ def _extras(task: Task) -> Iterator[tuple[str, Sequence[Any]]]:
     """
     for column, logged in task.call.extras:
         values = [logged] if task.function.per == "sample" else logged
-        if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != len(task.positions):
+        try:
+            is_right = not isinstance(values, str) and len(values) == len(task.positions)
+        except Exception:  # no __len__, or one of a user's class that fails
+            is_right = False
+        if not is_right:
             expected = f"{task.function} must log one value per completion as {column!r}: {len(task.positions)}"
-            raise RewardError(f"{expected}, got {logged!r:.60}")
+            raise RewardError(f"{expected}, got {shown(logged)}")
         yield column, values
 
 

@@ -1,16 +1,20 @@
-"""``--resume auto``: one command starts a run, continues it after any end, and does nothing once it is complete."""
+"""Whether a run is to be started, resumed, or is complete: one command goes on after any end of a process."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Collection
+from typing import Literal
 
 from cohort.config import GRPOConfig, load_config
-from cohort.errors import ConfigError, RunFolderError
+from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
 from cohort.runs.folder import RunFolder
 
+Resume = bool | Literal["auto"]
+"""``train(resume=...)``. True: the folder must hold a run. "auto": it may."""
 
-def resumes(config: GRPOConfig) -> bool | None:
+
+def resumes(config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> bool | None:
     """``find_run`` for ``run.output_dir``; on several ranks, as rank 0 finds it.
 
     Raises:
@@ -20,36 +24,28 @@ def resumes(config: GRPOConfig) -> bool | None:
         raise ConfigError("to resume a run, set run.output_dir to its folder")
     folder = RunFolder(config.run.output_dir)
     world = World.of_environment(timeout=config.parallel.rank_timeout)
-    return on_main(world, lambda: find_run(folder, config))
+    return on_main(world, lambda: find_run(folder, config, resume, allowed))
 
 
-def find_run(folder: RunFolder, config: GRPOConfig) -> bool | None:
-    """Whether a run with these settings is to be resumed (True), started (False), or is complete (None).
+def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> bool | None:
+    """Whether a run with these settings goes on from a checkpoint (True), starts from the first step (False), or is
+    complete (None). A run that ended before its first checkpoint starts again in its folder.
 
-    A run that ended before its first checkpoint starts again: its files are removed. The same settings repeat the same
-    steps.
+    Args:
+        folder: the run folder.
+        config: the settings.
+        resume: whether to resume. False: the folder must hold no run.
+        allowed: keys of changes that are allowed though they change results.
 
     Raises:
         RunFolderError: the folder holds something else, or a run with other settings.
     """
-    path = folder.path
-    if not (path / "config.toml").exists():
+    if not resume or (resume == "auto" and not folder.is_run):
         folder.check_free()
         return False
-    saved = load_config(path / "config.toml")
+    folder.check_settings(config, allowed)
+    saved = load_config(folder.path / "config.toml")
     same_end = (saved.run.max_steps, saved.run.num_epochs) == (config.run.max_steps, config.run.num_epochs)
-    if folder.checkpoint_steps():
-        folder.check_settings(config)
-        return None if same_end and (path / "summary.json").exists() else True
-    if saved != config:
-        raise RunFolderError(
-            f"{path} holds a run with other settings and no checkpoint: remove it, or choose another run.output_dir"
-        )
-    if (path / "summary.json").exists():
+    if folder.has_summary and same_end and resume == "auto":
         return None
-    for found in path.iterdir():
-        if found.is_dir() and found.name != "logs":
-            shutil.rmtree(found)
-        elif found.is_file():
-            found.unlink()
-    return False
+    return bool(folder.checkpoint_steps())

@@ -60,7 +60,7 @@ class SavedState:
     adaptive: Mapping[str, Any]
     best: Mapping[str, Any]
     identity: Mapping[str, str]
-    """Facts that are not settings and must be the same in a resumed run."""
+    """Facts that are not settings and that a resumed run compares: see ``changes``."""
     random: Sequence[Mapping[str, Any]]
     """The state of the random generators of each rank."""
     rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
@@ -159,7 +159,7 @@ def _read_loop(folder: Path) -> dict[str, Any]:
     return loop
 
 
-def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *, rank: int = 0) -> SavedState:
+def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedState:
     """Load the weights into the models, restore the random generators, and return the rest of the state.
 
     The layout and the number of ranks may differ from those that wrote the checkpoint: every rank reads its part of the
@@ -168,18 +168,12 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
     Args:
         folder: the checkpoint, which ``check_checkpoint`` has passed.
         models: the models of the run.
-        identity: the facts that must be the same as in the run that wrote the checkpoint.
         rank: number of this process.
 
     Raises:
-        RunFolderError: the run that wrote it had other prompts or rewards, or a model with other weights.
+        RunFolderError: the run that wrote it had a model with other weights.
     """
     policy, loop = models.policy, _read_loop(folder)
-    saved = loop["identity"]
-    for what in {**saved, **identity}:
-        before, now = saved.get(what, "none"), identity.get(what, "none")
-        if before != now:
-            raise RunFolderError(f"cannot resume from {folder}: its {what} were {before}, now {now}")
     trained = _trained_weights(policy)
     _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
@@ -193,7 +187,7 @@ def load_checkpoint(folder: Path, models: Models, identity: Mapping[str, str], *
         cursor=loop["cursor"],
         adaptive=loop["adaptive"],
         best=loop["best"],
-        identity=saved,
+        identity=loop["identity"],
         random=loop["random"],
         rollouts=_loaded_rollouts(folder / "state"),
     )

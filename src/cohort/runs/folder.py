@@ -8,6 +8,7 @@ rollouts/step-N.parquet  every completion of step N
 evaluations/step-N.parquet  completions of the evaluation after step N (0: before the first); -NAME for a named set
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 checkpoints/step-N/      see ``checkpoints``
+starts.jsonl             a line for each process that started or resumed the run (see ``starts``)
 summary.json             written when the run ends
 logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
@@ -19,7 +20,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,28 +36,28 @@ from cohort.errors import RunFolderError
 from cohort.objective import explain
 from cohort.parallel import World, together
 from cohort.rewards.scores import Scores
-from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, save_checkpoint, save_model
+from cohort.runs.changes import Change, check_keys, refuse, setting_changes
+from cohort.runs.checkpoints import (
+    Models,
+    SavedState,
+    check_checkpoint,
+    save_checkpoint,
+    save_model,
+    saved_identity,
+)
 from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
+from cohort.runs.starts import STARTS, Start
 from cohort.types import Completion, Episode, Group
+from cohort.watchdog import waiting
 
-MAY_CHANGE_ON_RESUME: dict[str, set[str] | bool] = {
-    "model": {"device", "gradient_checkpointing", "native_kernels"},
-    "rollout": {"max_batch_size", "cache_tokens", "lag"},
-    "vllm": True,
-    "reward": {"workers", "timeout", "retries", "on_error", "max_concurrent"},
-    "optim": {"microbatch_tokens"},
-    "eval": True,
-    "parallel": True,
-    "run": {"output_dir", "max_steps", "num_epochs", "save_steps", "save_total_limit"},
-    "report": True,
-}
-"""Settings that do not change what a step computes: where, how long and how fast a run goes, and how it is judged."""
-
+WRITTEN = (
+    *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
+    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite"),
+)
+"""What a run writes beside its settings."""
 log = logging.getLogger("cohort.runs")
 NUMBERS = pyarrow.list_(pyarrow.float64())
 """A column of lists of numbers; None is null."""
-ENDING_SCHEDULES = ("linear", "cosine")
-"""Learning-rate schedules that depend on the number of updates of the whole run."""
 
 
 class RunFolder:
@@ -84,69 +85,99 @@ class RunFolder:
         Raises:
             RunFolderError: it is not.
         """
-        # The logs of ranks (``cohort launch``) are there before the run.
-        if self.path.exists() and (not self.path.is_dir() or any(p.name != "logs" for p in self.path.iterdir())):
-            what, more = "is not empty" if self.path.is_dir() else "is a file", ""
-            if (self.path / "config.toml").exists():
-                what, more = "already holds a run", ", or continue it (--resume, train(resume=True))"
-            raise RunFolderError(f"{self.path} {what}: choose another run.output_dir{more}")
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file: choose another run.output_dir")
+        if not self.path.exists() or all(_is_no_run(path) for path in self.path.iterdir()):
+            return
+        if not self.is_run:
+            raise RunFolderError(f"{self.path} is not empty: choose another run.output_dir")
+        raise RunFolderError(
+            f"{self.path} already holds a run: continue it with 'cohort resume {self.path}', or train(resume=True); or "
+            "choose another run.output_dir"
+        )
 
-    def start(self, config: GRPOConfig, first_prompt: str) -> None:
-        """Create the folder of a new run."""
-        self.check_free()
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.path / "config.toml").is_file()
+
+    def start(self, config: GRPOConfig, first_prompt: str, *, anew: bool = False) -> None:
+        """Create the folder of a new run.
+
+        Args:
+            config: the settings.
+            first_prompt: the first prompt as the model reads it.
+            anew: replace a run that ended before its first checkpoint.
+        """
+        if anew:
+            self._clear()
+        else:
+            self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / "config.toml", to_toml(config))
+            write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
-    def check_resumable(self, config: GRPOConfig) -> int:
+    def _clear(self) -> None:
+        """Remove what a run without a checkpoint has written, except its settings: until the new ones take their place,
+        they mark the folder as a run's."""
+        if steps := self.checkpoint_steps():
+            raise RunFolderError(f"{self.path} has a checkpoint of step {steps[-1]} by now: another process writes it")
+        for name in WRITTEN:
+            path = self.path / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def check_resumable(self, config: GRPOConfig, allowed: Collection[str] = ()) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
         is read.
 
         Raises:
             RunFolderError: there is no whole checkpoint, or a setting that changes results differs from the run's.
         """
-        self.check_settings(config)
+        self.check_settings(config, allowed)
         if self._whole is None:
             self._whole = self._newest_whole()
         return self._whole
 
-    def check_settings(self, config: GRPOConfig) -> None:
-        """Check that the folder has a checkpoint from which a run with these settings can continue.
+    def check_settings(self, config: GRPOConfig, allowed: Collection[str] = ()) -> list[Change]:
+        """The settings that differ from the run's.
+
+        Args:
+            config: the settings now.
+            allowed: keys of changes that are allowed though they change results.
 
         Raises:
-            RunFolderError: it has none, or a setting that changes results differs from the run's.
+            RunFolderError: the folder holds no run, or a setting that changes results differs and is not allowed.
         """
-        steps = self.checkpoint_steps()
+        self.check_is_run()
+        check_keys(allowed)
+        changes = setting_changes(load_config(self.path / "config.toml"), config, facts_known=self._facts_known())
+        refuse(self.path, changes, allowed)
+        return changes
+
+    def check_is_run(self) -> None:
+        """Check that the folder holds a run.
+
+        Raises:
+            RunFolderError: it does not.
+        """
         if not self.path.exists():
             raise RunFolderError(f"there is no run folder {self.path} to resume")
-        if not steps:
-            raise RunFolderError(f"{self.path} has no checkpoint to resume from: remove it to start over")
-        saved, now = load_config(self.path / "config.toml"), config
-        # The same objective may be written in several ways.
-        same = saved.resolved_objective.settings() == now.resolved_objective.settings()
-        ignored = MAY_CHANGE_ON_RESUME | {"objective": {"preset", *saved.objective.parts()} if same else set()}
-        new = now.model_dump(exclude=ignored)
-        if changed := [
-            f"{section}.{key}: the run has {_shown(value)}, now {_shown(new[section][key])}"
-            for section, values in saved.model_dump(exclude=ignored).items()
-            for key, value in values.items()
-            if value != new[section][key]
-        ]:
-            raise RunFolderError(
-                f"cannot resume {self.path} with other settings:\n  " + "\n  ".join(changed) + "\nTo go on with them, "
-                f"start a new run whose model.path is {self.checkpoint(steps[-1])}"
-            )
-        longer = (saved.run.max_steps, saved.run.num_epochs) != (now.run.max_steps, now.run.num_epochs)
-        if longer and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
-            raise RunFolderError(
-                f"cannot resume {self.path} with another run.max_steps or run.num_epochs: the learning rate's schedule "
-                f"({now.optim.lr_scheduler_type}) depends on the end of the run. To train longer, start a new run with "
-                "the checkpoint as model.path"
-            )
+        if not self.is_run:
+            model = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
+            has_model = any((self.path / name).exists() for name in ("config.json", "adapter_config.json"))
+            raise RunFolderError(f"{self.path} is not a run folder: it has no config.toml.{model if has_model else ''}")
+
+    def _facts_known(self) -> bool:
+        """Whether the run has stored the facts that stand for names in its settings."""
+        steps = self.checkpoint_steps()
+        try:
+            return bool(steps) and "code" in saved_identity(self.checkpoint(steps[-1]))
+        except RunFolderError:  # the checkpoint is broken, which is said when it is read
+            return True
 
     def _newest_whole(self) -> int:
         """The newest checkpoint that is as it was written. Logs a warning that names what is wrong with newer ones."""
@@ -173,14 +204,20 @@ class RunFolder:
         self.drop_metrics_after(step)
         write_atomically(self.path / "config.toml", to_toml(config))
 
-    def first_evaluation(self) -> dict[str, Any] | None:
-        """Metrics of the evaluation before the first step, if there was one."""
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        first = json.loads(lines[0]) if lines else {}
-        if first.get("step") != 0:
-            return None
-        return {key: value for key, value in first.items() if key.startswith("eval/")}
+        found = {}
+        for line in map(json.loads, lines):
+            if evaluated := {key: value for key, value in line.items() if key.startswith("eval/")}:
+                found[int(line["step"])] = evaluated
+        return found
+
+    def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
+        """Append a line to ``starts.jsonl``."""
+        with (self.path / STARTS).open("a", encoding="utf-8") as lines:
+            lines.write(as_json(start.line(step, facts)))
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
@@ -194,6 +231,16 @@ class RunFolder:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
             write_atomically(path, "".join(kept))
+
+    @property
+    def has_summary(self) -> bool:
+        """Whether the run has ended. A resumed run removes the summary when it begins."""
+        return (self.path / "summary.json").is_file()
+
+    def read_summary(self) -> dict[str, Any]:
+        """The contents of ``summary.json``."""
+        found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        return found
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
@@ -230,6 +277,7 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
+    @waiting("checkpoint")
     def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
         """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
         self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
@@ -241,6 +289,7 @@ class RunFolder:
         """The folder of the best model."""
         return self.path / "best"
 
+    @waiting("saving the best model")
     def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
         """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
         when the new one takes its name. Every rank must call; rank 0 writes."""
@@ -272,8 +321,9 @@ class RunFolder:
         return found
 
 
-def _shown(value: Any) -> str:
-    return "unset" if value is None else repr(value)
+def _is_no_run(path: Path) -> bool:
+    """Whether a new run may find this in its folder: logs of ranks, or a file that a kill has left half written."""
+    return path.name == "logs" or path.name.endswith(".toml.part")
 
 
 def _mean(numbers: Sequence[float]) -> float:

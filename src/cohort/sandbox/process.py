@@ -19,8 +19,8 @@ from io import FileIO
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from cohort import orphans
 from cohort.errors import SandboxError
-from cohort.sandbox import watchdog
 from cohort.sandbox.bubblewrap import HOME, INSIDE, NOBODY, PYTHON, arguments, environment
 from cohort.sandbox.executor import Limits, Outcome, Program, Result
 from cohort.sandbox.syscalls import system_call_filter
@@ -77,7 +77,7 @@ class Process:
         self._is_closed = True
         self._kill()
         if not self.is_ready:
-            watchdog.kill_marked(self._mark)
+            orphans.kill_marked(self._mark, passes=2)
         # without a sandbox, a process that left the group may keep the output open for longer
         until = time.monotonic() + 5
         while self.streams and (left := until - time.monotonic()) > 0:
@@ -167,7 +167,7 @@ def start(
         ends = mapping.ends if mapping else []
         inherited += [rules, *files.values(), *ends]
         command = [bwrap, *arguments(packages, program.harness, limits.disk, files, rules, ends)]
-        folder, inside, mark = "/tmp", f"{HOME}/{INSIDE.name}", watchdog.mark()
+        folder, inside, mark = "/tmp", f"{HOME}/{INSIDE.name}", orphans.mark()
         settings |= {"threads": limits.threads} | ({"user": NOBODY} if mapping else {})
         if program.harness:
             settings["harness"] = f"{HOME}/{program.harness.parent.name}/{program.harness.name}"
@@ -176,7 +176,7 @@ def start(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
         _write_files(Path(folder), program.files)
     command += [PYTHON, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
-    popen = _spawn([*command, *([mark] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
+    popen = _spawn([*command, *([f"mark={mark}"] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
     process = Process(popen, (stdout, stderr), limits.output, mark)
     stack.callback(process.close)
     # the program is read only after all limits are set

@@ -42,8 +42,8 @@ class TrainerParts:
     """Weights of the objective that follow a target."""
     best: Best
     """The best evaluation so far."""
-    identity: dict[str, str]
-    """Facts that are not settings and must be the same in a resumed run: a hash of the prompts, names of rewards."""
+    facts: dict[str, str]
+    """Facts that are not settings and that a resumed run compares: see ``train.facts``."""
     layout: Layout = field(default_factory=Replicate)
     """The ranks, and how they hold the policy."""
     cursor: DataCursor = field(default_factory=DataCursor)
@@ -72,7 +72,7 @@ class TrainerParts:
             self.cursor.state_dict(),
             self.adaptive.state_dict(),
             self.best.state_dict(),
-            self.identity,
+            self.facts,
             self.world.gather(random_state()),
             rollouts,
         )

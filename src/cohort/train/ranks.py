@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TypeGuard
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError, ModelError
@@ -54,16 +52,6 @@ def check_same(world: World, config: GRPOConfig, facts: Mapping[str, str]) -> No
                     f"rank {rank} of {world.size} has other {name} than rank 0 ({others.get(name)!s:.200}, not "
                     f"{value!s:.200}): start every rank with the same settings, files and seeds"
                 )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of a model's weights, from the sum of each tensor's bytes: it tells a model that is initialised at random
-    on each rank from one that is loaded."""
-    sums = [
-        (name, int(tensor.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64)))
-        for name, tensor in model.state_dict().items()
-    ]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 
 def divide_policy(layout: Layout, policy: Policy, reference: Policy | None) -> None:

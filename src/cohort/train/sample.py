@@ -89,7 +89,7 @@ def sample(
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
         prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
         with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
-            with clock("generate"):
+            with clock("generate", scoring.progress):
                 groups = sampler.generate(
                     prompts,
                     config.rollout.num_generations,

@@ -19,7 +19,7 @@ import signal
 import sys
 from types import ModuleType
 
-from . import plan, wire
+from . import guard, names, plan, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -116,7 +116,28 @@ class Both:
         return repr(self.remote)
 
 
+def is_remote(value: Any) -> bool:
+    """Whether a value stands for one in the program."""
+    return isinstance(value, (Remote, Both))
+
+
 _BOTH: dict[type, Any] = {kind: type("Both", (Both, kind), {}) for kind in (int, float, str, tuple)}
+
+
+_of_program: dict[type[Exception], type[Exception]] = {}
+
+
+def _raised_by_program(kind: type[Exception]) -> type[Exception]:
+    """The class of those exceptions of a standard class that the program raised, and the tests did not.
+
+    It is what a program's ``Err = Exception`` is for the tests: ``except Err`` catches what the program raises, and not
+    the AssertionError of the tests.
+    """
+    if kind not in _of_program:
+        bases = [_raised_by_program(base) for base in kind.__bases__ if issubclass(base, Exception)]
+        attributes = {"__module__": kind.__module__, "_standard": kind}
+        _of_program[kind] = type(kind.__name__, (*bases, kind), attributes)
+    return _of_program[kind]
 
 
 class Link:
@@ -127,11 +148,12 @@ class Link:
         self.broken = False
         self.unusable: str | None = None
         """Why the tests cannot be run with any program."""
-        self.raised: BaseException | None = None
-        """The last exception that the program raised."""
+        self.asked = False
+        """Whether the tests have asked the program for anything, so that it may have led them elsewhere."""
         self._blame = False
         self._remotes: dict[int, Remote] = {}
         self._exceptions: dict[str, type[Exception]] = {}
+        self._named: tuple[type[Exception], ...] = ()  # the exception classes that the tests have by name
 
     def ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
         """The result of an operation in the program's process.
@@ -140,6 +162,7 @@ class Link:
             Exception: the program raised it.
             ConnectionError: the program is gone, or its answer cannot be read.
         """
+        self.asked = True
         self._blame = isinstance(arguments[0], Remote) and arguments[0]._known > 0
         answer = self.exchange(
             {
@@ -150,8 +173,7 @@ class Link:
             }
         )
         if "error" in answer:
-            self.raised = self._error(answer, operation)
-            raise self.raised
+            raise self._error(answer, operation)
         if answer.get("changed") is not None:
             for ours, theirs in zip([*arguments, *keywords.values()], self._decode(answer["changed"]), strict=True):
                 _restore(ours, theirs)
@@ -169,7 +191,10 @@ class Link:
         """An exception of the program, as one of this process."""
         kind = self._exception(answer["error"])
         if issubclass(kind, StopIteration) and operation != "next":
-            kind = RuntimeError  # StopIteration would end a loop of the tests early, and ``all`` of nothing is true
+            # StopIteration would end a loop of the tests early, and ``all`` of nothing is true
+            kind = _raised_by_program(RuntimeError)
+        if not issubclass(kind, self._named):
+            kind = vars(kind).get("_standard", kind)
         arguments = self._decode(answer["arguments"])
         try:
             error = kind(*arguments)
@@ -210,11 +235,17 @@ class Link:
         if "error" in answer or answer.get("missing"):
             raise AttributeError(f"the program does not define {name}")
         if "exception" in answer:
-            return self._exception(answer["exception"])
+            self._named += (self._exception(answer["exception"]),)
+            return self._named[-1]
         value = self._decode(answer["value"])
         if isinstance(value, Remote):
             vars(value)["_known"] = 3 if name[:1].isupper() else 2
         return value
+
+    def import_name(self, name: str) -> Any:
+        """``look_up`` for tests that import the program: they may go on otherwise if it lacks the name."""
+        self.asked = True
+        return self.look_up(name)
 
     def find(self, data: list[Any], plain: Any = None) -> Any:
         """The stand-in for an object of the program: always the same. With its plain data, a new ``Both``."""
@@ -243,13 +274,11 @@ class Link:
         raise TypeError(why)
 
     def _exception(self, names: list[list[str]]) -> type[Exception]:
-        """The class for an exception of the program, given its base classes: one of the standard library, or a new
-        class derived from one."""
-        if not names:
-            return Exception
-        (module, name), *bases = names
+        """The class for an exception of the program, given its base classes: that of a class of the standard library
+        (``_raised_by_program``), or a new one derived from it."""
+        (module, name), *bases = names or [["builtins", "Exception"]]
         if (known := _standard(module, name)) is not None:
-            return known
+            return _raised_by_program(known)
         if name not in self._exceptions:
             base = self._exception(bases)
             self._exceptions[name] = type(name, (base,), {"__str__": _text_of(base)})
@@ -311,13 +340,16 @@ def main(source: bytes, reads: int, writes: int) -> None:
     link = Link(wire.Wire(reads, writes))
     signal.signal(signal.SIGALRM, wire.raise_timeout)
     sys.modules["solution"] = solution = ModuleType("solution")  # for ``from solution import name``
-    vars(solution)["__getattr__"] = link.look_up
+    vars(solution)["__getattr__"] = link.import_name
     sys.modules["tests"] = module = ModuleType("tests")
-    names = module.__dict__
-    names["__builtins__"] = _safe_builtins()
-    broken = _run(lambda names: _look_up(plan.free_names(task), names, link), names, task["seconds"], link)
-    for step in steps:
-        error = broken or _run(step.run, names, task["seconds"], link)
+    given = module.__dict__
+    own = plan.strings_of(task)
+    given["__builtins__"] = _safe_builtins() | {"eval": guard.evaluator(own, link.look_up, is_remote)}
+    guard.watch(own)
+    preparing = plan.Step(False, lambda given: _prepare(task, given, link))
+    broken = None
+    for step in [preparing, *steps]:
+        error = broken or _run(step.run, given, task, link)
         if link.unusable is not None:
             report({"unusable": link.unusable})
             return
@@ -329,15 +361,17 @@ def main(source: bytes, reads: int, writes: int) -> None:
             broken = error
 
 
-def _run(run: Callable[[dict[str, Any]], None], names: dict[str, Any], seconds: float, link: Link) -> str | None:
+def _run(run: Callable[[dict[str, Any]], None], given: dict[str, Any], task: dict[str, Any], link: Link) -> str | None:
     """Run a step, and return its error."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, task["seconds"])
     try:
-        run(names)
+        run(given)
     except BaseException as error:  # SystemExit included: tests do not end this process
+        signal.setitimer(signal.ITIMER_REAL, 0)
         message = f"{type(error).__name__}: {error}"[:300]
-        missing = isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "solution"
-        if (missing or isinstance(error, plan.UnclearError)) and error is not link.raised:
+        if isinstance(error, ImportError):
+            link.unusable = link.unusable or plan.missing_import(task)
+        elif isinstance(error, plan.UnclearError) and not link.asked:
             link.unusable = message
         return message
     finally:
@@ -345,11 +379,18 @@ def _run(run: Callable[[dict[str, Any]], None], names: dict[str, Any], seconds: 
     return None
 
 
-def _look_up(wanted: list[tuple[str, bool]], names: dict[str, Any], link: Link) -> None:
-    program = names["__program__"] = {}
-    for name, is_module in wanted:
-        if is_module:  # ``math`` in the tests is the real module, even if the program defines the name
-            names[name] = __import__(name)
+def _prepare(task: dict[str, Any], given: dict[str, Any], link: Link) -> None:
+    """Give the tests the names that they use and do not define."""
+    program = given["__program__"] = {}
+    for name, source in names.free_names(task):
+        if source:  # ``math`` in the tests is the real module, even if the program defines the name
+            module, _, attribute = source.partition(":")
+            try:
+                found = __import__(module)
+            except ImportError as error:
+                raise plan.UnclearError(f"they use {name} without importing it: {error}") from None
+            given[name] = getattr(found, attribute) if attribute else found
         else:
             with contextlib.suppress(AttributeError):
-                program[name] = names[name] = link.look_up(name)
+                program[name] = given[name] = link.look_up(name)
+    plan.run_helpers(task, given)

@@ -1,15 +1,9 @@
-"""The tests of a row: how many there are, how to run each, and which of their names are the program's.
-
-Planning does not need the program.
-"""
+"""The tests of a row: how many there are, and how to run each. Planning does not need the program."""
 
 from __future__ import annotations
 
 import ast
-import builtins
 import json
-import symtable
-import sys
 from collections import namedtuple
 
 TYPE_CHECKING = False
@@ -21,6 +15,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 UNREACHABLE = {"redirect_stdout", "redirect_stderr", "unittest.mock", "mock", "asyncio"}
 """Names whose effect would have to reach into the program's process."""
+RUNS_TEXT = {"sympify", "parse_expr", "lambdify", "unsafe_load", "UnsafeLoader", "marshal", "shelve", "runpy"}
+"""Modules and functions that run a text as Python."""
 
 Step = namedtuple("Step", ["counts", "run"])
 Step.__doc__ = """A test, or a statement between tests: whether it counts as a test, and a function of the tests' names
@@ -50,6 +46,11 @@ def plan(task: dict[str, Any]) -> list[Step]:
     if isinstance(task["tests"], list):
         return [_join(_plan_program(text, entry)) for text in task["tests"]]
     return _plan_program(task["tests"], entry)
+
+
+def run_helpers(task: dict[str, Any], names: dict[str, Any]) -> None:
+    """Define the functions that the tests have from the prompt."""
+    _runner(*ast.parse(task.get("helpers", "")).body)(names)
 
 
 def _join(steps: list[Step]) -> Step:
@@ -92,19 +93,66 @@ def _plan_program(text: str, entry: str | None) -> list[Step]:
 
 
 def _check_reach(tree: ast.Module) -> None:
-    """Refuse tests that patch or await something in their own process, where the program is not."""
+    """Refuse tests that patch or await something in their own process, where the program is not, and tests that may run
+    a text of the program in their process. ``eval`` and ``pickle`` are allowed: see ``guard.py``."""
     for node in ast.walk(tree):
         found: str | None = None
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            module = getattr(node, "module", None)
-            found = next((n for n in [module, *(alias.name for alias in node.names)] if n in UNREACHABLE), None)
+        if names := imported(node):
+            found = next((name for name in names if name in UNREACHABLE), None)
         elif isinstance(node, ast.Attribute):
             is_patch = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ("sys", "builtins")
             found = ast.unparse(node) if node.attr in UNREACHABLE or is_patch else None
+            names = [node.attr]
         elif isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
             found = "await"
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("exec", "compile"):
+            names = [] if node.args and isinstance(node.args[0], ast.Constant) else ["exec"]
         if found:
             raise UnclearError(f"the tests use {found}, which does not reach the program: it is in another process")
+        if runs := next((name for name in names if name in RUNS_TEXT | {"exec"}), None):
+            raise UnclearError(f"the tests use {runs}: a text of the program could run where its results are compared")
+
+
+def missing_import(task: dict[str, Any]) -> str | None:
+    """Why an import of the tests fails with any program; None if none does.
+
+    An import under ``try`` or ``if`` may fail: with it, a program that raises ImportError would decide that the row has
+    no score.
+    """
+    for text in texts_of(task):
+        for node in _unconditional(ast.parse(text)):
+            if (names := imported(node)) and "solution" not in names:
+                try:
+                    _runner(node)({"__name__": "tests"})
+                except ImportError as error:
+                    return f"{type(error).__name__}: {error}"
+    return None
+
+
+def imported(node: ast.AST) -> list[str | None]:
+    """The modules and names that a statement imports; none for others."""
+    if not isinstance(node, (ast.Import, ast.ImportFrom)):
+        return []
+    return [getattr(node, "module", None), *(alias.name for alias in node.names)]
+
+
+def _unconditional(node: ast.AST) -> Iterator[Any]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.Try, ast.If)):
+            yield child
+            yield from _unconditional(child)
+
+
+def texts_of(task: dict[str, Any]) -> list[str]:
+    """The programs of a task's tests, with the functions that they have from the prompt."""
+    tests = task.get("tests", [])
+    return [*([tests] if isinstance(tests, str) else tests), *([task["helpers"]] if task.get("helpers") else [])]
+
+
+def strings_of(task: dict[str, Any]) -> set[str]:
+    """The strings that stand in the tests."""
+    nodes = (node for text in texts_of(task) for node in ast.walk(ast.parse(text)))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 # -- the content of a test program -------------------------------------------------------------------------------------
@@ -261,49 +309,3 @@ def _as_json(value: Any) -> Any:
             for key, item in value.items()
         }
     return value
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def free_names(task: dict[str, Any]) -> list[tuple[str, bool]]:
-    """The names that tests use and do not define, and whether each is a module of the standard library.
-
-    They include the entry point, and names that the tests assign outside of functions: ``total = total([1])`` first
-    uses the program's ``total``. Names of built-ins stand for the built-ins, so that a program that defines ``all``
-    changes no test, unless there are no other names: then the tested function itself has the name of a built-in.
-    """
-    tests = task.get("tests", [])
-    entry = {"Solution": False} if "calls" in task else {}
-    if task.get("entry_point"):
-        tree = ast.parse(task["entry_point"], "entry_point", "eval")
-        entry |= {node.id: False for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used: dict[str, bool] = {}  # whether the tests assign the name
-    defined: set[str] = set()
-    bare: set[str] = set()  # names that are also used other than as ``name.attribute``
-    for text in [tests] if isinstance(tests, str) else tests:
-        module = symtable.symtable(text, "tests.py", "exec")
-        for table in _tables(module):
-            for symbol in table.get_symbols():
-                name = symbol.get_name()
-                if table is not module and not symbol.is_global():
-                    continue
-                if symbol.is_imported() or symbol.is_namespace():
-                    defined.add(name)
-                elif symbol.is_referenced() or symbol.is_assigned():
-                    used[name] = used.get(name, False) or symbol.is_assigned()
-        for node in ast.walk(ast.parse(text)):
-            for child in () if isinstance(node, ast.Attribute) else ast.iter_child_nodes(node):
-                if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
-                    bare.add(child.id)
-    used = {name: assigned for name, assigned in used.items() if name not in defined and name not in entry}
-    free = [name for name, assigned in used.items() if not assigned]
-    wanted = [*entry, *(name for name in free if not hasattr(builtins, name))] or free
-    wanted += [name for name, assigned in used.items() if assigned]
-    return [(name, name in sys.stdlib_module_names and name not in bare and name not in entry) for name in wanted]
-
-
-def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for child in table.get_children():
-        yield from _tables(child)

@@ -1,0 +1,58 @@
+"""``cohort resume``: continue a run from its folder alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cohort.cli.app import ANY_TEXT, app
+from cohort.cli.start import ALLOW_CHANGED, run_training
+from cohort.errors import RunFolderError
+
+
+@app.command(
+    sort_key=3,
+    usage="Usage: cohort resume RUN [--allow-changed KEY] [--section.key value ...]",
+    help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the run's.",
+)
+def resume(
+    run: str,
+    /,
+    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
+    allow_changed: ALLOW_CHANGED = (),
+) -> None:
+    """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
+
+    The run's settings are used, and relative names in them belong to the folder that the run was started in. What
+    differs from the run so far is printed, and what changes its results is refused.
+
+    Args:
+        run: The run folder.
+        allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
+    """
+    from cohort.config import load_config, setting_names
+    from cohort.runs import RunFolder, last_start
+
+    folder = RunFolder(Path(run).expanduser().resolve())
+    folder.check_is_run()
+    settings = load_config(folder.path / "config.toml", [*overrides, f"--run.output_dir={folder.path}"])
+    start, names = last_start(folder.path), setting_names(overrides)
+    given = {"data.train": "train_dataset", "data.eval": "eval_dataset", "reward.functions": "reward_funcs"}
+    given |= {"environment.tools": "tools", "environment.factory": "environment_factory", "model.path": "model"}
+    missing = {name: what for name, what in start.missing.items() if name not in {given.get(key) for key in names}}
+    from_checkpoint = {"processing_class", *([] if settings.model.lora.wanted else ["model"])}
+    if not folder.checkpoint_steps():
+        from_checkpoint = set()
+    if unknown := [f"{name} ({what})" for name, what in missing.items() if name not in from_checkpoint]:
+        names_of = {name: setting for setting, name in given.items()}
+        flags = [f"--{names_of[name]} NAME" for name in missing if name in names_of and name not in from_checkpoint]
+        raise RunFolderError(
+            f"{folder.path} was begun in Python, and its folder does not name {', '.join(unknown)}. Run its script "
+            f"again, with train(resume='auto')" + (f"; or name them: {' '.join(flags)}" if flags else "")
+        )
+    if start.folder and Path(start.folder).is_dir():
+        os.chdir(start.folder)
+    run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)

@@ -1,0 +1,103 @@
+"""What ``cohort train`` and ``cohort resume`` share: make the trainer, train, and print what was reached."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from cohort.cli.app import STARTED
+
+if TYPE_CHECKING:
+    from cohort.config import GRPOConfig
+    from cohort.runs import Resume, Start
+    from cohort.trainer import GRPOTrainer
+
+ALLOW_CHANGED = Annotated[Sequence[str], Parameter(name="--allow-changed", metavar="KEY")]
+
+
+def run_training(
+    settings: GRPOConfig,
+    resume: Resume,
+    allow_changed: Sequence[str] = (),
+    *,
+    overrides: tuple[str, ...] = (),
+    missing: Mapping[str, str] | None = None,
+) -> None:
+    """Train, and print what was reached.
+
+    Args:
+        settings: the settings.
+        resume, allow_changed: as ``GRPOTrainer.train``.
+        overrides: the settings that the command line gave, by name.
+        missing: what a run that was begun in Python has no name for.
+    """
+    from cohort.runs import Start, resumes
+
+    if resume and resumes(settings, resume, allow_changed) is None:
+        print(f"{settings.run.output_dir} is complete")
+        return
+    start = Start(overrides=overrides, missing=missing or {})
+    trainer = _trainer(settings, resume, allow_changed, start)
+    trainer.started = STARTED
+    try:
+        summary = trainer.train(resume=resume, allow_changed=allow_changed)
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (_state_after_interrupt(trainer),)
+        raise
+    trainer.world.close()
+    if settings.report.progress and trainer.world.is_main:
+        print(
+            f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
+            f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
+        )
+        if not summary["updates"]:
+            from cohort.report.console import why_no_gradient
+
+            print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
+
+
+def _trainer(
+    config: GRPOConfig,
+    resume: Resume,
+    allow_changed: Collection[str],
+    started_by: Start,
+) -> GRPOTrainer:
+    """The trainer of settings that name model, data and rewards.
+
+    Args:
+        config: the settings.
+        resume, allow_changed: as ``GRPOTrainer.train`` will be given them.
+        started_by: how the process was started. What a resumed run has no name for is read from its checkpoint.
+
+    Raises:
+        CohortError: as ``GRPOTrainer``. The output folder is checked before anything is loaded.
+    """
+    from cohort.parallel import World, on_main
+    from cohort.policy import load_tokenizer
+    from cohort.runs import find_run
+    from cohort.runs.output import output_folder
+    from cohort.trainer import GRPOTrainer
+
+    world = World.of_environment(timeout=config.parallel.rank_timeout)
+    folder = output_folder(config, world, resume=bool(resume))
+    model, tokenizer = None, None
+    if on_main(world, lambda: find_run(folder, config, resume, allow_changed)):
+        checkpoint = folder.checkpoint(on_main(world, partial(folder.check_resumable, config, allow_changed)))
+        model = checkpoint if "model" in started_by.missing else None
+        if "processing_class" in started_by.missing:
+            tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=config.model.trust_remote_code)
+    trainer = GRPOTrainer(model, args=config, processing_class=tokenizer)
+    trainer.began_as(started_by, config, folder)
+    return trainer
+
+
+def _state_after_interrupt(trainer: GRPOTrainer) -> str:
+    """What an interrupted run has written, and how to continue it."""
+    if trainer.folder is None:
+        return "nothing was written yet"
+    path, steps = trainer.folder.path, trainer.folder.checkpoint_steps()
+    what = f"a checkpoint of step {steps[-1]}: continue" if steps else "no checkpoint yet: start it again"
+    return f"{path} has {what} with 'cohort resume {path}'"

@@ -1,0 +1,318 @@
+"""Where two runs part: the first step and the first quantity in which their folders differ, bit by bit.
+
+The quantities of a step are compared in the order in which they are computed: what was sampled, its rewards, the
+updates, the evaluation, the weights and states after it. Times are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from torch import Tensor
+
+from cohort.errors import RunFolderError
+from cohort.runs.checkpoints import LOOP, ROLLOUT, saved_identity
+from cohort.runs.tensors import read_tensors
+
+SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
+SCORED = ("reward", "custom/", "groups/", "advantage/")
+EVALUATED = ("eval/",)
+"""How the names of metrics begin, by stage; all others are of the updates."""
+OF_THE_CLOCK = ("time", "seconds", "tokens_per_second", "parallel/", "vllm/")
+"""How the names of metrics begin that differ between two runs of the same computation: their times and loads."""
+OF_THE_PLACE = ("output_dir",)
+"""Names in the settings and in the summary that say where a run is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A quantity in which two runs differ."""
+
+    step: int
+    quantity: str
+    """Such as "rollout: token_ids" or "metrics: grad_norm"."""
+    detail: str
+    """Where, and both values."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.quantity}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run folder holds.
+
+    Raises:
+        RunFolderError: it is not a run folder, or a file of it cannot be read.
+    """
+
+    path: Path
+    metrics: Mapping[int, Mapping[str, Any]]
+    """The lines of ``metrics.jsonl`` by step; of several lines of one step, the last."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Run:
+        """The run in a folder."""
+        path = Path(path).expanduser()
+        if not (path / "config.toml").is_file():
+            raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
+        return cls(path, _metrics(path / "metrics.jsonl"))
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with metrics, in order."""
+        return sorted(self.metrics)
+
+    def tables(self, kind: str) -> dict[tuple[int, str], Path]:
+        """The tables of ``rollouts`` or ``evaluations``, by step and name of the set."""
+        return {_step_of(path): path for path in (self.path / kind).glob("step-*.parquet")}
+
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints by step."""
+        paths = {path.name.removeprefix("step-"): path for path in (self.path / "checkpoints").glob("step-*")}
+        return {int(name): path for name, path in paths.items() if name.isdecimal()}
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by ``section.key``."""
+        return dict(_flat(_parsed(self.path / "config.toml", tomllib.loads)))
+
+    def facts(self) -> dict[str, str]:
+        """What the newest checkpoint records besides the settings, such as the hash of the prompts."""
+        checkpoints = self.checkpoints()
+        return dict(saved_identity(checkpoints[max(checkpoints)])) if checkpoints else {}
+
+
+def differences(a: Run, b: Run) -> Iterator[Difference]:
+    """The differences of what both runs have, in the order in which it was computed.
+
+    Raises:
+        RunFolderError: a file cannot be read.
+    """
+    rollouts, evaluations = _common(a.tables("rollouts"), b.tables("rollouts")), _evaluations(a, b)
+    checkpoints = _common(a.checkpoints(), b.checkpoints())
+    steps = {*_common(a.metrics, b.metrics), *(step for step, _ in (*rollouts, *evaluations)), *checkpoints}
+    for step in sorted(steps):
+        for key in [key for key in rollouts if key[0] == step]:
+            yield from _tables(step, "rollout", rollouts[key])
+        metrics = tuple(_timeless(run.metrics[step]) for run in (a, b) if step in run.metrics)
+        changed = _changed(*metrics) if len(metrics) == 2 else []
+        yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if not _is(key, EVALUATED))
+        for key in [key for key in evaluations if key[0] == step]:
+            yield from _tables(step, f"evaluation{key[1] and ' of ' + key[1]}", evaluations[key])
+        yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if _is(key, EVALUATED))
+        if step in checkpoints:
+            yield from _models(step, "checkpoint", checkpoints[step])
+    yield from _ends(a, b, max(steps, default=0))
+
+
+def only_in(a: Run, b: Run) -> list[str]:
+    """What the first run has and the second lacks."""
+    found = [f"metrics of step {step}" for step in a.steps if step not in b.metrics]
+    for kind in ("rollouts", "evaluations"):
+        mine, others = a.tables(kind), b.tables(kind)
+        found += [f"{kind}/{mine[key].name}" for key in sorted(mine) if key not in others]
+    found += [f"checkpoints/step-{step}" for step in sorted(a.checkpoints()) if step not in b.checkpoints()]
+    return found + [name for name in ("best", "summary.json") if (a.path / name).exists() > (b.path / name).exists()]
+
+
+def changed_settings(a: Run, b: Run) -> list[tuple[str, str]]:
+    """Settings that differ, with both values."""
+    return [(key, text) for key, text in _changed(a.settings(), b.settings()) if not key.endswith(OF_THE_PLACE)]
+
+
+def changed_facts(a: Run, b: Run) -> list[tuple[str, str]]:
+    """Recorded facts about data, functions and versions that differ, with both values."""
+    return _changed(a.facts(), b.facts())
+
+
+def _ends(a: Run, b: Run, step: int) -> Iterator[Difference]:
+    """The differences of the best models and of the summaries."""
+    best = (a.path / "best", b.path / "best")
+    if all(path.exists() for path in best):
+        records = [_parsed(path / "best.json", json.loads) for path in best]
+        changed = _changed(*records)
+        yield from (Difference(records[0]["step"], f"best model: {key}", text) for key, text in changed)
+        yield from _models(records[0]["step"], "best model", best)
+    summaries = (a.path / "summary.json", b.path / "summary.json")
+    if all(path.exists() for path in summaries):
+        pair = [_timeless(_parsed(path, json.loads)) for path in summaries]
+        yield from (Difference(step, f"summary: {key}", text) for key, text in _changed(*pair))
+
+
+def _metrics(path: Path) -> dict[int, dict[str, Any]]:
+    lines = _parsed(path, str.splitlines) if path.exists() else []
+    found: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            metrics = dict(json.loads(line))
+            found[int(metrics["step"])] = metrics
+        except (ValueError, TypeError, LookupError, RecursionError):
+            if number < len(lines):  # a run that is being written, or was killed, may end within a line
+                raise RunFolderError(f"{path}, line {number}: expected the metrics of a step") from None
+    return found
+
+
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from None
+
+
+def _step_of(path: Path) -> tuple[int, str]:
+    """Step and set of ``step-N-SET.parquet``."""
+    number, _, name = path.stem.removeprefix("step-").partition("-")
+    return (int(number) if number.isdecimal() else -1, name)
+
+
+def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name}{key}.")
+        else:
+            yield f"{name}{key}", value
+
+
+def _common(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    return {key: (value, b[key]) for key, value in a.items() if key in b}
+
+
+def _evaluations(a: Run, b: Run) -> dict[tuple[int, str], tuple[Path, Path]]:
+    return _common(a.tables("evaluations"), b.tables("evaluations"))
+
+
+def _is(name: str, beginnings: tuple[str, ...]) -> bool:
+    return name.startswith(beginnings)
+
+
+def _timeless(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics by stage, without those of the clock."""
+    kept = {key: value for key, value in metrics.items() if not _is(key, OF_THE_CLOCK + OF_THE_PLACE)}
+    stages = [SAMPLED, SCORED]
+    names = sorted(kept, key=lambda key: next((n for n, stage in enumerate(stages) if _is(key, stage)), len(stages)))
+    return {key: kept[key] for key in names}
+
+
+def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Keys whose values differ, with both values."""
+    absent = object()
+    keys = dict.fromkeys([*a, *b])
+    pairs = {key: (a.get(key, absent), b.get(key, absent)) for key in keys}
+    return [
+        (key, " and ".join("absent" if value is absent else _short(value) for value in pair))
+        for key, pair in pairs.items()
+        if repr(pair[0]) != repr(pair[1])  # so that NaN equals NaN and 0.0 differs from -0.0
+    ]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
+
+
+def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Difference]:
+    """The columns in which two tables differ."""
+    try:
+        a, b = (pyarrow.parquet.read_table(path) for path in paths)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RunFolderError(f"cannot read {paths[0]} and {paths[1]}: {error}") from None
+    if a.num_rows != b.num_rows:
+        yield Difference(step, f"{what}: rows", f"{a.num_rows} and {b.num_rows}")
+        return
+    for name in dict.fromkeys([*a.column_names, *b.column_names]):
+        if name not in a.column_names or name not in b.column_names:
+            yield Difference(step, f"{what}: {name}", "only one run has this column")
+        elif not _same_column(a.select([name]), b.select([name])):
+            columns = (a.column(name).to_pylist(), b.column(name).to_pylist())
+            rows = [row for row, pair in enumerate(zip(*columns, strict=True)) if repr(pair[0]) != repr(pair[1])]
+            if rows:
+                groups = a.column("group").to_pylist() if "group" in a.column_names else None
+                where = f"completion {rows[0]}" + (f" (group {groups[rows[0]]})" if groups else "")
+                text = _first_place(columns[0][rows[0]], columns[1][rows[0]])
+                yield Difference(step, f"{what}: {name}", f"{where}{text}; {len(rows)} of {a.num_rows} rows")
+
+
+def _same_column(a: Any, b: Any) -> bool:
+    """Whether two columns have the same bytes; columns with absent values may be equal and have others."""
+    pairs = [one.combine_chunks().to_batches() for one in (a, b)]
+    return bool([batch.serialize() for batch in pairs[0]] == [batch.serialize() for batch in pairs[1]])
+
+
+def _first_place(a: Any, b: Any) -> str:
+    """The first place at which two values of a table differ."""
+    if isinstance(a, list) and isinstance(b, list):
+        for place, pair in enumerate(zip(a, b, strict=False)):
+            if repr(pair[0]) != repr(pair[1]):
+                return f", position {place}: {_short(pair[0])} and {_short(pair[1])}"
+        return f": {len(a)} and {len(b)} entries"
+    return f": {_short(a)} and {_short(b)}"
+
+
+def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
+    """The files of a saved model, and of the state beside it, in which two folders differ."""
+    yield from _tensors(step, f"{what}: weights", [sorted(folder.glob("*.safetensors")) for folder in folders])
+    for name in ("optimizer", "reference"):
+        files = [folder / "state" / f"{name}.safetensors" for folder in folders]
+        if all(file.exists() for file in files):
+            yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
+        elif files[0].exists() != files[1].exists():
+            yield Difference(step, f"{what}: {name}", "only one run has it")
+    if all((folder / LOOP).exists() for folder in folders):
+        pair = [dict(_parsed(folder / LOOP, json.loads)) for folder in folders]
+        yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(_flat, pair))))
+    yield from _pending(step, what, folders)
+
+
+def _pending(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
+    """The rollouts that no step has trained on yet, without their times."""
+    names = [sorted(path.name for path in (folder / "state").glob(f"{ROLLOUT}*.json")) for folder in folders]
+    if names[0] != names[1]:
+        yield Difference(step, f"{what}: pending rollouts", f"{len(names[0])} and {len(names[1])}")
+        return
+    for name in names[0]:
+        trees = [dict(_parsed(folder / "state" / name, json.loads)) for folder in folders]
+        for tree in trees:
+            tree["facts"].pop("seconds", None)
+        files = [folder / "state" / name.replace(".json", ".safetensors") for folder in folders]
+        yield from (Difference(step, f"{what}: {name}: {key}", text) for key, text in _changed(*trees))
+        yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
+
+
+def _tensors(step: int, quantity: str, files: Sequence[Iterable[Path]]) -> Iterator[Difference]:
+    """The first tensor in which two models differ, and how many do."""
+    try:
+        a, b = ({name: one for file in some for name, one in read_tensors(file).items()} for some in files)
+    except Exception as error:  # safetensors raises an error of its own
+        raise RunFolderError(f"cannot read {quantity} of step {step}: {error}") from None
+    names = list(dict.fromkeys([*a, *b]))
+    different = [name for name in names if name not in a or name not in b or not _same_bits(a[name], b[name])]
+    if different:
+        first = different[0]
+        where = _first_number(a[first], b[first]) if first in a and first in b else "only one run has it"
+        yield Difference(step, quantity, f"{first}: {where}; {len(different)} of {len(names)} tensors")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _first_number(a: Tensor, b: Tensor) -> str:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    rows = [_bytes(one).reshape(-1, one.element_size()) for one in (a, b)]
+    places = (rows[0] != rows[1]).any(1).nonzero().flatten()
+    place = int(places[0])
+    pair = [one.reshape(-1)[place].item() for one in (a, b)]
+    return f"{pair[0]!r} and {pair[1]!r} at {place}, {len(places):,} of {a.numel():,} numbers"

@@ -1,0 +1,175 @@
+"""What differs between a run and the process that resumes it, and which of it would change results.
+
+Settings are compared with ``config.toml``, everything else with the facts that a checkpoint stores: hashes of data,
+code and model, versions, and the machine. Names of files do not matter, since what they hold is compared.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from cohort.config import GRPOConfig
+from cohort.config.schema import RunConfig
+from cohort.errors import ConfigError, RunFolderError
+
+MAY_CHANGE_ON_RESUME = {
+    *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels")),
+    *(f"rollout.{name}" for name in ("max_batch_size", "cache_tokens", "lag")),
+    *("vllm", "eval", "parallel", "report"),
+    *(f"reward.{name}" for name in ("workers", "timeout", "retries", "on_error", "max_concurrent")),
+    "optim.microbatch_tokens",
+    *(f"run.{name}" for name in RunConfig.model_fields if name not in ("seed", "deterministic")),
+}
+"""Settings, and sections, that do not change what a step computes: where, how long and how fast a run goes, and how it
+is judged."""
+COMPARED_BY_FACTS = {"model.path", "data.train", "reward.functions", "environment.tools", "environment.factory"}
+"""Settings that are names. The facts say whether what they name is the same."""
+ENDING_SCHEDULES = ("linear", "cosine")
+"""Learning-rate schedules that depend on the number of updates of the whole run."""
+
+HASHED = {"prompts": "the prompts", "columns": "the data's columns", "code": "the code", "model": "the model"}
+"""Facts that are hashes, and what they are hashes of."""
+REFUSED = {*HASHED, "rewards", "tools", "precision", "versions"}
+"""Facts that change results."""
+ROUNDING = {"threads", "ranks", "machine"}
+"""Facts that change results by rounding: the owner of a run does not always decide them."""
+EARLIER_NAMES = {"reward functions": "rewards", "tools and environments": "tools"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that differs."""
+
+    key: str
+    """A setting, or the name of a fact."""
+    words: str
+    """What it was and is."""
+    refused: bool
+    """Whether it changes results by more than rounding."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.words}"
+
+
+def check_keys(allowed: Collection[str]) -> None:
+    """Check the keys of ``--allow-changed``.
+
+    Raises:
+        ConfigError: one is neither a setting nor a fact; names the nearest.
+    """
+    known = [*REFUSED, *ROUNDING, *(key for key, _ in _flat(GRPOConfig()))]
+    for key in allowed:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            facts = ", ".join(sorted(REFUSED | ROUNDING))
+            raise ConfigError(f"--allow-changed {key}: expected a setting or one of {facts}{hint}")
+
+
+def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = True) -> list[Change]:
+    """The settings that differ.
+
+    Args:
+        saved: the run's settings.
+        now: those of this process.
+        facts_known: whether the run has stored the facts that stand for ``COMPARED_BY_FACTS``.
+    """
+    # The same objective may be written in several ways.
+    same = saved.resolved_objective.settings() == now.resolved_objective.settings()
+    parts = {f"objective.{name}" for name in ("preset", *saved.objective.parts())} if same else set()
+    by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
+    new, found = dict(_flat(now)), []
+    for key, before in _flat(saved):
+        if before == new[key] or key in parts or key == "run.output_dir":
+            continue
+        if key in COMPARED_BY_FACTS and not (before and new[key]):
+            continue  # given in Python, without a name
+        harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
+        words = f"the run has {_shown(before)}, now {_shown(new[key])}"
+        if key in ("run.max_steps", "run.num_epochs") and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
+            words += f"; the learning rate's schedule ({now.optim.lr_scheduler_type}) depends on the end of the run"
+            harmless = False
+        found.append(Change(key, words, not harmless))
+    return found
+
+
+def fact_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """The facts that differ. Facts that an earlier version of Cohort did not store are not compared."""
+    saved = {EARLIER_NAMES.get(key, key): value for key, value in saved.items()}
+    found = []
+    for key in (*REFUSED, *ROUNDING):
+        before, after = saved.get(key), now.get(key)
+        if key == "tools":  # stored only of runs that have some
+            before, after = before or "none", after or "none"
+        if before is not None and after is not None and before != after:
+            found.append(Change(key, _difference(key, before, after), key in REFUSED))
+    return sorted(found, key=lambda change: (not change.refused, change.key))
+
+
+def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> None:
+    """Refuse to resume with changes that change results.
+
+    Raises:
+        RunFolderError: names those that are not allowed, and how to allow them.
+    """
+    if refused := [change for change in changes if change.refused and change.key not in allowed]:
+        lines = "\n  ".join(map(str, refused))
+        keys = " ".join(f"--allow-changed {change.key}" for change in refused)
+        names = ", ".join(repr(change.key) for change in refused)
+        raise RunFolderError(
+            f"cannot resume {path}: what changes its results is different now\n  {lines}\nTo go on all the same: "
+            f"{keys}; in Python, train(resume=True, allow_changed=[{names}])"
+        )
+
+
+def describe(changes: Sequence[Change]) -> list[str]:
+    """The changes that a run goes on with, in words, one line each."""
+    if not changes:
+        return []
+    rounding = {change.key for change in changes} & ROUNDING
+    end = f" (rounding may differ from here on: {', '.join(sorted(rounding))})" if rounding else ""
+    return [f"different from the run so far{end}:", *(f"  {change}" for change in changes)]
+
+
+def _difference(key: str, before: str, after: str) -> str:
+    """What a fact was and is; of one with several entries, the entries that differ."""
+    if key == "prompts":
+        return "other prompts, or in other order or weights"
+    old, new = _entries(before), _entries(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if key in HASHED:
+        how = (f"{name} is {_kind(old.get(name), new.get(name))}" for name in names)
+        return ", ".join(how)
+    if None in (*old, *new):
+        return f"the run has {before}, now {after}"
+    return ", ".join(f"{name} {new.get(name) or 'none'}, was {old.get(name) or 'none'}" for name in names)
+
+
+def _kind(before: str | None, after: str | None) -> str:
+    return "new" if before is None else "gone" if after is None else "not the same"
+
+
+def _entries(value: str) -> dict[str | None, str]:
+    """The entries of a fact like "a=1, b=2"; of any other, itself under None."""
+    pairs = [part.partition("=") for part in value.split(", ")]
+    return {name: rest for name, _, rest in pairs} if all(equals for _, equals, _ in pairs) else {None: value}
+
+
+def _flat(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting with its dotted name."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else f"{value!r:.200}"

@@ -1,0 +1,82 @@
+"""``starts.jsonl`` of a run folder: a line for each process that started or resumed the run, with what it was given.
+
+{"time": ..., "step": 0, "folder": "/home/me", "overrides": ["run.max_steps"], "missing": {"train_dataset": "rows in
+memory"}, "facts": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cohort.config import GRPOConfig, load_config, setting_names, with_settings
+from cohort.errors import ConfigError, RunFolderError
+
+STARTS = "starts.jsonl"
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it has been removed
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a process was started."""
+
+    folder: str = field(default_factory=_working_directory)
+    """The working directory, to which relative names in the settings belong."""
+    overrides: tuple[str, ...] = ()
+    """The settings that the command line gave, by name. Their values are in ``config.toml``."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What was given in Python and has no name, and what it is."""
+
+    def line(self, step: int, facts: Mapping[str, str]) -> dict[str, Any]:
+        """The line of a start after ``step`` steps."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        return {"time": when, "step": step, **asdict(self), "facts": dict(facts)}
+
+
+def last_start(run: Path) -> Start:
+    """How the run's last process was started; of a run of an earlier version, the defaults."""
+    try:
+        lines = (run / STARTS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return Start()
+    for text in reversed(lines):
+        try:  # a kill may have left half a line
+            line = json.loads(text)
+            missing = {str(name): str(what) for name, what in line["missing"].items()}
+            return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            continue
+    return Start()
+
+
+def with_overrides_of_start(config: GRPOConfig, overrides: tuple[str, ...]) -> tuple[GRPOConfig, tuple[str, ...]]:
+    """Settings for ``--resume`` of a run that was started with overrides: they apply again unless they are given anew.
+
+    Args:
+        config: the settings of a config file with ``overrides``, which name the run folder.
+        overrides: the ``--section.key value`` pairs given now.
+
+    Returns:
+        The settings, and the names of all settings that command lines have given.
+    """
+    given = setting_names(overrides)
+    run = Path(config.run.output_dir).expanduser() if config.run.output_dir else None
+    if run is None or not (run / "config.toml").exists():
+        return config, given
+    # The ranks are of this command, and with them how they share the work.
+    kept = (name for name in last_start(run).overrides if not name.startswith("parallel.") and name != "run.output_dir")
+    names = [name for name in kept if name not in given]
+    try:
+        return with_settings(config, load_config(run / "config.toml"), names), (*names, *given)
+    except ConfigError as error:
+        raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None

@@ -1,0 +1,86 @@
+"""A run goes on: what differs from before is found, the newest checkpoint is loaded, and the folder is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.errors import ConfigError
+from cohort.parallel import on_main, together
+from cohort.runs import (
+    RunFolder,
+    describe_changes,
+    fact_changes,
+    load_checkpoint,
+    refuse,
+    saved_identity,
+    take_threads,
+)
+from cohort.train.parts import TrainerParts
+from cohort.train.sample import drop_resized
+
+
+def resume(
+    folder: RunFolder, parts: TrainerParts, schedule: Schedule, config: GRPOConfig, allowed: Collection[str]
+) -> tuple[int, Schedule, list[str]]:
+    """Continue a run from its newest whole checkpoint. Every rank must call.
+
+    Args:
+        folder: the run's folder.
+        parts: the parts of this process, which take the checkpoint's state.
+        schedule: of the settings.
+        config: the settings, which the folder holds from now on.
+        allowed: keys of changes that are allowed though they change results.
+
+    Returns:
+        The number of complete steps, the schedule of the rest, and what differs from before in words, line by line.
+
+    Raises:
+        RunFolderError: there is no whole checkpoint, or a change is not allowed.
+        ConfigError: the run has ended.
+    """
+    step = on_main(parts.world, partial(folder.check_resumable, config, allowed))
+    checkpoint = folder.checkpoint(step)
+    changes = together(parts.world, lambda: _changes(folder, checkpoint, parts, config, allowed))
+    saved = together(parts.world, lambda: load_checkpoint(checkpoint, parts.models, rank=parts.world.rank))
+    parts.restore(saved, on_main(parts.world, folder.best_record))
+    schedule = schedule.resumed(step, parts.cursor.position)
+    drop_resized(parts, schedule)
+    # Without a summary, the process was killed after the last step: the end is made now.
+    if on_main(parts.world, lambda: folder.has_summary):
+        _check_incomplete(folder, parts, schedule, step)
+    on_main(parts.world, lambda: folder.resume(config, step))
+    return step, schedule, changes
+
+
+def _changes(
+    folder: RunFolder, checkpoint: Path, parts: TrainerParts, config: GRPOConfig, allowed: Collection[str]
+) -> list[str]:
+    """What differs from the run that wrote a checkpoint, in words. Takes its number of threads.
+
+    Raises:
+        RunFolderError: it changes results and is not allowed.
+    """
+    saved = saved_identity(checkpoint)
+    note = "" if "threads" in allowed else take_threads(saved, parts.world.size)
+    parts.facts["threads"] = str(torch.get_num_threads())
+    changes = fact_changes(saved, parts.facts)
+    refuse(folder.path, changes, allowed)
+    return [*filter(None, [note]), *describe_changes([*folder.check_settings(config, allowed), *changes])]
+
+
+def _check_incomplete(folder: RunFolder, parts: TrainerParts, schedule: Schedule, step: int) -> None:
+    if step >= schedule.steps:
+        raise ConfigError(
+            f"{folder.path} is complete: it is at step {step} of {schedule.steps}; "
+            "raise run.num_epochs or run.max_steps to train longer"
+        )
+    if parts.best.exhausted:
+        raise ConfigError(
+            f"{folder.path} stopped early, at step {step}: {parts.best.describe()}; "
+            "raise eval.early_stopping_patience, or set it to 0, to train longer"
+        )

@@ -1,0 +1,28 @@
+"""Runs that are killed at any instant and continued end as if nothing had happened (``tests/faults/kills``)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def kills(tmp_path, *arguments):
+    """Run the harness; returns what it prints."""
+    command = [sys.executable, "-m", "tests.faults.kills", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_twenty_kills(tmp_path):
+    shown = kills(tmp_path, "--kills", "20", "--only", "updates,reference,lora,curriculum,lag")
+    assert "20 runs bit-equal, 0 not" in shown
+
+
+@pytest.mark.slow
+def test_kills_of_every_variant(tmp_path):
+    assert "60 runs bit-equal, 0 not" in kills(tmp_path, "--kills", "60", "--seed", "1", "--timed", "0.5")

@@ -1,0 +1,160 @@
+"""Programs that forge the result of Python tests. Each passed once, or left its completion unscored."""
+
+import asyncio
+
+import pytest
+
+from cohort.errors import DataError
+from cohort.rewards.code import code, parse_tests
+from tests.rewards.test_code import score
+from tests.sandbox.needs import needs_bwrap
+
+CATCHES = "try:\n    f(-1)\n    assert False\nexcept Err:\n    pass"
+READS = "def f(x): return \"__import__('sys').modules['tests'].expected\""
+FORGED = {  # a program that is wrong, and tests that it passed
+    "its exception class is Exception": ("Err = Exception\ndef f(x): return 0", CATCHES),
+    "its exception class claims to be AssertionError": (
+        "class Err(Exception): pass\nErr.__module__, Err.__name__ = 'builtins', 'AssertionError'\ndef f(x): return 0",
+        CATCHES,
+    ),
+    "a method of unittest fails": (
+        "Err = AssertionError\ndef f(x): return 0",
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        try:\n            f(-1)\n"
+        "            self.fail()\n        except Err:\n            pass",
+    ),
+    "the program is gone": ("import os\nErr = ConnectionError\ndef f(x): os._exit(0)", CATCHES),
+    "defines isclose": ("def isclose(*a): return True\ndef f(x): return 0", "assert isclose(f(1), 3)"),
+    "defines inf": ("inf = 0\ndef f(x): return 0", "assert f(1) == inf"),
+    "defines deque": (
+        "class deque(list):\n    def __init__(self, *a): pass\ndef f(x): return []",
+        "assert f(1) == deque([3])",
+    ),
+    "defines floor": ("def floor(x): return 3\ndef f(x): return 0", "result = f(1)\nassert floor(result) == 3"),
+    "defines all": (
+        "def all(x): return True\ndef f(x): return 0",
+        "from solution import f\nassert all(f(i) == 1 for i in range(3))",
+    ),
+    "returns the name of what is expected": (
+        "def f(x): return 'expected'",
+        "expected = 3\nassert eval(f(1)) == expected",
+    ),
+    "returns a text that reads what is expected": (READS, "expected = 3\nassert eval(f(1)) == expected"),
+    "returns such a text to the built-in eval": (
+        READS,
+        "import builtins\nexpected = 3\nassert builtins.eval(f(1)) == expected",
+    ),
+    "returns a pickle that calls a function": (
+        'import pickle\nclass P:\n    def __reduce__(self): return eval, ("3",)\ndef f(x): return pickle.dumps(P())',
+        "import pickle\nassert pickle.loads(f(1)) == 3",
+    ),
+    "returns a pickle that changes a class": (
+        "import pickle\ndef f(x):\n    return b'ccollections\\nCounter\\n(N}V__eq__\\ncbuiltins\\nset\\nstb.'",
+        "import pickle\nfrom collections import Counter\npickle.loads(f(1))\nassert Counter('a') == Counter('b')",
+    ),
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_result_fails(name):
+    program, tests = FORGED[name]
+    value, _, why = score(program, tests)
+    assert (value, bool(why)) == (0.0, True)
+
+
+RIGHT = {  # what the same tests are for
+    "an alias of an exception": (
+        "Err = ValueError\nclass Sub(Err): pass\nclass P(OSError): pass\nimport json\n"
+        "def f(x): raise (Err('no') if x == 0 else Sub('no'))\ndef g(x): raise P(2, 'no')\ndef h(s): return json.loads(s)",
+        "for x in (0, 1):\n    try:\n        f(x)\n        assert False\n    except Err as e:\n"
+        "        assert isinstance(e, ValueError) and str(e) == 'no'\n"
+        "try:\n    f(1)\n    assert False\nexcept Sub:\n    pass\n"
+        "try:\n    g(1)\n    assert False\nexcept OSError as e:\n    assert e.errno == 2 and type(e) is P\n"
+        "try:\n    h('{')\n    assert False\nexcept Err:\n    pass",
+    ),
+    "the exact class of an exception": (
+        "def f(x): raise KeyError('k')",
+        "try:\n    f(1)\nexcept Exception as e:\n    assert type(e) is KeyError\nelse:\n    assert False",
+    ),
+    "names of the standard library": (
+        "from math import *\ndef f(x): return x / 2",
+        "assert isclose(f(0.3), 0.15)\nassert floor(f(3)) == 1\nassert f(-inf) == -inf",
+    ),
+    "exercises with such names": (
+        "def gcd(a, b, c=0): return gcd(b, a % b) if b else a\ndef mean(xs): return sum(xs) / len(xs) + 1",
+        "assert gcd(4, 6, 2) == 2\nxs = [1, 3]\nassert mean(xs) == 3\nassert gcd(mean(xs), 6, 3) == 3",
+    ),
+    "an exercise of one such name": ("def isclose(a, b): return a < b", "assert isclose(1, 3)"),
+    "eval": (
+        "def f(x): return f'{x} + 1'\ndef g(x): return '[1, \"a\".upper(), min(g.__name__, max(2, 3), 4)][:2]'\n"
+        "class P:\n    def __init__(self, x): self.x = x\n    def __repr__(self): return f'P({self.x!r})'\n"
+        "    def __eq__(self, other): return self.x == other.x",
+        "three = 3\nassert eval(f(2)) == three and eval('f(2)') == '2 + 1' and eval(f('x'), {'x': three}) == 4\n"
+        "assert eval(repr(P(1))) == P(1) and eval(repr(P('a'))).x == 'a'\n"
+        "assert eval(f'f({three})') == '3 + 1'\nassert all(map(eval, ['f(1) == \"1 + 1\"']))",
+    ),
+    "pickles of plain data": (
+        "import pickle, datetime, collections\n"
+        "def f(x): return pickle.dumps([x, {1: (2.5, b'c')}, {3}, datetime.date(2020, 1, 1), collections.deque([4])])",
+        "import pickle, datetime, collections\n"
+        "assert pickle.loads(f('a')) == ['a', {1: (2.5, b'c')}, {3}, datetime.date(2020, 1, 1), collections.deque([4])]\n"
+        "exec('y = f(1)')\nassert pickle.loads(y)[0] == 1\n"
+        "P = collections.namedtuple('P', 'a b')\nassert P(1, 2).b == 2 and f(1)",
+    ),
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_right_program_passes(name):
+    program, tests = RIGHT[name]
+    assert score(program, tests)[::2] == (1.0, "")
+
+
+RAISES = "def f(x): raise ImportError('no', name='pytest')"
+UNSCORED = {  # a program that could choose to be unscored
+    "an ImportError that is raised again": "try:\n    f(1)\nexcept ImportError as e:\n    raise ImportError(str(e), name=e.name)",
+    "an ImportError before another": (
+        "errors = []\nfor _ in range(2):\n    try:\n        f(1)\n    except ImportError as e:\n        errors.append(e)\n"
+        "if errors:\n    raise errors[0]\nassert f(1) == 1"
+    ),
+    "an optional import": "try:\n    import pytest\nexcept ImportError:\n    pass\nassert f(1) == 1",
+    "a test that it defines": "import solution\nif hasattr(solution, 'g'):\n    def test_a():\n        assert f(1) == 1",
+}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", UNSCORED)
+def test_a_program_does_not_choose_to_be_unscored(name):
+    assert score(RAISES, UNSCORED[name])[0] == 0.0
+
+
+def test_tests_that_may_run_a_text_of_the_program_are_refused():
+    for tests in (
+        "exec(f(1))\nassert x == 1",
+        "import marshal\nassert marshal.loads(f(1)) == 1",
+        "from sympy import sympify\nassert sympify(f(1)) == 1",
+        "import sympy\nassert sympy.sympify(f(1)) == 1",
+    ):
+        with pytest.raises(DataError, match="a text of the program could run where its results are compared"):
+            parse_tests(tests)
+    assert parse_tests("import re\nassert re.compile(f(1)).match('a')").count == 1
+
+
+@needs_bwrap
+def test_np_without_numpy_leaves_the_row_unscored():
+    with pytest.raises(DataError, match="np without importing it"):
+        score("class np:\n    def allclose(*a): return True\ndef f(x): return 0", "assert np.allclose(f(1), 3)")
+
+
+@needs_bwrap
+def test_helpers_are_those_of_the_prompt():
+    prompt = (
+        "import math\ndef square(x):\n    return math.pow(x, 2)\ndef poly(xs, x):\n"
+        "    return sum(c * (square(x) if i == 2 else x ** i) for i, c in enumerate(xs))\n"
+        'def other(x):\n    """To be written."""\n\ndef find_zero(xs):\n    """A root."""\n'
+    )
+    row = {"prompt": prompt, "tests": "assert abs(poly([-4, 0, 1], find_zero([-4, 0, 1]))) < 1e-6", "continues": True}
+    assert asyncio.run(code("    return 2.0\n", **row)) == 1.0
+    assert asyncio.run(code("    return 1.0\ndef poly(xs, x): return 0\n", **row)) == 0.0
+    assert asyncio.run(code("    return 1.0\ndef square(x): return 4\n", **row)) == 0.0

@@ -1,0 +1,110 @@
+"""What differs between a run and the process that resumes it."""
+
+import pytest
+
+from cohort import GRPOConfig
+from cohort.errors import ConfigError, RunFolderError
+from cohort.runs import describe_changes, fact_changes, refuse
+from cohort.runs.changes import check_keys, setting_changes
+from cohort.runs.facts import entries
+
+FACTS = {
+    "prompts": "ab",
+    "columns": entries({"answer": "1", "level": "2"}),
+    "rewards": "math",
+    "code": entries({"reward math": "1"}),
+    "precision": "float32",
+    "versions": entries({"torch": "2.8.0", "numpy": "2.0"}),
+    "threads": "2",
+    "ranks": "1",
+    "machine": "a CPU, AVX2",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learning_rate": 0.5}, "optim.learning_rate: the run has 1e-06, now 0.5"),
+        ({"lora": {"rank": 4}}, "model.lora.rank: the run has 0, now 4"),
+        ({"seed": 1}, "run.seed: the run has 0, now 1"),
+        ({"max_prompt_length": 9}, "data.max_prompt_length: the run has unset, now 9"),
+        ({"epsilon": 0.3}, "objective.epsilon: the run has unset, now 0.3"),
+    ],
+)
+def test_settings_that_change_results_are_refused(tmp_path, changes, words):
+    (found,) = setting_changes(GRPOConfig(), GRPOConfig(**changes))
+    assert str(found) == words
+    with pytest.raises(RunFolderError, match=rf"is different now\n  {words}\nTo go on .*--allow-changed {found.key};"):
+        refuse(tmp_path, [found], ())
+    refuse(tmp_path, [found], [found.key])
+    check_keys([found.key])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "cpu"},
+        {"max_steps": 9, "save_steps": 3},
+        {"workers": 2},
+        {"eval_steps": 4},
+        {"trust_region": {"rule": "ppo_clip", "low": 0.8, "high": 1.2}},  # the default, written in another way
+        {"path": "elsewhere"},  # what it holds is compared
+    ],
+)
+def test_other_settings_may_change(changes):
+    assert not any(
+        one.refused for one in setting_changes(GRPOConfig(path="here"), GRPOConfig(**{"path": "here"} | changes))
+    )
+
+
+def test_names_count_where_what_they_name_is_not_known():
+    before, now = GRPOConfig(train="a.jsonl", path="m"), GRPOConfig(train="b.jsonl")
+    assert [(one.key, one.refused) for one in setting_changes(before, now)] == [("data.train", False)]
+    (change,) = setting_changes(before, now, facts_known=False)
+    assert change.refused
+    streams = {"streaming": True, "max_steps": 1}
+    (change,) = setting_changes(GRPOConfig(train="a.jsonl", **streams), GRPOConfig(train="b.jsonl", **streams))
+    assert change.refused
+
+
+def test_a_schedule_that_depends_on_the_end_counts():
+    before, now = (GRPOConfig(max_steps=steps, lr_scheduler_type="cosine") for steps in (3, 4))
+    (change,) = setting_changes(before, now)
+    assert change.refused
+    assert "the learning rate's schedule (cosine) depends on the end of the run" in change.words
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words", "refused"),
+    [
+        ("prompts", "cd", "other prompts", True),
+        ("columns", entries({"answer": "9", "level": "2"}), "answer is not the same", True),
+        ("columns", entries({"answer": "1", "hint": "2"}), "level is gone, hint is new", True),
+        ("rewards", "math, code", "the run has math, now math, code", True),
+        ("code", entries({"reward math": "2"}), "reward math is not the same", True),
+        ("tools", "calculator", "the run has none, now calculator", True),
+        ("precision", "bfloat16", "the run has float32, now bfloat16", True),
+        ("versions", entries({"torch": "2.9.0", "numpy": "2.0"}), "torch 2.9.0, was 2.8.0", True),
+        ("machine", "b CPU, AVX2", "the run has a CPU, AVX2, now b CPU, AVX2", False),
+        ("ranks", "2", "the run has 1, now 2", False),
+    ],
+)
+def test_facts(key, value, words, refused):
+    (change,) = fact_changes(FACTS, FACTS | {key: value})
+    assert (change.key, change.refused) == (key, refused)
+    assert words in change.words
+    first, _ = describe_changes([change])
+    assert ("rounding may differ" in first) is not refused
+
+
+def test_facts_of_earlier_versions():
+    earlier = {"prompts": "ab", "reward functions": "math", "tools and environments": "Count"}
+    assert [str(one) for one in fact_changes(earlier, FACTS)] == ["tools: the run has Count, now none"]
+
+
+def test_a_key_that_is_neither_a_setting_nor_a_fact():
+    with pytest.raises(
+        ConfigError, match=r"--allow-changed optim.learning_rates: .*did you mean optim.learning_rate\?"
+    ):
+        check_keys(["optim.learning_rates"])
+    check_keys(["versions", "code"])

@@ -1,0 +1,271 @@
+"""``cohort resume RUN``, ``--resume``, and what differs from the run so far."""
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from cohort import GRPOConfig, GRPOTrainer
+from cohort.cli import main
+from cohort.errors import RunFolderError
+from cohort.runs import facts
+from tests.conftest import DEMO_MODEL, tiny_llama
+from tests.train.harness import digits_reward, same_parameters, untimed_metrics_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+
+REWARD = "def digits(completions, answer, **_):\n    return [float(sum(c.isdigit() for c in t)) for t in completions]\n"
+ROWS = [{"prompt": f"{n}+1", "answer": str(n + 1)} for n in range(8)]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a config whose names are relative, as working directory."""
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    write_rows(ROWS)
+    (project / "reward.py").write_text(REWARD)
+    (project / "c.toml").write_text(
+        f"[model]\npath='{DEMO_MODEL}'\ndevice='cpu'\nprecision='float32'\n[data]\ntrain='rows.jsonl'\n"
+        "[reward]\nfunctions=['reward.py:digits']\n[report]\nprogress=false\n"
+        "[rollout]\nprompts_per_step=2\nnum_generations=2\nmax_completion_length=4\n"
+        "[run]\noutput_dir='out'\nmax_steps=1\nsave_steps=1\n[optim]\nlearning_rate=1e-3\n"
+    )
+    return project
+
+
+def write_rows(rows):
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def weights(folder, step):
+    return (folder / "checkpoints" / f"step-{step}" / "model.safetensors").read_bytes()
+
+
+def test_a_run_is_resumed_from_its_folder_alone(project, tmp_path, monkeypatch, capsys):
+    """Started with overrides, resumed from another working directory, and again with ``--resume`` without them."""
+    overrides = ["--rollout.temperature", "0.9", "--optim.learning_rate=1e-2"]
+    assert main(["train", "c.toml", *overrides, "--run.output_dir", "whole", "--run.max_steps", "3"]) == 0
+    assert main(["train", "c.toml", *overrides]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    capsys.readouterr()
+    assert main(["resume", "../project/out"]) == 0
+    assert capsys.readouterr().out == f"{project}/out is complete\n"
+    assert main(["resume", "../project/out", "--run.max_steps", "2", "--report.progress", "true"]) == 0
+    shown = capsys.readouterr().out
+    assert f"resuming {project}/out after step 1" in shown
+    assert "different from the run so far:\n  run.max_steps: the run has 1, now 2\n  report.progress" in shown
+    monkeypatch.chdir(project)
+    assert main(["train", "c.toml", "--resume", "--run.max_steps", "3"]) == 0
+    assert untimed_metrics_of(project / "out") == untimed_metrics_of(project / "whole")
+    assert weights(project / "out", 3) == weights(project / "whole", 3)
+    assert not list(elsewhere.iterdir())
+
+
+def test_resume_starts_a_run_without_a_checkpoint_again(project, capsys):
+    assert main(["train", "c.toml"]) == 0
+    before = weights(project / "out", 1)
+    for command in (["train", "c.toml", "--resume"], ["resume", "out"]):
+        shutil.rmtree("out/checkpoints")
+        (project / "out" / "summary.json").unlink(missing_ok=True)
+        (project / "out" / "notes.md").write_text("mine")
+        assert main(command) == 0
+        assert weights(project / "out", 1) == before
+        assert [line["step"] for line in untimed_metrics_of(project / "out")] == [1]
+        assert (project / "out" / "notes.md").read_text() == "mine"
+        assert (project / "out" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "save_merged": True}])
+def test_a_run_killed_after_its_last_checkpoint_is_completed(demo_tokenizer, tmp_path, lora):
+    """Before the summary, and the model with its adapter merged, are written."""
+    base = str(tmp_path / "base")
+    tiny_llama(vocab_size=len(demo_tokenizer)).save_pretrained(base)
+    demo_tokenizer.save_pretrained(base)
+    settings = {"max_steps": 2, "eval_rows": 2, "lora": lora, "metric_for_best_model": "eval/reward/mean"}
+    settings |= {
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "output_dir": tmp_path / "run",
+    }
+
+    def run(resume):
+        trainer = GRPOTrainer(base, digits_reward, GRPOConfig(**settings, progress=False, device="cpu"), ROWS, ROWS)
+        return trainer.train(resume=resume)
+
+    def files():
+        found = [tmp_path / "run" / "summary.json", *(tmp_path / "run" / "merged").glob("*")]
+        return {path.name: path.read_bytes() for path in found if path.name != "summary.json"}, json.loads(
+            found[0].read_text()
+        )
+
+    run(False)
+    merged, summary = files()
+    (tmp_path / "run" / "summary.json").unlink()
+    if lora:
+        assert "model.safetensors" in merged
+        (tmp_path / "run" / "merged" / "model.safetensors").write_bytes(b"half")
+        (tmp_path / "run" / "merged" / "config.json").unlink()
+    run(True)
+    again, completed = files()
+    assert again == merged
+    timed = ("seconds", "seconds_to_first_update")
+    assert completed == {key: value for key, value in summary.items() if key not in timed} | {
+        "seconds": completed["seconds"]
+    }
+    assert run("auto") == completed  # and nothing is done
+
+
+def changed_answers(monkeypatch):
+    write_rows([row | {"answer": "0"} for row in ROWS])
+
+
+def changed_reward(monkeypatch):
+    Path("reward.py").write_text(REWARD + "\n\ndef unrelated(): pass\n")
+    assert main(["resume", "out", "--run.max_steps", "2"]) == 0
+    Path("reward.py").write_text(REWARD.replace("float(", "2 * float("))
+
+
+def changed_version(monkeypatch):
+    monkeypatch.setattr(facts, "version", lambda name: "0.1" if name == "torch" else version(name))
+
+
+def changed_model(monkeypatch):
+    shutil.copytree(DEMO_MODEL, "other")
+    config = json.loads(Path("other/config.json").read_text())
+    Path("other/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    Path("c.toml").write_text(Path("c.toml").read_text().replace(str(DEMO_MODEL), "other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "message"),
+    [
+        (changed_answers, "columns", "columns: answer is not the same"),
+        (changed_reward, "code", "code: reward digits is not the same"),
+        (changed_version, "versions", "versions: torch 0.1, was"),
+        (changed_model, "model", "model: config is not the same"),
+    ],
+)
+def test_what_changes_results_is_refused(project, monkeypatch, capsys, change, key, message):
+    assert main(["train", "c.toml"]) == 0
+    change(monkeypatch)
+    command = ["train", "c.toml", "--resume", "--run.max_steps", "4"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"--allow-changed {key};" in error
+    if key != "model":
+        return
+    assert main([*command, "--report.progress", "true", "--allow-changed", key]) == 0
+    assert message in capsys.readouterr().out
+    assert main(["resume", "out", "--run.max_steps", "5"]) == 0  # the run has it now
+
+
+def test_a_resumed_run_takes_the_threads_of_its_start(project, capsys):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert main(["train", "c.toml", "--run.output_dir", "whole", "--run.max_steps", "2"]) == 0
+        assert main(["train", "c.toml"]) == 0
+        torch.set_num_threads(3)
+        capsys.readouterr()
+        assert main(["resume", "out", "--run.max_steps", "2", "--report.progress", "true"]) == 0
+        assert "threads: 2, as the run had, not 3" in capsys.readouterr().out
+        assert weights(project / "out", 2) == weights(project / "whole", 2)
+        assert main(["resume", "out", "--run.max_steps", "3", "--allow-changed", "threads"]) == 0
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(3)
+        assert main(["resume", "out", "--run.max_steps", "4", "--allow-changed", "threads"]) == 0
+        assert "rounding may differ from here on: threads" in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_another_model_under_an_adapter_is_noticed(demo_tokenizer, tmp_path):
+    def run(scale, **settings):
+        model = tiny_llama(vocab_size=len(demo_tokenizer))
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(scale)
+        settings |= {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "lora": {"rank": 2}}
+        config = GRPOConfig(**settings, output_dir=tmp_path / "run", progress=False, device="cpu")
+        return GRPOTrainer(model, digits_reward, config, ROWS, processing_class=demo_tokenizer)
+
+    run(1, max_steps=1).train()
+    with pytest.raises(RunFolderError, match="model: frozen weights is not the same"):
+        run(1.01, max_steps=2).train(resume=True)
+    assert run(1, max_steps=2).train(resume=True)["steps"] == 2
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(project, capsys):
+    shutil.copytree(DEMO_MODEL, "model")
+    for command in (["resume", "model"], ["train", "c.toml", "--resume", "--run.output_dir", "model"]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert (
+            "model is not a run folder: it has no config.toml. It holds a model: to train it, set model.path" in error
+        )
+        assert "remove" not in error
+    assert main(["resume", "nowhere"]) == 2
+    assert "there is no run folder" in capsys.readouterr().err
+
+
+def script_reward(completions, **_):
+    return digits_reward(completions)
+
+
+def python_run(folder, **given):
+    names = {"model": str(DEMO_MODEL), "reward_funcs": script_reward, "train_dataset": "rows.jsonl"}
+    settings = {
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "max_steps": 2,
+        "device": "cpu",
+    }
+    config = GRPOConfig(**settings, output_dir=folder, save_steps=1)
+    return GRPOTrainer(**names | given, args=config)
+
+
+def stop_after_the_first_step(trainer):
+    steps = trainer.steps()
+    next(steps)
+    steps.close()
+
+
+def test_a_run_begun_in_python_is_resumed_from_its_folder(project, tmp_path, monkeypatch, capsys):
+    straight = python_run("whole")
+    straight.train()
+    stop_after_the_first_step(python_run("out"))
+    assert "does not name" not in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "project/out"]) == 0
+    assert weights(project / "out", 2) == weights(project / "whole", 2)
+
+
+def test_what_has_no_name_is_said_at_the_start(project, demo_tokenizer, capsys):
+    """A model and a tokenizer in memory are read from the checkpoint; rows and nested functions must be given again."""
+    model = {"model": tiny_llama(vocab_size=len(demo_tokenizer)), "processing_class": demo_tokenizer}
+    stop_after_the_first_step(python_run("out", **model))
+    assert main(["resume", "out"]) == 0
+    python_run("whole", **model | {"model": tiny_llama(vocab_size=len(demo_tokenizer))}).train()
+    assert weights(project / "out", 2) == weights(project / "whole", 2)
+
+    rows = {"train_dataset": ROWS, "reward_funcs": lambda completions, **_: digits_reward(completions)}
+    stop_after_the_first_step(python_run("rows", **rows))
+    assert "the folder does not name train_dataset (rows in memory), reward_funcs (" in capsys.readouterr().out
+    assert main(["resume", "rows"]) == 2
+    error = capsys.readouterr().err
+    assert "its folder does not name train_dataset (rows in memory), reward_funcs (" in error
+    assert "or name them: --data.train NAME --reward.functions NAME" in error
+    again = python_run("rows", **rows)
+    again.train(resume="auto")
+    whole = python_run("whole-rows", **rows)
+    whole.train()
+    assert same_parameters(again, whole)

@@ -1,0 +1,175 @@
+"""What the program waits for is said when it takes far longer than before."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from cohort import watchdog
+from cohort.config import RewardConfig
+from cohort.rewards import RewardRunner
+from cohort.watchdog import RANKS, waiting
+from tests.rewards.conftest import rollout
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch):
+    """Apart from other tests, and without the thread: ``_look`` is called with the time that it is to be."""
+    monkeypatch.setattr(watchdog, "_longest", {})
+    monkeypatch.setattr(watchdog, "_threads", {})
+    monkeypatch.setattr(watchdog, "_ranks", [])
+    monkeypatch.setattr(watchdog, "_watch", lambda _: None)
+
+
+def reports(caplog):
+    found = [record.getMessage() for record in caplog.records if record.name == "cohort.watchdog"]
+    caplog.clear()
+    return [text.partition(". kill -QUIT")[0] for text in found]
+
+
+def test_what_takes_far_longer_than_before_is_reported_each_time_that_it_has_doubled(caplog):
+    watchdog._longest.update({"scoring": 30.0, "reward judge": 3.14159})
+    with waiting("scoring"), waiting("reward judge", lambda: "sample 41"):
+        start = watchdog._threads[threading.get_ident()][0].start
+        watchdog._look(start + 59)
+        assert reports(caplog) == []
+        watchdog._look(start + 61)
+        assert reports(caplog) == ["reward judge: 61 s so far, at most 3.1 s before, sample 41"]
+        watchdog._look(start + 121)
+        assert reports(caplog) == []
+        watchdog._look(start + 151)
+        assert reports(caplog) == ["scoring: 151 s so far, at most 30.0 s before; reward judge: 151 s, sample 41"]
+        watchdog._look(start + 301)
+        assert reports(caplog) == []
+        watchdog._look(start + 303)
+        assert len(reports(caplog)) == 1
+    assert reports(caplog) == ["reward judge: ended after 0 s", "scoring: ended after 0 s"]
+    watchdog._look(start + 10_000)
+    assert reports(caplog) == []
+
+
+def test_what_has_never_ended_gets_more_time(caplog):
+    def broken():
+        raise ValueError
+
+    with waiting("sampling", broken):
+        start = watchdog._threads[threading.get_ident()][0].start
+        watchdog._look(start + 299)
+        assert reports(caplog) == []
+        watchdog._look(start + 300)
+        assert reports(caplog) == ["sampling: 300 s so far"]
+    with pytest.raises(KeyError), waiting("sampling"):
+        raise KeyError
+    assert watchdog._threads == {}
+
+
+def test_the_other_ranks_say_what_they_wait_for(caplog, monkeypatch):
+    class Store(dict):
+        set = dict.__setitem__
+
+        def check(self, keys):
+            return all(key in self for key in keys)
+
+        def get(self, key):
+            return self[key].encode()
+
+    store, entered, leave = Store(), threading.Event(), threading.Event()
+
+    def stuck():  # as rank 1, in another thread
+        with waiting("scoring"), waiting("reward judge", lambda: "sample 41"):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=stuck)
+    thread.start()
+    assert entered.wait(10)
+    watchdog.share(store, 1, 2)
+    watchdog._look(time.monotonic() + 9)
+    assert store == {}
+    watchdog._look(time.monotonic() + 20)
+    assert store == {"waits/1": "scoring: 20 s so far; reward judge: 20 s, sample 41"}
+    leave.set()
+    thread.join()
+    watchdog.share(store, 0, 2)
+    watchdog._longest[RANKS] = 1.0
+    with waiting(RANKS, watchdog.other_ranks):
+        watchdog._look(time.monotonic() + 61)
+    text = "the other ranks: 61 s so far, at most 1.0 s before, rank 1 in scoring: 20 s so far; reward judge: 20 s, sample 41"
+    assert reports(caplog)[0] == text
+    assert list(store) == ["waits/1"]  # a rank that waits for others is not waited for
+    assert watchdog.other_ranks()
+    watchdog.share(store, 1, 2)
+    watchdog._ranks[0].shared = "scoring"
+    watchdog._look(time.monotonic())
+    watchdog.share(store, 0, 2)
+    assert watchdog.other_ranks() == ""
+
+
+QUIT = """
+import os, signal, threading, time
+from cohort.watchdog import dumps_on_quit, waiting
+from cohort.workers import Workers
+def stuck(): time.sleep(20)
+with Workers(1) as workers:
+    workers.submit(pow, {"base": 2, "exp": 5}).result()
+    with dumps_on_quit():
+        future = workers.submit(stuck, {})
+        while not future.running(): time.sleep(0.01)
+        time.sleep(0.3)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGQUIT)).start()
+        with waiting("reward judge", lambda: "sample 41"):
+            time.sleep(1.0)
+    assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGQUIT"), reason="the system has no SIGQUIT")
+def test_sigquit_prints_stacks_and_what_is_waited_for_and_the_program_goes_on():
+    done = subprocess.run([sys.executable, "-c", QUIT], capture_output=True, text=True, timeout=60, check=True)
+    assert "reward judge: 0 s so far, sample 41" in done.stderr
+    assert done.stderr.count("most recent call first") >= 3  # threads of this process, and of the worker
+    assert "in stuck" in done.stderr
+    assert 'File "<string>", line 14 in <module>' in done.stderr  # the sleep
+
+
+def test_a_handler_of_the_user_is_kept():
+    def handler(*_):
+        pass
+
+    before = signal.signal(signal.SIGQUIT, handler)
+    try:
+        with watchdog.dumps_on_quit():
+            assert signal.getsignal(signal.SIGQUIT) is handler
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+
+
+def test_a_reward_that_hangs_is_named(caplog):
+    caplog.set_level(logging.WARNING)
+    asked = threading.Event()
+
+    def judge(completion, **_):
+        if completion == "b" and not asked.is_set():
+            asked.set()
+            watchdog._look(time.monotonic() + 400)
+        return 1.0
+
+    RewardRunner([judge]).score(rollout(["a", "b"], ["c"]))
+    assert reports(caplog)[0] == "reward judge: 400 s so far, at most 0.0 s before, sample 1"
+
+    def slow(completion, **_):
+        time.sleep(0.5 * (completion != "a"))
+        return os.getpid()
+
+    thread = threading.Timer(0.25, lambda: watchdog._look(time.monotonic() + 400))
+    runner = RewardRunner([slow], settings=RewardConfig(workers=1))
+    runner.score(rollout(["a"]))
+    thread.start()
+    runner.score(rollout(["a", "b"]))
+    assert reports(caplog)[0].endswith("s before, sample 1")
+    runner.close()
