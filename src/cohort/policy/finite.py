@@ -16,14 +16,14 @@ def check_finite_weights(weights: Mapping[str, Tensor], where: str) -> None:
     """Check this rank's part of some tensors. Reads each once, and allocates nothing of their size.
 
     Args:
-        weights: by name; sharded or not. Those that hold no floating-point numbers, as quantized ones, are skipped.
+        weights: by name; sharded or not. Those whose numbers take one byte, as quantized ones, are skipped.
         where: what the weights belong to, for the error.
 
     Raises:
         NonFiniteError: names the first tensor that holds a NaN or an infinity.
     """
     own = {name: _own(tensor) for name, tensor in weights.items()}
-    own = {name: tensor for name, tensor in own.items() if tensor.is_floating_point() and tensor.numel()}
+    own = {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
     if bool(nn.utils.get_total_norm(list(own.values()), math.inf).isfinite()):
         return
     for name, tensor in own.items():
