@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before torch is imported
 # The native kernels are compiled once per session, for its child processes too.
 os.environ["COHORT_CACHE"] = tempfile.mkdtemp(prefix="cohort-tests-")
+os.environ["COHORT_STATE"] = os.environ["COHORT_CACHE"]  # tests leave no records of known code
 
 import pytest
 

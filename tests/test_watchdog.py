@@ -137,6 +137,24 @@ def test_sigquit_prints_stacks_and_what_is_waited_for_and_the_program_goes_on():
     assert 'File "<string>", line 14 in <module>' in done.stderr  # the sleep
 
 
+HELD = """
+import os, re, subprocess, sys
+from cohort.watchdog import dumps_on_quit
+with dumps_on_quit():
+    subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -QUIT {os.getpid()}"])
+    re.match("(a+)+b", "a" * 25)
+    print("ended", file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGQUIT"), reason="the system has no SIGQUIT")
+def test_sigquit_prints_stacks_while_the_interpreter_lock_is_held():
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60, check=True)
+    before = done.stderr.partition("ended")[0]
+    assert "line 6 in <module>" in before
+    assert "match" in before
+
+
 def test_a_handler_of_the_user_is_kept():
     def handler(*_):
         pass

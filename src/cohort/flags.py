@@ -27,7 +27,7 @@ ANY_TEXT = Parameter(allow_leading_hyphen=True)
 class SamplingFlags:
     """Flags of both commands. None: the flag was not given."""
 
-    n: Annotated[int | None, SAMPLING, POSITIVE] = None
+    n: Annotated[int | None, SAMPLING, Parameter(validator=Number(gte=1, lte=65_536))] = None
     """Completions per prompt. [default: 1]"""
     max_tokens: Annotated[int | None, SAMPLING, POSITIVE] = None
     """Maximum number of tokens of a completion. [default: 256, or what the model's context leaves]"""
@@ -101,6 +101,8 @@ class GenerateFlags(SamplingFlags):
     """Maximum number of tokens in the key-value cache. [default: what fits half of the free memory]"""
     trust_remote_code: Annotated[bool, ENGINE] = False
     """Run code from the model's folder."""
+    allow_pickled_weights: Annotated[bool, ENGINE] = False
+    """Load pickled weights (pytorch_model.bin)."""
     output: Annotated[str | None, OUTPUT, FILE, ANY_TEXT] = None
     """Write one line of JSON per completion, in order; '-' is stdout."""
 
@@ -120,6 +122,8 @@ class EvalFlags(SamplingFlags):
     """A model to compare with, on the same prompts with the same random numbers."""
     config: Annotated[str | None, DATA, FILE] = None
     """A TOML file with the settings of a run."""
+    trust: Annotated[str | None, DATA, Parameter(metavar="RUN")] = None
+    """Run the code that the settings in this run folder name, though this account has not run it before."""
     k: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
     """Report pass@k for each of these k. [default: 1]"""
     maj: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ TICK = 2.0
 """Seconds between looks."""
 SHARED_SECONDS = 10.0
 """Other ranks are told of what takes longer than this."""
+MAX_NAMED = 5
+"""Maximum number of completions that are named in a message."""
 RANKS = "the other ranks"
 """What a rank waits for in an exchange."""
 
@@ -82,6 +84,17 @@ def waiting(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
         _longest[what] = max(seconds, _longest.get(what, 0.0))
         if wait.reported:
             log.warning("%s: ended after %.0f s", what, seconds)
+
+
+def samples(numbers: Iterable[int]) -> str:
+    """Completions by their numbers in the rollout, for a message.
+
+    >>> samples([41]), samples(range(8)), samples([])
+    ('sample 41', 'samples 0, 1, 2, 3, 4 and 3 more', '')
+    """
+    found = list(map(str, numbers))
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"sample{'s' * (len(found) > 1)} {', '.join(found[:MAX_NAMED])}{more}" if found else ""
 
 
 def _patience(what: str) -> float:

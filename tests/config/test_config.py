@@ -408,3 +408,27 @@ def test_a_wrong_preset_is_reported_also_with_flags(tmp_path):
 def test_assignments_that_are_not_parts(assignment, message):
     with pytest.raises(ConfigError, match=message):
         parse_settings([assignment])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 10**9}, "rollout.num_generations: .* less than or equal to 65536, got 1000000000"),
+        ({"num_generations": 65_536, "prompts_per_step": 64}, "4,194,304; a rollout has at most 1,000,000 completions"),
+        ({"bootstrap_samples": 10**12}, "eval.bootstrap_samples: .* less than or equal to 1000000"),
+        ({"workers": 10**6}, "reward.workers: .* less than or equal to 1024"),
+        ({"chat_template": "/dev/zero"}, "cannot read /dev/zero: more than 16,777,216 bytes"),
+        ({"json_schema": "[" * 100_000}, "expected a JSON schema"),
+    ],
+)
+def test_what_would_fill_the_memory_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**settings)
+
+
+def test_a_config_file_without_an_end(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read /dev/zero: more than"):
+        load_config("/dev/zero")
+    (tmp_path / "c.toml").write_text("a = " + "9" * 5000)
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_config(tmp_path / "c.toml")

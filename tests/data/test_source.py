@@ -451,3 +451,10 @@ def test_a_column_with_more_than_2_gb_of_text():
     rows = source(table, select="::300").rows
     assert [row["n"] for row in rows] == list(range(0, 2400, 300))
     assert len(rows[1]["tests"]) == 1_000_000
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"a": 1, "a": 2}'), ("a.json", '[{"p": [{"b": 1, "b": 1}]}]')])
+def test_a_key_that_occurs_twice_is_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="the key '[ab]' occurs twice in an object"):
+        load_rows(str(tmp_path / name))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cohort import watchdog
 from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
@@ -52,6 +53,20 @@ def test_an_episode_ends_when_the_environment_says_so(engine):
         assert len(completion.episode.messages) == 8
         assert completion.segments[0].drawn[-1]
         assert all(turn.seconds < 1 for turn in turns)
+
+
+def test_an_environment_that_hangs_is_named_by_the_watchdog(engine, caplog, monkeypatch):
+    monkeypatch.setattr(watchdog, "_longest", {"tools and environments": 2.0})
+    host, answer = LetterHost(turns=2), LetterHost.answer
+
+    def hang(self, episode, parsed):
+        if not caplog.records:
+            watchdog._look(time.monotonic() + 61)
+        return answer(self, episode, parsed)
+
+    monkeypatch.setattr(LetterHost, "answer", hang)
+    play(engine, host)
+    assert re.match("tools and environments: 61 s so far, at most 2.0 s before, sample [0-9]+[.]", caplog.messages[0])
 
 
 def test_max_turns(engine):

@@ -10,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cohort.cli import main
-from cohort.config import DataConfig
+from cohort.config import DataConfig, load_config
 from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
 from cohort.evaluation import command
 from cohort.evaluation.command import Request, model_of, run_of
 from cohort.policy import load_tokenizer
+from cohort.runs.trust import remember
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import ROWS, make_trainer
 
@@ -72,6 +73,7 @@ def run_folder(finished_run, tmp_path, monkeypatch):
     """A copy of the run, in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    remember(load_config("run/config.toml"))  # the copied reward is another file
     return tmp_path / "run"
 
 

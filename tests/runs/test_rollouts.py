@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from cohort.errors import RunFolderError
 from cohort.rewards.scores import Scores
 from cohort.runs import StoredRollout, Unstorable, load_rollout, save_rollout
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
@@ -182,5 +183,5 @@ def test_a_file_makes_no_object_of_a_class_that_is_not_listed(tmp_path):
     save_rollout(tmp_path / "one", StoredRollout([]))
     content = {"groups": [], "scores": None, "facts": {"$": "Path", "of": "/"}}
     (tmp_path / "one.json").write_text(json.dumps(content))
-    with pytest.raises(KeyError, match="Path"):
+    with pytest.raises(RunFolderError, match="Path"):
         load_rollout(tmp_path / "one")

@@ -14,6 +14,7 @@ from cyclopts.token import Token
 from cohort.cli import diff, explain, models, resuming, training  # noqa: F401  (each adds its commands)
 from cohort.cli.app import app
 from cohort.errors import CohortError, RankError
+from cohort.watchdog import dumps_on_quit
 
 PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
 """Exit code for a closed pipe, as of other programs."""
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         if command is models.generate:
             _refuse_unknown_options(tokens, bound.args[1:])
-        return command(*bound.args, **bound.kwargs) or 0
+        with dumps_on_quit():
+            return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # Python flushes again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

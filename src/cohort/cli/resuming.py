@@ -9,13 +9,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, app
-from cohort.cli.start import ALLOW_CHANGED, run_training
+from cohort.cli.start import ALLOW_CHANGED, TRUST, run_training
 from cohort.errors import RunFolderError
 
 
 @app.command(
     sort_key=3,
-    usage="Usage: cohort resume RUN [--allow-changed KEY] [--section.key value ...]",
+    usage="Usage: cohort resume RUN [--allow-changed KEY] [--trust RUN] [--section.key value ...]",
     help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the run's.",
 )
 def resume(
@@ -23,6 +23,7 @@ def resume(
     /,
     *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
     allow_changed: ALLOW_CHANGED = (),
+    trust: TRUST = None,
 ) -> None:
     """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
 
@@ -32,9 +33,10 @@ def resume(
     Args:
         run: The run folder.
         allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
+        trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
     from cohort.config import load_config, setting_names
-    from cohort.runs import RunFolder, last_start
+    from cohort.runs import RunFolder, check_code, check_secrets, last_start
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
@@ -53,6 +55,9 @@ def resume(
             f"{folder.path} was begun in Python, and its folder does not name {', '.join(unknown)}. Run its script "
             f"again, with train(resume='auto')" + (f"; or name them: {' '.join(flags)}" if flags else "")
         )
+    working_folder = Path.cwd()
     if start.folder and Path(start.folder).is_dir():
-        os.chdir(start.folder)
+        os.chdir(start.folder)  # to which the names in the settings belong
+    check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
+    check_secrets(folder.path, settings)
     run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cohort.runs import Resume, Start
     from cohort.trainer import GRPOTrainer
 
+TRUST = Annotated[str | None, Parameter(metavar="RUN")]
 ALLOW_CHANGED = Annotated[Sequence[str], Parameter(name="--allow-changed", metavar="KEY")]
 
 

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, STARTED, app
 from cohort.cli.resuming import resume
-from cohort.cli.start import ALLOW_CHANGED, run_training
+from cohort.cli.start import ALLOW_CHANGED, TRUST, run_training
 from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
 
@@ -50,6 +50,7 @@ def train(
     *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
     resume: Annotated[bool | Literal["auto"], Parameter(show_choices=False)] = False,
     allow_changed: ALLOW_CHANGED = (),
+    trust: TRUST = None,
 ) -> None:
     """Train your model on your data and rewards.
 
@@ -58,6 +59,7 @@ def train(
         resume: Continue the run in run.output_dir, with the settings that its command line gave; without a checkpoint,
             start it again. auto: also start it if there is none, and do nothing if it is complete.
         allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
+        trust: With --resume, run the code that the overrides in this run folder name, though it was not run before.
     """
     from cohort.config import load_config, setting_names
 
@@ -66,7 +68,7 @@ def train(
     if resume:
         from cohort.runs import with_overrides_of_start
 
-        settings, names = with_overrides_of_start(settings, overrides)
+        settings, names = with_overrides_of_start(settings, overrides, trust)
     run_training(settings, resume, allow_changed, overrides=names)
 
 

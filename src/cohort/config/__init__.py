@@ -21,4 +21,5 @@ from cohort.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
+from cohort.config.secrets import hidden_settings, hide_secrets
 from cohort.config.vllm import VLLMConfig

@@ -21,6 +21,9 @@ from cohort.errors import ConfigError, DataError
 from cohort.presets import Objective, optional_parts
 from cohort.presets.parts import BatchStd, DynamicSampling, GroupMean, TopK
 
+MAX_COMPLETIONS = 1_000_000
+"""Maximum number of completions in a rollout. More would fill the memory before the first update."""
+
 
 class GRPOConfig(Section):
     """All settings of a run.
@@ -68,6 +71,11 @@ class GRPOConfig(Section):
             raise ValueError(
                 f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of objective.minibatches "
                 f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
+            )
+        if (count := rollout.prompts_per_step * rollout.num_generations) > MAX_COMPLETIONS:
+            raise ValueError(
+                f"rollout.prompts_per_step x rollout.num_generations is {count:,}; a rollout has at most "
+                f"{MAX_COMPLETIONS:,} completions"
             )
         self._check_adapters()
         self._check_layout()

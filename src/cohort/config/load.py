@@ -14,7 +14,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from cohort.config.grpo import GRPOConfig
-from cohort.config.section import explain_errors, explanations, foreign_names, setting_paths, subsection, suggestion
+from cohort.config.secrets import hide_secrets
+from cohort.config.section import (
+    explain_errors,
+    explanations,
+    foreign_names,
+    read_text,
+    setting_paths,
+    subsection,
+    suggestion,
+)
 from cohort.errors import ConfigError
 from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
@@ -34,12 +43,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
     """
     path = Path(path)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no config file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read config file {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+        text = read_text(path)
+    except ValueError as error:
+        missing = isinstance(error.__context__, FileNotFoundError)
+        raise ConfigError(f"no config file {path}" if missing else str(error)) from None
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # not TOMLDecodeError alone: an integer may have too many digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     with explain_errors(GRPOConfig, source=str(path)):
         _check_sections(table)
@@ -246,8 +256,9 @@ def _check_sections(table: Mapping[str, Any]) -> None:
 
 
 def to_toml(config: GRPOConfig) -> str:
-    """The settings as a TOML file that reads back as the same settings. Unset ones are omitted: TOML has no null."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The settings as a TOML file that reads back as the same settings, apart from secrets, which are ``***``. Unset
+    ones are omitted: TOML has no null."""
+    return tomli_w.dumps(hide_secrets(config.model_dump(exclude_none=True)))
 
 
 def annotated_toml() -> str:

@@ -25,6 +25,10 @@ from cohort.config.section import (
     read_text,
 )
 
+MAX_GENERATIONS = 65_536
+"""Maximum number of completions of a prompt. A run with more would fill the memory before its first step."""
+Workers = Annotated[int, Field(ge=0, le=1024)]
+
 
 class LoraConfig(Section):
     """Low-rank adapters instead of all weights; needs the extra "lora"."""
@@ -84,6 +88,9 @@ class ModelConfig(Section):
     gradients are equal up to rounding."""
     trust_remote_code: bool = False
     """Run model code from the model's folder."""
+    allow_pickled_weights: bool = False
+    """Load pickled weights (pytorch_model.bin, adapter_model.bin) where there are no safetensors. Pickles can contain
+    programs; torch's restricted unpickler reads them."""
 
 
 class RolloutConfig(Section):
@@ -93,7 +100,7 @@ class RolloutConfig(Section):
     """"local" samples in the trainer's process with the trainer's weights; "vllm" on the servers of `[vllm]`."""
     prompts_per_step: PositiveInt = 8
     """Prompts in a rollout (P)."""
-    num_generations: PositiveInt = 8
+    num_generations: Annotated[int, Field(ge=1, le=MAX_GENERATIONS)] = 8
     """Completions per prompt (G). At least 2 if the objective compares the completions of a group."""
     max_completion_length: PositiveInt = 256
     """Maximum number of tokens of a completion (finish reason "length")."""
@@ -141,7 +148,7 @@ class RolloutConfig(Section):
         text = read_text(value) if value.endswith(".json") else value
         try:
             json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"expected a JSON schema, as JSON text or as the name of a .json file, got {value!r:.60} ({error})"
             ) from None
@@ -175,7 +182,7 @@ class EnvironmentConfig(Section):
     call_retries: Count = 0
     """How often a tool call is repeated when its worker dies or it exceeds `call_timeout`. Environments are not
     repeated."""
-    tool_workers: Count = 0
+    tool_workers: Workers = 0
     """Worker processes for plain tools, and as many for plain environments, each of which lives in one of them. 0: they
     run in this process, unless `call_timeout` is set: then one for two cores."""
     max_environments: PositiveInt = 256
@@ -210,7 +217,7 @@ class RewardConfig(Section):
     Arguments follow in parentheses: "soft_overlong(max_length=1024, buffer=256)"."""
     weights: Numbers | None = None
     """One weight per function. Unset: 1 each."""
-    workers: Count = 0
+    workers: Workers = 0
     """Worker processes that call plain functions while sampling continues. 0: functions are called in this process
     after sampling, unless `timeout` is set, which needs a process that can be stopped."""
     timeout: PositiveFloat | None = None
@@ -278,7 +285,7 @@ class EvalConfig(Section):
     """Evaluate every this many steps. 0: only before the first step and after the last one."""
     eval_on_start: bool = True
     """Also evaluate before the first step, for comparison."""
-    num_generations_eval: PositiveInt = 1
+    num_generations_eval: Annotated[int, Field(ge=1, le=MAX_GENERATIONS)] = 1
     """Completions per prompt."""
     temperature_eval: Annotated[float, Field(ge=0)] | None = None
     """Divides the logits; 0 is greedy. Unset: as in training, also for the four settings below."""
@@ -299,7 +306,7 @@ class EvalConfig(Section):
     """The reward function that decides whether a completion is correct. Unset: the first."""
     pass_threshold: float = 1.0
     """A completion is correct if that function returns at least this."""
-    bootstrap_samples: Annotated[int, Field(ge=100)] = 2_000
+    bootstrap_samples: Annotated[int, Field(ge=100, le=1_000_000)] = 2_000
     """Resamples of each confidence interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Confidence level of the intervals."""

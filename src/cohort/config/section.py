@@ -15,6 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 from cohort.errors import ConfigError
 
+MAX_TEXT = 2**24
+"""Maximum size in bytes of a file of settings, a chat template or a JSON schema."""
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -54,15 +56,19 @@ def setting_paths(schema: type[BaseModel]) -> dict[str, str]:
     return paths
 
 
-def read_text(path: str) -> str:
-    """A UTF-8 file's text.
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file's text, of at most ``MAX_TEXT`` bytes.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file cannot be read, or is larger.
     """
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).expanduser().open("rb") as file:  # which may be a pipe, or a device without an end
+            content = file.read(MAX_TEXT + 1)
+        if len(content) > MAX_TEXT:
+            raise ValueError(f"more than {MAX_TEXT:,} bytes")
+        return content.decode("utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 

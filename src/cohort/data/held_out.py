@@ -34,7 +34,13 @@ def _ranges(data: Data) -> Iterator[tuple[dict[str, Any], range, str, int]]:
     for source in data.sources:
         if {SETTINGS, INDEX}.issubset(source.rows.columns):
             first, last = source.rows[0], source.rows[-1]
-            settings = ast.literal_eval(first[SETTINGS])
-            seed, size = settings.pop("seed"), settings.pop("size")
-            stop = size if source.stream else last[INDEX] + 1
-            yield settings, range(seed + first[INDEX], seed + stop), source.rows.where, seed
+            try:  # a file can have columns of these names too
+                settings = dict(ast.literal_eval(first[SETTINGS]))
+                seed, size = settings.pop("seed"), settings.pop("size")
+                numbers = range(seed + first[INDEX], seed + (size if source.stream else last[INDEX] + 1))
+            except (ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
+                raise DataError(
+                    f"{source.rows.where}: the columns {SETTINGS} and {INDEX} are those of rows that Cohort makes, and "
+                    "hold something else: rename them with data.columns"
+                ) from None
+            yield settings, numbers, source.rows.where, seed

@@ -237,7 +237,7 @@ def _json_column(row: Row, column: str, where: str, expected: str, is_valid: Cal
     """A column that holds a value or the JSON text of one; None if it is missing."""
     value = row.get(column)
     if isinstance(value, str):
-        with suppress(ValueError):  # the check below refuses the text
+        with suppress(ValueError, RecursionError):  # the check below refuses the text
             value = json.loads(value) if value.strip() else None
     if value is None:
         return None

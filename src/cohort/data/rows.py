@@ -235,3 +235,13 @@ def _meets(value: Any, wanted: Any, column: str, where: str) -> bool:
 def counted(rows: Sized) -> str:
     """The number of rows in words."""
     return f"{len(rows):,} row{'' if len(rows) == 1 else 's'}"
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys must differ: which of two values a reader takes is not defined."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r:.80} occurs twice in an object")
+    return found

@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 from cohort.data.procedural import PREFIX, procedural_rows
-from cohort.data.rows import Row, RowTable, plain
+from cohort.data.rows import Row, RowTable, plain, unique_keys
 from cohort.errors import DataError
 
 COMPRESSED = (".gz", ".zst")
@@ -337,7 +337,7 @@ def _iterate_jsonl(path: Path) -> Iterator[Row]:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # not JSONDecodeError alone: an integer may have too many digits
         raise DataError(f"{where}: not valid JSON: {error}") from None
 

@@ -12,6 +12,7 @@ One episode, from its start to its end:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -32,8 +33,11 @@ from cohort.errors import EpisodeError
 from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampler, Sampling, Watch
 from cohort.rollout.engine import samplings_of
 from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
+from cohort.watchdog import samples, waiting
 
 log = logging.getLogger("cohort.environments")
+PLACE = "tools and environments"
+"""What the watchdog calls them."""
 POLL_SECONDS = 0.1
 """How often a rollout that only waits for answers looks whether it was cancelled."""
 
@@ -119,7 +123,8 @@ class EpisodeBatch:
         for episode in self._episodes:
             episode.started = time.perf_counter()
             seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
-            future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
+            with waiting(PLACE, partial(self._named, episode)):
+                future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
             self._running[episode] = None
             self._await(episode, future, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
@@ -183,10 +188,9 @@ class EpisodeBatch:
             limit = min(limit, POLL_SECONDS)
         if self._settings.call_timeout is not None:
             limit = min(limit, self._settings.call_timeout)
-        try:
+        arrived = None
+        with contextlib.suppress(queue.Empty), waiting(PLACE, self._named):
             arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
-        except queue.Empty:
-            arrived = None
         self._waiting.blocked += time.perf_counter() - start
         if arrived is not None:
             arrived()
@@ -196,6 +200,11 @@ class EpisodeBatch:
         elif self._settings.call_timeout is not None:
             self._host.check()
         self._handle_ready()
+
+    def _named(self, which: RunningEpisode | None = None) -> str:
+        """An episode, or those whose tools or environments have not answered, by their numbers in the rollout."""
+        numbered = enumerate(self._episodes)
+        return samples(n for n, one in numbered if one is which or (which is None and one.pending is not None))
 
     def _deadline(self, episode: RunningEpisode) -> float:
         """When the time of an episode is up."""
@@ -268,7 +277,9 @@ class EpisodeBatch:
             self._record(episode, turn)
             self._finish(episode, FinishReason.TIMEOUT, self._time_is_up())
         else:
-            self._await(episode, self._host.answer(episode, parsed), partial(self._answered, turn=turn))
+            with waiting(PLACE, partial(self._named, episode)):
+                future = self._host.answer(episode, parsed)
+            self._await(episode, future, partial(self._answered, turn=turn))
 
     def _answered(self, episode: RunningEpisode, future: Future[Answer], *, turn: EndedTurn) -> None:
         """Extend the trajectory by the answer, or end the episode."""

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config
+from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config, setting_names
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
@@ -28,7 +28,7 @@ from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
 from cohort.rollout import LocalEngine, Sampler, local_engine
-from cohort.runs import RunFolder, saved_identity
+from cohort.runs import RunFolder, check_code, check_secrets, read_best, saved_identity
 
 SETTINGS = {
     "data": "data.eval",
@@ -67,6 +67,9 @@ class Request(EvalFlags):
         if self.reward:
             given = ["--reward.weights", "none", *given]  # the run's weights belong to its own functions
         config = load_config(source, given) if source else apply_overrides({}, given)
+        if source and self.config is None:
+            check_code(Path(source).parent, config, self.trust, given=setting_names(given))
+            check_secrets(Path(source).parent, config, unused=("data.train", "vllm."))
         where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
@@ -165,7 +168,7 @@ def model_of(model: str) -> tuple[str, str]:
     if not folder.is_dir() or run_of(folder) != folder:
         return model, ""
     if (folder / "best").is_dir():
-        note = json.loads((folder / "best" / "best.json").read_text(encoding="utf-8"))
+        note = read_best(folder / "best" / "best.json")
         value = f"{note['metric']} {note['value']:.4g}"
         return str(folder / "best"), f"the best model of the run, after step {note['step']} ({value})"
     run = RunFolder(folder)

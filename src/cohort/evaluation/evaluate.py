@@ -22,6 +22,7 @@ from cohort.rewards.scores import Scores
 from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
 from cohort.types import FinishReason
+from cohort.watchdog import waiting
 
 log = logging.getLogger("cohort.train")
 WINDOW = 4
@@ -127,6 +128,7 @@ class Evaluator:
                 rewards.dry_run(prompts[:2], state=state, episodes=acting is not None)
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
+    @waiting("evaluation")
     def evaluate(
         self, sampler: Sampler, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
     ) -> dict[str, Evaluation]:

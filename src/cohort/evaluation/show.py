@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from cohort.config import GRPOConfig
+from cohort.config import GRPOConfig, hide_secrets
 from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling, prefix
 from cohort.evaluation.statistics import Comparison, Estimate, compare
 from cohort.runs import as_json, write_atomically
@@ -159,8 +159,8 @@ def write_summary(
     """Write all numbers as one JSON object."""
     summary = {
         "models": list(models),
-        "data": settings.data.model_dump(mode="json")["eval"],
-        "rewards": list(settings.reward.functions),
+        "data": hide_secrets(settings.data.model_dump(mode="json")["eval"]),
+        "rewards": hide_secrets(list(settings.reward.functions)),
         "sampling": eval_sampling(settings).describe(),
         "settings": {name: getattr(settings.eval, name) for name in SUMMARY_SETTINGS} | {"seed": settings.run.seed},
         "metrics": [

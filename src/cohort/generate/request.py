@@ -193,7 +193,7 @@ def _standard_input() -> str:
 
 def _lines(path: Path) -> list[str]:
     """The lines of a text file that are not blank."""
-    if not path.exists():
+    if not path.is_file():
         raise DataError(f"there is no prompts file {path}")
     if not (lines := [line.rstrip("\r\n") for _, line in read_lines(path) if line.strip()]):
         raise DataError(f"{path} has no prompts")

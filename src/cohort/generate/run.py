@@ -115,7 +115,12 @@ class Job:
         """The sampling engine, with the model loaded as for training."""
         given = self.request
         device, precision = given.device or "auto", given.precision or "auto"
-        settings = ModelConfig(device=device, precision=precision, trust_remote_code=given.trust_remote_code)
+        settings = ModelConfig(
+            device=device,
+            precision=precision,
+            trust_remote_code=given.trust_remote_code,
+            allow_pickled_weights=given.allow_pickled_weights,
+        )
         policy = load_policy(given.model, settings, self.config)
         limits = RolloutConfig(max_batch_size=given.batch_size, cache_tokens=given.cache_tokens)
         return local_engine(policy, self.tokenizer, limits)

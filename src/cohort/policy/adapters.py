@@ -11,7 +11,8 @@ from torch import nn
 
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
-from cohort.policy.load import ADAPTER_FILE, Precision, peft_library
+from cohort.policy.files import ADAPTER_FILE
+from cohort.policy.load import Precision, load_adapter, peft_library
 
 TRAINED, REFERENCE = "default", "reference"
 """Names of the trained adapter and of the reference's."""
@@ -22,7 +23,14 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "get_base_model") and hasattr(model, "peft_config")
 
 
-def add_adapters(model: nn.Module, config: LoraConfig, precision: Precision, *, seed: int = 0) -> Any:
+def add_adapters(
+    model: nn.Module,
+    config: LoraConfig,
+    precision: Precision,
+    *,
+    seed: int = 0,
+    allow_pickled_weights: bool = False,
+) -> Any:
     """The model with trainable adapters. Everything else is frozen; frozen matrices are stored in the compute dtype.
 
     Args:
@@ -30,6 +38,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, precision: Precision, *, 
         config: the adapters.
         precision: adapters are in the master dtype.
         seed: of the initial weights of a new adapter.
+        allow_pickled_weights: read a saved adapter's pickled weights where there are no others.
 
     Raises:
         ModelError: peft is not installed, the adapter does not exist, or it does not fit the model.
@@ -37,7 +46,10 @@ def add_adapters(model: nn.Module, config: LoraConfig, precision: Precision, *, 
     peft = peft_library()
     model.requires_grad_(False)
     try:
-        wrapped = _wrapped(peft, model, config, seed)
+        if config.adapter:
+            wrapped = _saved(model, config.adapter, allow_pickled_weights=allow_pickled_weights)
+        else:
+            wrapped = _new(peft, model, config, seed)
     except ModelError:
         raise
     except (ValueError, KeyError, RuntimeError, OSError) as error:
@@ -49,12 +61,14 @@ def add_adapters(model: nn.Module, config: LoraConfig, precision: Precision, *, 
     return wrapped
 
 
-def _wrapped(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
-    if config.adapter:
-        folder = Path(config.adapter).expanduser()
-        if not (folder / ADAPTER_FILE).exists():
-            raise ModelError(f"model.lora.adapter: no {ADAPTER_FILE} in {config.adapter}")
-        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+def _saved(model: nn.Module, adapter: str, *, allow_pickled_weights: bool) -> Any:
+    folder = Path(adapter).expanduser()
+    if not (folder / ADAPTER_FILE).exists():
+        raise ModelError(f"model.lora.adapter: no {ADAPTER_FILE} in {adapter}")
+    return load_adapter(model, folder, allow_pickled_weights=allow_pickled_weights, is_trainable=True)
+
+
+def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
     targets = config.target_modules
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",

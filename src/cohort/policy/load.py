@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,9 +15,17 @@ import torch
 from torch import nn
 
 from cohort.errors import ModelError
+from cohort.policy.files import (
+    ADAPTER_FILE,
+    check_adapter,
+    check_adapter_complete,
+    check_attention,
+    check_complete,
+    check_config,
+    check_folder,
+    read_json_object,
+)
 
-ADAPTER_FILE = "adapter_config.json"
-"""The file that marks a folder as an adapter's."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 """A folder with a tokenizer has one of these."""
 
@@ -110,6 +118,7 @@ def load_model(
     device: torch.device,
     *,
     trust_remote_code: bool = False,
+    allow_pickled_weights: bool = False,
     quantization: str = "none",
 ) -> nn.Module:
     """The causal language model of a folder or hub id, in the master dtype. A folder with an adapter gives its base
@@ -119,27 +128,54 @@ def load_model(
         path: folder or hub id.
         precision, device: dtypes and device.
         trust_remote_code: run code that comes with the model.
+        allow_pickled_weights: read pickled weights where there are no others.
         quantization: "8bit" or "4bit" (NF4) store the weights of linear layers in so many bits.
 
     Raises:
-        ModelError: there is no such folder, or it has no causal language model.
+        ModelError: there is no such folder, it has no causal language model, or a tensor of the model is missing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     path = _check_folder(path)
+    base = _base_of(path)
+    check_folder(base, allow_pickled_weights=allow_pickled_weights)
     # Reading a folder is fast; a download shows its progress.
     bars = without_progress_bars() if Path(path).is_dir() else contextlib.nullcontext()
     with _errors(f"cannot load a causal language model from {path!r}", path), bars:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            _base_of(path),
+        if not trust_remote_code:
+            check_attention(base, AutoConfig.from_pretrained(base, trust_remote_code=False))
+        model: Any
+        model, report = AutoModelForCausalLM.from_pretrained(
+            base,
             dtype=precision.master,
             trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_pickled_weights else True,
+            ignore_mismatched_sizes=True,  # check_complete refuses them, and names one
+            output_loading_info=True,
             **_quantization(quantization, precision, device),
         )
+        check_complete(base, report)
         if (Path(path) / ADAPTER_FILE).exists():
-            model = peft_library().PeftModel.from_pretrained(model, path).merge_and_unload()
+            model = load_adapter(model, Path(path), allow_pickled_weights=allow_pickled_weights).merge_and_unload()
     loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
+
+
+def load_adapter(
+    model: nn.Module, folder: Path, *, allow_pickled_weights: bool = False, is_trainable: bool = False
+) -> Any:
+    """The model with the low-rank adapter of a folder.
+
+    Raises:
+        ModelError: the folder has no such adapter, or a tensor of it is missing.
+    """
+    peft = peft_library()
+    check_adapter(folder, allow_pickled_weights=allow_pickled_weights)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+        wrapped = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
+    check_adapter_complete(folder, peft.get_peft_model_state_dict(wrapped))
+    return wrapped
 
 
 def _quantization(bits: str, precision: Precision, device: torch.device) -> dict[str, Any]:
@@ -177,10 +213,13 @@ def _base_of(path: str) -> str:
     file = Path(path) / ADAPTER_FILE
     if not file.exists():
         return path
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
+    base = read_json_object(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
         raise ModelError(f"{file} does not say which model it belongs to: set base_model_name_or_path in it")
-    return _check_folder(base)
+    base = _check_folder(base)
+    if (Path(base) / ADAPTER_FILE).exists():
+        raise ModelError(f"{file} names {base} as its model, which is an adapter itself")
+    return base
 
 
 @contextlib.contextmanager
@@ -235,6 +274,8 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
     if not isinstance(model, str):
         return model.config.get_text_config()
     path = _base_of(_check_folder(model))
+    if Path(path).is_dir():
+        check_config(Path(path))
     with _errors(f"cannot read a model's config in {model!r}", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
 
@@ -261,16 +302,25 @@ def _check_folder(path: str) -> str:
 @contextlib.contextmanager
 def _errors(what: str, path: str) -> Iterator[None]:
     """Raise the errors of transformers as ``ModelError``."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, torch.OutOfMemoryError, MemoryError) as error:
+    except BaseException as error:  # of a broken file, of any type, and a PanicException from libraries in Rust
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # ... that of a library in Rust
+            raise
         hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
-        raise ModelError(f"{what}{hub}: {_first_line(error)}") from error
+        raise ModelError(f"{what}{hub}: {_first_line(error)}{_flag_for(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _flag_for(error: BaseException) -> str:
+    """What to set for a model that transformers refuses for safety."""
+    if "trust_remote_code" in str(error):
+        return " To run it, set model.trust_remote_code = true (cohort generate: --trust-remote-code)"
+    return " For pickled weights, set model.allow_pickled_weights = true" if "use_safetensors" in str(error) else ""
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

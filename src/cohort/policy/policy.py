@@ -153,14 +153,21 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     given = model
     if isinstance(model, str):
         model = load_model(
-            model, precision, device, trust_remote_code=config.trust_remote_code, quantization=config.quantization
+            model,
+            precision,
+            device,
+            trust_remote_code=config.trust_remote_code,
+            allow_pickled_weights=config.allow_pickled_weights,
+            quantization=config.quantization,
         )
     elif not getattr(model, "is_quantized", False):
         model.to(device=device, dtype=precision.master)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
     if config.lora.wanted:
-        model = add_adapters(model, config.lora, precision, seed=seed)
+        model = add_adapters(
+            model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
+        )
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     policy = Policy(model, precision, dropout=config.dropout)

@@ -23,7 +23,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 def _check_baseline(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
         require(math.isfinite(value), f"expected a finite number, got {value!r}")
-    elif value not in WORDS["baseline"] and ":" not in str(value):
+    elif not isinstance(value, str) or (value not in WORDS["baseline"] and ":" not in value):
         raise ConfigError(
             f"expected one of {', '.join(WORDS['baseline'])}, a number, or a function as file.py:function, "
             f"got {value!r}{nearest(value, WORDS['baseline'])}"

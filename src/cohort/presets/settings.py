@@ -137,6 +137,8 @@ def _completed(name: str, value: Any, rules: Mapping[str, type[Part]], current: 
     rule, numbers = table.get("rule", present), {key: item for key, item in table.items() if key != "rule"}
     if rule is None:
         raise ConfigError(f"{name} is a table without its rule: expected rule = one of {', '.join(words)}")
+    if not isinstance(rule, str):
+        raise ConfigError(f"{name}: expected rule = one of {', '.join(words)}, got {rule!r}")
     if rule == "none" and optional:
         require(not numbers, f"{name} is 'none' and has no {next(iter(numbers), None)}")
         return None

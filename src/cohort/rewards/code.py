@@ -148,7 +148,7 @@ def parse_tests(tests: Any, entry_point: str | None = None) -> Task:
     ['assert f(1) == 2']
     """
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):  # a test program may start with a bracket as well
+        with contextlib.suppress(ValueError, RecursionError):  # a test program may start with a bracket as well
             tests = json.loads(tests)
     if isinstance(tests, str) and tests.strip():
         return _python_task(tests=tests, entry_point=entry_point)

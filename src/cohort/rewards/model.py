@@ -27,12 +27,21 @@ class RewardModel:
         tokenizer: the tokenizer of the model. None: the one saved with the model.
         batch_tokens: maximum number of tokens per forward pass, padding included. Affects memory only.
         device: "auto" uses CUDA if available. A loaded model is not moved.
+        allow_pickled_weights: read pickled weights (pytorch_model.bin) where there are no safetensors.
 
     Raises:
         RewardError: the model cannot be loaded, does not have exactly one label, or has no tokenizer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, batch_tokens: int = 8192, device: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        batch_tokens: int = 8192,
+        device: str = "auto",
+        allow_pickled_weights: bool = False,
+    ) -> None:
         from cohort.policy import load_tokenizer
 
         if batch_tokens < 1:
@@ -46,7 +55,7 @@ class RewardModel:
                 "a reward model created in memory has no saved tokenizer: pass RewardModel(model, tokenizer)"
             )
         self.tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
-        self.model = _load(name, device) if isinstance(model, str | Path) else model
+        self.model = _load(name, device, allow_pickled_weights) if isinstance(model, str | Path) else model
         if (labels := getattr(self.model.config, "num_labels", None)) != 1:
             raise RewardError(f"reward model {self.__name__}: expected one label, its config has {labels}")
         self.model.eval()
@@ -114,18 +123,22 @@ def is_reward_model(value: Any) -> bool:
     return hasattr(value, "config") and hasattr(value, "parameters")
 
 
-def _load(name: str, device: str) -> Any:
-    """Load a sequence-classification model. Refuse one without a trained head."""
+def _load(name: str, device: str, allow_pickled_weights: bool) -> Any:
+    """Load a sequence-classification model. Refuse one without a trained head, and one that needs code of its own."""
     from transformers import AutoModelForSequenceClassification
 
     from cohort.policy import resolve_device, without_progress_bars
 
+    safe = {} if allow_pickled_weights else {"use_safetensors": True}
     try:
         with without_progress_bars():
-            model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, output_loading_info=True, trust_remote_code=False, **safe
+            )
     except Exception as error:  # transformers raises many types
+        hint = "; for pickled weights, write NAME(allow_pickled_weights=True)" if "safetensors" in str(error) else ""
         raise RewardError(
-            f"cannot load the reward model {name}: {(str(error) or repr(error)).splitlines()[0]}"
+            f"cannot load the reward model {name}: {(str(error) or repr(error)).splitlines()[0]}{hint}"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise RewardError(

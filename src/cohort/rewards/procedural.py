@@ -66,6 +66,8 @@ def _item(settings: str, index: int) -> tuple[str, Any, dict[str, Any]]:
 @lru_cache(maxsize=64)
 def _dataset(settings: str) -> tuple[str, Any]:
     arguments = ast.literal_eval(settings)
+    if arguments["name"] == "composite":  # its scorer would be that of another data set, unseen by _is_data
+        raise RewardError("reasoning_gym: the data set 'composite' cannot be scored: list its parts as sources")
     if arguments["name"] in EVALUATED:
         raise RewardError(
             f"reasoning_gym: the scorer of {arguments['name']} evaluates the answer as Python, so the policy could run "

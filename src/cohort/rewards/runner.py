@@ -20,7 +20,7 @@ from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_argu
 from cohort.rewards.functions import Function, Value, unique_names
 from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
-from cohort.watchdog import waiting
+from cohort.watchdog import samples, waiting
 from cohort.workers import CallFailed, shown
 
 log = logging.getLogger("cohort.rewards")
@@ -28,8 +28,6 @@ CACHE_ENTRIES = 100_000
 """Maximum number of cached results; the oldest are dropped."""
 DRY_RUN_MESSAGE_SECONDS = 5.0
 """A dry run that takes longer than this is reported in the log."""
-MAX_NAMED = 5
-"""Maximum number of completions that are named when one is waited for."""
 MAX_FAILED_ROLLOUTS = 3
 """With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 
@@ -360,9 +358,7 @@ class Scoring:
         left = [task for task in tasks if task.future is None or not task.future.done()]
         left = [task for task in left if task.future is None or task.future.running()] or left
         numbers = {position: s for s, position in enumerate(list(self._completions))}
-        found = [str(numbers[position]) for task in left for position in task.positions]
-        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-        return f"sample {', '.join(found[:MAX_NAMED])}{more}" if found else ""
+        return samples(numbers[position] for task in left for position in task.positions)
 
     def progress(self) -> str:
         """How many completions have ended so far."""

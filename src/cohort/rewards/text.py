@@ -163,7 +163,7 @@ def _validator(schema: str) -> Any:
         content = json.loads(Path(schema).read_text(encoding="utf-8") if schema.endswith(".json") else schema)
         kind = jsonschema.validators.validator_for(content)
         kind.check_schema(content)
-    except (OSError, ValueError, jsonschema.SchemaError) as error:
+    except (OSError, ValueError, RecursionError, jsonschema.SchemaError) as error:
         reason = getattr(error, "message", None) or error
         raise ValueError(f"expected a JSON schema, its text or the path of a .json file: {reason}") from None
     return kind(content, registry=referencing.Registry())  # fetches no $ref

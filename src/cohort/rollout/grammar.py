@@ -247,7 +247,7 @@ def _regex_source(regex: str, spellable: str | None) -> str:
 def _json_source(schema: str) -> str:
     try:
         parsed = json.loads(schema)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"json_schema must be a schema as JSON text, got {schema[:80]!r}: {error}") from error
     return f"start: %json {json.dumps(parsed)}\n"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cohort.config import GRPOConfig
+from cohort.config import GRPOConfig, hide_secrets
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunFolderError
 
@@ -85,13 +85,14 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
     parts = {f"objective.{name}" for name in ("preset", *saved.objective.parts())} if same else set()
     by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
     new, found = dict(_flat(now)), []
-    for key, before in _flat(saved):
-        if before == new[key] or key in parts or key == "run.output_dir":
+    for key, value in _flat(saved):
+        before, after = hide_secrets(value), hide_secrets(new[key])  # a run folder holds no secrets
+        if before == after or key in parts or key == "run.output_dir":
             continue
-        if key in COMPARED_BY_FACTS and not (before and new[key]):
+        if key in COMPARED_BY_FACTS and not (before and after):
             continue  # given in Python, without a name
         harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
-        words = f"the run has {_shown(before)}, now {_shown(new[key])}"
+        words = f"the run has {_shown(before)}, now {_shown(after)}"
         if key in ("run.max_steps", "run.num_epochs") and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
             words += f"; the learning rate's schedule ({now.optim.lr_scheduler_type}) depends on the end of the run"
             harmless = False

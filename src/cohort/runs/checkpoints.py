@@ -295,7 +295,9 @@ def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
     """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
     model: Any = class_before_sharding(policy.model)
     with without_progress_bars():
-        weights: dict[str, Tensor] = model.from_pretrained(folder, dtype=policy.precision.master).state_dict()
+        weights: dict[str, Tensor] = model.from_pretrained(
+            folder, dtype=policy.precision.master, use_safetensors=True
+        ).state_dict()
     return weights
 
 

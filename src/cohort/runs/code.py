@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.calls import partial_layers
+from cohort.config import hide_secrets
 from cohort.plugins import file_modules
 
 STANDARD_LIBRARY = Path(inspect.__file__).resolve().parent
@@ -38,7 +39,7 @@ def code_hash(function: Callable[..., Any]) -> str:
     inner = inspect.unwrap(layers[-1])
     owner = inner if hasattr(inner, "__qualname__") else type(inner)
     bound = [[_plain(layer.args), _plain(layer.keywords)] for layer in layers if isinstance(layer, partial)]
-    return _hashed(_source(owner), bound)
+    return _hashed(_source(owner), hide_secrets(bound))  # a new key is not new code
 
 
 def named_code_hash(spec: str) -> str:

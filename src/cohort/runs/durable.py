@@ -75,7 +75,7 @@ def check_whole(folder: Path) -> None:
         form, expected = manifest["format"], {str(name): dict(record) for name, record in manifest["files"].items()}
     except FileNotFoundError:
         raise RunFolderError(f"{folder} has no {MANIFEST}") from None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise RunFolderError(f"{folder}: {MANIFEST} is damaged") from None
     if form != FORMAT:
         raise RunFolderError(f"{folder} is of format {form!r}, which this version of Cohort does not read")

@@ -46,7 +46,9 @@ from cohort.runs.checkpoints import (
     saved_identity,
 )
 from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
+from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.starts import STARTS, Start
+from cohort.runs.trust import check_files, remember
 from cohort.types import Completion, Episode, Group
 from cohort.watchdog import waiting
 
@@ -85,6 +87,7 @@ class RunFolder:
         Raises:
             RunFolderError: it is not.
         """
+        check_files(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file: choose another run.output_dir")
         if not self.path.exists() or all(_is_no_run(path) for path in self.path.iterdir()):
@@ -118,6 +121,7 @@ class RunFolder:
             write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
+            remember(config)
         except OSError as error:
             raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
 
@@ -159,11 +163,12 @@ class RunFolder:
         return changes
 
     def check_is_run(self) -> None:
-        """Check that the folder holds a run.
+        """Check that the folder holds a run, and that nothing in it leads elsewhere.
 
         Raises:
-            RunFolderError: it does not.
+            RunFolderError: it does not, or as ``check_files``.
         """
+        check_files(self.path)
         if not self.path.exists():
             raise RunFolderError(f"there is no run folder {self.path} to resume")
         if not self.is_run:
@@ -206,12 +211,10 @@ class RunFolder:
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         found = {}
-        for line in map(json.loads, lines):
+        for _, line in read_metrics(self.path / "metrics.jsonl"):
             if evaluated := {key: value for key, value in line.items() if key.startswith("eval/")}:
-                found[int(line["step"])] = evaluated
+                found[line["step"]] = evaluated
         return found
 
     def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
@@ -228,9 +231,7 @@ class RunFolder:
         """Remove the lines of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(path, "".join(kept))
+            write_atomically(path, "".join(line for line, metrics in read_metrics(path) if metrics["step"] <= step))
 
     @property
     def has_summary(self) -> bool:
@@ -239,8 +240,7 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """The contents of ``summary.json``."""
-        found: dict[str, Any] = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        return found
+        return read_object(self.path / "summary.json")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
@@ -270,8 +270,7 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
-        names = (path.name.removeprefix("step-") for path in (self.path / "checkpoints").glob("step-*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return steps_of(self.path / "checkpoints")
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -316,9 +315,7 @@ class RunFolder:
         old = self.path / "best.old"
         if old.exists() and not self.best.exists():
             old.rename(self.best)
-        file = self.best / "best.json"
-        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        return found
+        return read_best(self.best / "best.json") if self.best.exists() else None
 
 
 def _is_no_run(path: Path) -> bool:

@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from cohort.rewards.scores import Scores
+from cohort.runs.reading import damage_named, read_object
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
 CLASSES: dict[str, Any] = {
@@ -77,10 +79,24 @@ def save_rollout(path: Path, rollout: StoredRollout) -> None:
 
 
 def load_rollout(path: Path) -> StoredRollout:
-    """Read what ``save_rollout`` has written."""
-    tree = json.loads(_file(path, "json").read_text(encoding="ascii"))
-    decode = _Reader(load_file(_file(path, "safetensors"))).decode
-    return StoredRollout(decode(tree["groups"]), decode(tree["scores"]), decode(tree["facts"]))
+    """Read what ``save_rollout`` has written.
+
+    Raises:
+        RunFolderError: the files hold something else.
+    """
+    with damage_named(_file(path, "json")):
+        tree = read_object(_file(path, "json"))
+        try:
+            arrays = load_file(_file(path, "safetensors"))
+        except SafetensorError as error:
+            raise ValueError(error) from None
+        decode = _Reader(arrays).decode
+        groups, scores, facts = decode(tree["groups"]), decode(tree["scores"]), decode(tree["facts"])
+        if not (isinstance(groups, list) and all(isinstance(group, Group) for group in groups)):
+            raise TypeError("expected a list of groups")
+        if not (isinstance(scores, Scores | None) and isinstance(facts, dict)):
+            raise TypeError("expected scores and a table of facts")
+        return StoredRollout(groups, scores, facts)
 
 
 def _file(path: Path, kind: str) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 from cohort.config import GRPOConfig, load_config, setting_names, with_settings
 from cohort.errors import ConfigError, RunFolderError
+from cohort.runs.trust import check_code, check_files, check_secrets
 
 STARTS = "starts.jsonl"
 
@@ -54,17 +55,20 @@ def last_start(run: Path) -> Start:
             line = json.loads(text)
             missing = {str(name): str(what) for name, what in line["missing"].items()}
             return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing)
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             continue
     return Start()
 
 
-def with_overrides_of_start(config: GRPOConfig, overrides: tuple[str, ...]) -> tuple[GRPOConfig, tuple[str, ...]]:
+def with_overrides_of_start(
+    config: GRPOConfig, overrides: tuple[str, ...], trusted: str | None = None
+) -> tuple[GRPOConfig, tuple[str, ...]]:
     """Settings for ``--resume`` of a run that was started with overrides: they apply again unless they are given anew.
 
     Args:
         config: the settings of a config file with ``overrides``, which name the run folder.
         overrides: the ``--section.key value`` pairs given now.
+        trusted: the argument of ``--trust``.
 
     Returns:
         The settings, and the names of all settings that command lines have given.
@@ -73,10 +77,14 @@ def with_overrides_of_start(config: GRPOConfig, overrides: tuple[str, ...]) -> t
     run = Path(config.run.output_dir).expanduser() if config.run.output_dir else None
     if run is None or not (run / "config.toml").exists():
         return config, given
+    check_files(run)
     # The ranks are of this command, and with them how they share the work.
     kept = (name for name in last_start(run).overrides if not name.startswith("parallel.") and name != "run.output_dir")
     names = [name for name in kept if name not in given]
     try:
-        return with_settings(config, load_config(run / "config.toml"), names), (*names, *given)
+        config = with_settings(config, load_config(run / "config.toml"), names)
     except ConfigError as error:
         raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None
+    check_code(run, config, trusted, read=names)
+    check_secrets(run, config)
+    return config, (*names, *given)

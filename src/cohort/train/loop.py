@@ -48,7 +48,6 @@ from cohort.train.sample import begin, place_after, trainer_state
 from cohort.train.term_norms import term_norms
 from cohort.train.update import NonFinite, UpdateResult, update
 from cohort.types import TokenBatch
-from cohort.watchdog import waiting
 
 
 def run(
@@ -225,7 +224,6 @@ def finish_step(
     return metrics
 
 
-@waiting("evaluation")
 def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
     """Evaluate after ``state.global_step`` steps; write the completions, and the model if it is the best so far.
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from cohort.calls import run_on_loop
+from cohort.config import hide_secrets
 from cohort.environments.contract import EpisodeFailed, ToolError
 from cohort.environments.tools import Tool, text_of
 from cohort.errors import ConfigError
@@ -47,7 +48,7 @@ class Server:
     """
 
     def __init__(self, given: Any) -> None:
-        self.name = given.removeprefix(PREFIX) if isinstance(given, str) else type(given).__name__
+        self.name = hide_secrets(given.removeprefix(PREFIX)) if isinstance(given, str) else type(given).__name__
         self.tools: tuple[Tool, ...] = ()
         self._client: Any = None
         self._closing = asyncio.Event()

@@ -1,0 +1,163 @@
+"""Checks of a model's or an adapter's folder: what is in it, and that loading it ran no code and left nothing out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cohort.errors import ModelError
+
+ADAPTER_FILE = "adapter_config.json"
+"""The file that marks a folder as an adapter's."""
+PICKLED = ("*.bin", "*.pt", "*.pth")
+"""Files of pickled weights."""
+MAX_LISTED = 3
+"""Maximum number of tensors that an error names."""
+
+
+def check_folder(path: str, *, allow_pickled_weights: bool) -> None:
+    """Check that a folder has a model's configuration and its weights as safetensors. A hub id passes.
+
+    Args:
+        path: a folder or hub id.
+        allow_pickled_weights: accept pickled weights instead.
+
+    Raises:
+        ModelError: a file is missing, or there are pickled weights only.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    check_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+        if not pickled:
+            raise ModelError(f"model folder {path} holds no weights: expected model.safetensors")
+        if not allow_pickled_weights:
+            raise ModelError(pickled_only(path, pickled[0]))
+
+
+def check_config(folder: Path) -> None:
+    """Check that a model's folder has a configuration that can be read. Without one, transformers may guess the
+    architecture from the folder's name.
+
+    Raises:
+        ModelError: there is none, or it is not a JSON object.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model folder {folder} holds no config.json, which says what the model is")
+    read_json_object(folder / "config.json")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ModelError: the file cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def pickled_only(path: str, file: str) -> str:
+    """The refusal of pickled weights."""
+    return (
+        f"{path} holds its weights as a pickle ({file}), which can contain a program, and not as safetensors. If you "
+        "trust where it comes from, set model.allow_pickled_weights = true (cohort generate: --allow-pickled-weights)"
+    )
+
+
+def check_attention(path: str, config: Any) -> None:
+    """Check that a model's configuration does not name attention code on the hub, which loading it would run.
+
+    Raises:
+        ModelError: it does.
+    """
+    for one in (config, config.get_text_config()):
+        name = getattr(one, "_attn_implementation", None)
+        if isinstance(name, str) and "/" in name:
+            raise ModelError(
+                f"the configuration of {path} names attention code on the hub, {name}: to run it, set "
+                "model.trust_remote_code = true"
+            )
+
+
+def check_complete(path: str, report: Mapping[str, Any]) -> None:
+    """Check that every tensor of a model was in its files, in its shape. Transformers initialises others at random.
+
+    Args:
+        path: folder or hub id, for messages.
+        report: what ``from_pretrained`` returns with ``output_loading_info``.
+
+    Raises:
+        ModelError: a tensor is missing or has another shape.
+    """
+    if wrong := sorted(report["mismatched_keys"]):
+        name, saved, expected = wrong[0]
+        raise ModelError(
+            f"{path}: {name} has the shape {list(saved)} in the file, and config.json asks for {list(expected)}"
+            f"{_more(len(wrong) - 1)}"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{path} lacks {_listed(missing)}, which its config.json asks for: they would be random. Is the folder "
+            "complete, and is it a causal language model?"
+        )
+
+
+def check_adapter(folder: Path, *, allow_pickled_weights: bool) -> dict[str, Any]:
+    """Check an adapter's folder before it is loaded.
+
+    Returns:
+        The adapter's configuration.
+
+    Raises:
+        ModelError: it is not a low-rank adapter, names other code to run, or has no weights but pickled ones.
+    """
+    config = read_json_object(folder / ADAPTER_FILE)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ModelError(f"{folder}: expected a low-rank adapter (peft_type LORA), got {kind!r:.40}")
+    if config.get("megatron_config"):
+        raise ModelError(f"{folder}: {ADAPTER_FILE} sets megatron_config, which names a module to import: remove it")
+    if not (folder / "adapter_model.safetensors").is_file():
+        if not (folder / "adapter_model.bin").is_file():
+            raise ModelError(f"adapter folder {folder} holds no weights: expected adapter_model.safetensors")
+        if not allow_pickled_weights:
+            raise ModelError(pickled_only(str(folder), "adapter_model.bin"))
+    return config
+
+
+def check_adapter_complete(folder: Path, expected: Iterable[str]) -> None:
+    """Check that an adapter's file has all of its tensors.
+
+    Args:
+        folder: the adapter's folder. Pickled weights are not checked.
+        expected: the names of the tensors of the loaded adapter.
+
+    Raises:
+        ModelError: a tensor is missing.
+    """
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return
+    with safe_open(file, "pt") as opened:
+        found = set(opened.keys())
+    if missing := sorted(set(expected) - found):
+        raise ModelError(f"{folder} lacks {_listed(missing)}, which its {ADAPTER_FILE} asks for")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MAX_LISTED]) + _more(len(names) - MAX_LISTED)
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

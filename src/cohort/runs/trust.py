@@ -1,0 +1,222 @@
+"""What the settings in a run folder may do: run no code that this account has not run before, and write nowhere else.
+
+Anybody can make a run folder. Its settings name functions, programs and model code, which a command that reads them
+would run. Code is known, and runs without a question, once this account has started a run that names it: from a config
+file or in Python. Any other code needs ``--trust RUN``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from cohort.config import GRPOConfig, Source, hidden_settings, hide_secrets
+from cohort.errors import RunFolderError
+from cohort.rewards.names import BUILTIN_REWARDS, split_spec
+
+BUILTIN_TOOLS = frozenset({"python", "calculator"})
+UNSAFE_ARGUMENTS = frozenset({"allow_unsandboxed", "allow_pickled_weights"})
+"""Arguments of built-in rewards and reward models that lift a protection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Something that a setting would run, or a place outside the run folder that it would write to."""
+
+    setting: str
+    """The setting's name: "reward.functions"."""
+    text: str
+    """What the setting names: "rewards.py:score"."""
+
+    @property
+    def origin(self) -> str:
+        """The file that the name stands for here; empty if there is none. Elsewhere it may stand for another file."""
+        source = self.text.partition("(")[0].rpartition(":")[0]
+        try:
+            if self.setting.startswith("model.") or source.endswith(".py"):
+                return str(Path(source if source.endswith(".py") else self.text).expanduser().resolve())
+            spec = PathFinder.find_spec(source.partition(".")[0], [*sys.path, str(Path.cwd())])  # as plugins look
+        except (OSError, RuntimeError, ValueError, ImportError):
+            return ""
+        return str(spec.origin or list(spec.submodule_search_locations or ())) if spec else ""
+
+    @property
+    def key(self) -> str:
+        """A name for the record that this code was run. Secrets are not part of it."""
+        return hashlib.sha256(json.dumps([self.setting, hide_secrets(self.text), self.origin]).encode()).hexdigest()
+
+
+def code_in(config: GRPOConfig) -> list[Code]:
+    """All code that the settings name, besides Cohort's own."""
+    found = [Code("reward.functions", spec) for spec in config.reward.functions if not _is_safe_reward(spec)]
+    environment = config.environment
+    found += [Code("environment.tools", name) for name in environment.tools if name not in BUILTIN_TOOLS]
+    factories = environment.factory if isinstance(environment.factory, Mapping) else {"": environment.factory}
+    found += [Code("environment.factory", name) for name in factories.values() if name]
+    found += [Code("environment.history", environment.history)] if ":" in environment.history else []
+    found += [Code("environment.parser", environment.parser)] if environment.parser else []
+    for name in ("train", "eval"):
+        found += [Code(f"data.{name}", source.filter) for source in _sources(getattr(config.data, name))]
+    found += [Code("data.filter", config.data.filter)] if isinstance(config.data.filter, str) else []
+    found += [
+        Code(f"objective.{name}", text)
+        for name, value in config.objective.changes().items()
+        for text in _texts(value)
+        if ":" in text
+    ]
+    if config.model.trust_remote_code:
+        found.append(Code("model.trust_remote_code", config.model.path))
+    if config.model.allow_pickled_weights:
+        found.append(Code("model.allow_pickled_weights", config.model.path))
+    return found + _servers(config)
+
+
+def _is_safe_reward(spec: str) -> bool:
+    """Whether a reward is built in or a reward model, and runs nothing that a stranger wrote."""
+    name, values = split_spec(spec)
+    return (name in BUILTIN_REWARDS or ":" not in name) and not UNSAFE_ARGUMENTS & values.keys()
+
+
+def _sources(given: Any) -> Iterator[Any]:
+    """The sources in ``data.train`` or ``data.eval`` that have a function as filter."""
+    for one in given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else ():
+        if isinstance(one, tuple):
+            yield from _sources(one)
+        elif isinstance(one, Source) and isinstance(one.filter, str):
+            yield one
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for item in value.values() for text in _texts(item))
+    elif isinstance(value, list | tuple):
+        yield from (text for item in value for text in _texts(item))
+
+
+def _servers(config: GRPOConfig) -> list[Code]:
+    """What sampling on servers runs, connects to, and writes to."""
+    if config.rollout.engine != "vllm":
+        return []
+    vllm = config.vllm
+    given = {
+        "vllm.python": [vllm.python] if vllm.start else [],
+        "vllm.arguments": vllm.arguments if vllm.start else [],
+        "vllm.url": vllm.url,
+        "vllm.folder": [vllm.folder],
+    }
+    return [Code(name, text) for name, texts in given.items() for text in texts if text]
+
+
+def remember(config: GRPOConfig) -> None:
+    """Record the code that the settings name as known: this account has started a run with it."""
+    for code in code_in(config):
+        record = _records() / code.key
+        try:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            if not record.exists():
+                record.write_text(f"{code.setting}: {hide_secrets(code.text)}\n{code.origin}\n", encoding="utf-8")
+        except OSError:  # there may be no home to write to: then the code needs --trust
+            return
+
+
+def check_secrets(run: Path, config: GRPOConfig, unused: Sequence[str] = ()) -> None:
+    """Check that no secret is missing in settings that were read from a run folder.
+
+    Args:
+        run: the run folder.
+        config: its settings with the overrides.
+        unused: beginnings of the names of settings that are not used.
+
+    Raises:
+        RunFolderError: a setting has ``***`` in the place of a secret.
+    """
+    if missing := [name for name in hidden_settings(config.model_dump()) if not name.startswith(tuple(unused))]:
+        raise RunFolderError(
+            f"{run} does not hold the secrets of {', '.join(dict.fromkeys(missing))}: they are not written into a run "
+            f"folder. Give the setting again, as in --{missing[0]} VALUE"
+        )
+
+
+def check_code(
+    run: Path,
+    config: GRPOConfig,
+    trusted: str | None,
+    *,
+    given: Collection[str] = (),
+    read: Collection[str] | None = None,
+) -> None:
+    """Check that settings that were read from a run folder name no code that this account has not run.
+
+    Args:
+        run: the run folder.
+        config: the settings, with those that the user gave.
+        trusted: the argument of ``--trust``; it must be this run folder, or inside it.
+        given: names of settings that the user gave: code that they name may run.
+        read: names of the settings that were read from the run folder. None: all but ``given``.
+
+    Raises:
+        RunFolderError: they name unknown code, or ``trusted`` is another folder.
+    """
+    if trusted is not None:
+        if not Path(trusted).expanduser().resolve().is_relative_to(run.resolve()):
+            raise RunFolderError(f"--trust {trusted} is not the run folder whose settings are used: {run}")
+        return
+    named = [code for code in code_in(config) if code.setting not in given]
+    from_run = [code for code in named if read is None or code.setting in read]
+    if unknown := [code for code in from_run if not (_records() / code.key).exists()]:
+        listed = "\n".join(f"  {code.setting}: {hide_secrets(code.text)}" for code in unknown)
+        raise RunFolderError(
+            f"the settings in {run} name code that you have not run before, and a run folder may come from anybody:\n"
+            f"{listed}\nNothing was run. If you know this code, give --trust {run}; or override the settings that name "
+            "it"
+        )
+
+
+def _records() -> Path:
+    """``$COHORT_STATE``, else ``$XDG_STATE_HOME/cohort``, else ``~/.local/state/cohort``; in it, a file for each known
+    piece of code."""
+    state = os.environ.get("COHORT_STATE") or Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "cohort"
+    return Path(state).expanduser() / "known_code"
+
+
+def check_files(run: Path) -> None:
+    """Check that a run folder has files and folders only, before anything is written into it: a link could lead the
+    writing elsewhere, and a pipe would block it. Links within the folder pass, and the folder itself may be a link.
+
+    Raises:
+        RunFolderError: an entry is something else.
+    """
+    top = run.resolve()
+    for path, mode in _entries(run):
+        if stat.S_ISLNK(mode):
+            if not Path(os.path.realpath(path)).is_relative_to(top):
+                raise RunFolderError(
+                    f"{path} is a symbolic link to {path.readlink()}: nothing is written through links that lead out "
+                    "of a run folder. Put what it points to in its place; the run folder itself may be a link"
+                )
+        elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise RunFolderError(f"{path} is neither a file nor a folder: remove it")
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, int]]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                mode = entry.stat(follow_symlinks=False).st_mode
+                yield Path(entry.path), mode
+                if stat.S_ISDIR(mode):
+                    yield from _entries(Path(entry.path))
+    except FileNotFoundError:  # the folder does not exist yet, or another process has removed the entry
+        return
+    except OSError as error:
+        raise RunFolderError(f"cannot read the run folder: {error}") from None

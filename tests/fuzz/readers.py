@@ -1,0 +1,381 @@
+"""What the fuzzing reads: for each reader, strategies for changed and torn input, and the check that the answer is a
+value or one of Cohort's errors.
+
+A change replaces, removes or adds a node in a valid document; a tear cuts, repeats or overwrites bytes of its text.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+from hypothesis import strategies as st
+
+from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
+from cohort.data.source import read_file
+from cohort.errors import CohortError
+from cohort.policy import context_length, load_tokenizer
+from cohort.policy import read_config as model_config
+from cohort.rewards.names import split_spec
+from cohort.runs import RunFolder, StoredRollout, load_rollout, read_best, save_rollout
+from cohort.runs.durable import check_whole, write_file, write_manifest
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
+from tests.conftest import DEMO_MODEL
+
+NUMBERS = [0, -1, 1, 2, 10**9, 2**63, -(2**63) - 1, 10**30, 0.5, -0.0, 1e-320, 1e308, math.inf, math.nan]
+TEXTS = [
+    "",
+    " ",
+    "none",
+    "1",
+    "a",
+    "..",
+    "/",
+    "~",
+    "\0",
+    "\ud800",
+    "é",
+    "{}",
+    "{",
+    "[1]",
+    "$",
+    "dict",
+    "x" * 5000,
+    ":",
+    "a:b",
+    "*",
+]
+ODD = st.sampled_from(
+    [*NUMBERS, *TEXTS, None, True, False, [], {}, [[]], [None], {"": 0}, {"rule": 1}, {"$": "dict", "of": 3}]
+)
+TREES = st.recursive(
+    ODD | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+BYTES = [b"", b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"{", b"}", b"[", b",", b":", b"null", b"NaN", b"-1", b"1e999",
+         b"9" * 5000, b"[" * 4_000, b'{"a":' * 2_000, b"\\ud800", b"[[x]]\n", b"a.b.c = 1\n", b"\xef\xbb\xbf", b"true"]  # fmt: skip
+
+
+def places(tree: Any, at: tuple = ()) -> list[tuple]:
+    """The paths of all nodes of a tree."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [at, *(place for key, item in inner for place in places(item, (*at, key)))]
+
+
+def replaced(tree: Any, place: tuple, how: str, value: Any) -> Any:
+    """A copy of a tree with the node at a place replaced or removed, or with a node more beside it."""
+    if not place:
+        return value
+    tree = deepcopy(tree)
+    node = tree
+    for key in place[:-1]:
+        node = node[key]
+    if how == "remove":
+        del node[place[-1]]
+    elif how == "replace":
+        node[place[-1]] = value
+    elif isinstance(node, list):
+        node.insert(place[-1], value)
+    else:
+        node[str(value)[:20]] = value
+    return tree
+
+
+def changed(*trees: Any) -> st.SearchStrategy[Any]:
+    """A tree with a node changed."""
+    every = [(tree, place) for tree in trees for place in places(tree)]
+    how = st.sampled_from(["replace", "replace", "remove", "add"])
+    return st.tuples(st.sampled_from(every), how, TREES).map(lambda one: replaced(*one[0], *one[1:]))
+
+
+def torn(*seeds: bytes) -> st.SearchStrategy[bytes]:
+    """The text of a document with up to three edits."""
+    edit = st.tuples(st.floats(0, 1), st.integers(0, 40), st.sampled_from(BYTES))
+
+    def tear(one: tuple[bytes, list]) -> bytes:
+        data, edits = one
+        for share, removed, added in edits:
+            at = int(share * len(data))
+            data = data[:at] + added + data[at + removed :]
+        return data
+
+    return st.tuples(st.sampled_from(seeds), st.lists(edit, min_size=1, max_size=3)).map(tear)
+
+
+def as_json(tree: Any) -> bytes:
+    return json.dumps(tree).encode()
+
+
+def as_toml(tree: Any) -> bytes:
+    """TOML of a tree; nodes that TOML cannot hold become text."""
+    try:
+        return tomli_w.dumps(_toml(tree) if isinstance(tree, dict) else {"section": _toml(tree)}).encode(
+            "utf-8", "surrogatepass"
+        )
+    except (ValueError, TypeError):
+        return repr(tree).encode("utf-8", "surrogatepass")
+
+
+def _toml(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {str(key): _toml(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_toml(item) for item in tree]
+    return "null" if tree is None else tree
+
+
+CONFIG = json.loads(
+    json.dumps(
+        GRPOConfig(
+            model={"path": "model", "lora": {"rank": 4}},
+            data={
+                "train": [{"path": "a.jsonl", "weight": 2.0, "filter": {"level": ["hard"], "n": {"min": 1.0}}}],
+                "eval": {"x": "a.jsonl", "y": [{"path": "b.jsonl"}]},
+                "columns": {"new": "old"},
+                "select": "0:10:2",
+            },
+            environment={"factory": {"a": "world.py:World"}},
+            reward={"functions": ["math", "mine.py:f(a=1)"], "weights": [1.0, 0.5]},
+            objective={"trust_region": {"rule": "ppo_clip", "low": 0.8, "high": 1.3}},
+            eval={"metric_for_best_model": "eval/x/reward/mean", "pass_at_k": [1]},
+            run={"output_dir": "runs/a", "max_steps": 3},
+        ).model_dump(exclude_none=True)
+    )
+)
+PARTS = [
+    {
+        "trust_region": {"rule": "ppo_clip", "low": 0.8, "high": 1.28},
+        "scale": {"rule": "group_std", "ddof": 1, "epsilon": 1e-6},
+    },
+    {
+        "mismatch": [{"rule": "weight", "level": "token", "mode": "truncate", "high": 2.0}],
+        "kl": {"direction": "reverse"},
+    },
+    {
+        "preset": "dapo@1",
+        "entropy": {"rule": "entropy", "coefficient": 0.001},
+        "baseline": "leave_one_out",
+        "beta": 0.04,
+    },
+    {
+        "group_filter": {"rule": "top_k", "k": 2, "metric": "shortest"},
+        "epsilon": 0.2,
+        "epsilon_high": 0.3,
+        "scale": "none",
+    },
+    {"soft_overlong": {"rule": "soft_overlong", "cache_share": 0.2}, "trust_region": {"rule": "cap", "high": 5.0}},
+]
+ROWS = [
+    {"prompt": "1+1", "answer": 2, "tests": [{"a": None}]},
+    {"prompt": [{"role": "user", "content": "é"}], "answer": 2.5},
+]
+METRICS = [{"step": 0, "time": 1.5, "eval/reward/mean": 0.5}, {"step": 1, "loss": None}, {"step": 2, "loss": 0.1}]
+BEST = {"step": 2, "metric": "eval/reward/mean", "value": 0.5, "measured": {"prompts": "ab", "metric": "m"}}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader with its input."""
+
+    inputs: st.SearchStrategy[Any]
+    read: Callable[[Path, Any], Any]
+    prepare: Callable[[Path], Any] = lambda folder: None
+
+
+def read_config(folder: Path, data: bytes) -> None:
+    (folder / "c.toml").write_bytes(data)
+    config = load_config(folder / "c.toml")
+    assert to_toml(load_config_text(folder, to_toml(config))) == to_toml(config)
+
+
+def load_config_text(folder: Path, text: str) -> GRPOConfig:
+    (folder / "again.toml").write_text(text, encoding="utf-8")
+    return load_config(folder / "again.toml")
+
+
+def read_overrides(folder: Path, given: tuple[str, str]) -> None:
+    apply_overrides({}, [f"--{given[0]}", given[1]])
+
+
+def read_rows(folder: Path, given: tuple[str, bytes]) -> None:
+    path = folder / f"rows{given[0]}"
+    path.write_bytes(given[1])
+    read_file(path)
+
+
+def read_manifest(folder: Path, data: bytes) -> None:
+    (folder / "step-1" / "manifest.json").write_bytes(data)
+    check_whole(folder / "step-1")
+
+
+def prepare_manifest(folder: Path) -> None:
+    (folder / "step-1" / "state").mkdir(parents=True)
+    for name in ("a.safetensors", "state/loop.json"):
+        write_file(folder / "step-1" / name, [name.encode()])
+    write_manifest(folder / "step-1", {})
+
+
+MANIFEST = {
+    "format": 1,
+    "files": {
+        "a.safetensors": {"bytes": 13, "sha256": "7c1dd1e0ab3c7b5ad1a0d1b8d0fbf9f64d6bb2d2d2b66ff8f6ba83d6ac0f4f4c"},
+        "state/loop.json": {"bytes": 15, "sha256": "0" * 64},
+        "../../x": {"bytes": 1, "sha256": ""},
+    },
+}
+
+
+def read_metrics(folder: Path, data: bytes) -> None:
+    (folder / "metrics.jsonl").write_bytes(data)
+    run = RunFolder(folder)
+    run.evaluations()
+    run.drop_metrics_after(1)
+
+
+def read_best_json(folder: Path, data: bytes) -> None:
+    (folder / "best.json").write_bytes(data)
+    note = read_best(folder / "best.json")
+    assert f"{note['step']} {note['metric']} {note['value']:.4g}"
+
+
+def read_stored(folder: Path, given: tuple[str, bytes]) -> None:
+    suffix, data = given
+    for name in ("json", "safetensors"):
+        (folder / f"torn.{name}").write_bytes(data if name == suffix else (folder / f"whole.{name}").read_bytes())
+    load_rollout(folder / "torn")
+
+
+def some_rollout() -> StoredRollout:
+    prompt = Prompt(0, 3, (1, 2), "1+1", [{"role": "user", "content": "1+1"}], {"answer": 2, 3: (1, b"x")}, "", "a", {})
+    segment = Segment(np.array([4, 5, 6]), np.array([True, False, True]))
+    episode = Episode(
+        (Turn(2, FinishReason.EOS, ({"role": "tool"},), reward=1.0, seconds=0.5),), 1.0, {"s": math.inf}, ""
+    )
+    completion = Completion((segment,), np.array([-0.5, -1.0]), FinishReason.EOS, "2\ud800", 3, episode=episode)
+    return StoredRollout([Group(prompt, (completion,))], None, {"a": np.arange(3), "b": complex(1, 2)})
+
+
+def prepare_rollout(folder: Path) -> None:
+    save_rollout(folder / "whole", some_rollout())
+
+
+def stored_seed(suffix: str) -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_rollout(Path(folder))
+        return (Path(folder) / f"whole.{suffix}").read_bytes()
+
+
+def read_parts(folder: Path, given: Any) -> None:
+    if isinstance(given, dict):
+        config = GRPOConfig(objective=given)
+        assert str(config.resolved_objective.settings())
+
+
+def read_text(folder: Path, text: str) -> None:
+    hidden = hide_secrets(text)
+    assert hide_secrets(hidden) == hidden
+    split_spec(text)
+
+
+def _readers() -> dict[str, Reader]:
+    toml = [as_toml(CONFIG)]
+    rows = [as_json(row) for row in ROWS]
+    lines = b"\n".join(rows) + b"\n"
+    stored = stored_seed("json")
+    columns = {"prompt": ["a", "b"], "answer": [1, 2]}
+    files = {
+        ".jsonl": changed(*ROWS).map(as_json).map(lambda row: row + b"\n" + rows[0]) | torn(lines),
+        ".json": changed(ROWS, columns, {"data": ROWS}).map(as_json) | torn(as_json(ROWS), as_json(columns)),
+        ".csv": torn(b'prompt,answer\n"1+1",2\n2+2,"4\n4"\n'),
+        ".jsonl.gz": torn(lines),
+        ".parquet": torn(b"PAR1" + lines + b"PAR1"),
+    }
+    metrics = b"".join(as_json(one) + b"\n" for one in METRICS)
+    settings = sorted(".".join(place) for place in map(_strings, places(GRPOConfig().model_dump())) if place)
+    words = st.sampled_from([*TEXTS, *map(str, NUMBERS), "[1, 2", "{ a = 1 }", "{ a.b = [", "true"]) | st.text(
+        max_size=9
+    )
+    spec = st.sampled_from(
+        ["f.py:g(a=1, b='x')", "mcp:server --api-key 'x'", "https://a:b@c/d?token=e", "math(x=[(1, 2)])", "f("]
+    )
+    return {
+        "config": Reader(changed(CONFIG).map(as_toml) | torn(*toml), read_config),
+        "overrides": Reader(st.tuples(st.sampled_from(settings) | st.text(max_size=9), words), read_overrides),
+        "rows": Reader(st.one_of(*(st.tuples(st.just(kind), data) for kind, data in files.items())), read_rows),
+        "manifest": Reader(changed(MANIFEST).map(as_json) | torn(as_json(MANIFEST)), read_manifest, prepare_manifest),
+        "metrics": Reader(
+            changed(METRICS).map(
+                lambda tree: b"".join(as_json(one) + b"\n" for one in (tree if isinstance(tree, list) else [tree]))
+            )
+            | torn(metrics),
+            read_metrics,
+        ),
+        "best": Reader(changed(BEST).map(as_json) | torn(as_json(BEST)), read_best_json),
+        "rollout": Reader(
+            st.tuples(st.just("json"), changed(json.loads(stored)).map(as_json) | torn(stored))
+            | st.tuples(st.just("safetensors"), torn(stored_seed("safetensors"))),
+            read_stored,
+            prepare_rollout,
+        ),
+        "objective": Reader(changed(*PARTS), read_parts),
+        "text": Reader(st.text(max_size=40) | torn_text(spec), read_text),
+    }
+
+
+def _strings(place: tuple) -> tuple[str, ...]:
+    return tuple(map(str, place))
+
+
+def torn_text(seeds: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    inserted = st.sampled_from([*TEXTS, "'", '"', ")", "(", ",", "=", "api_key=", "Bearer ", "://", "@"])
+    return st.tuples(seeds, st.integers(0, 30), st.integers(0, 5), inserted).map(
+        lambda one: one[0][: one[1]] + one[3] + one[0][one[1] + one[2] :]
+    )
+
+
+def prepare_model(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(DEMO_MODEL / name, folder)
+
+
+def read_model(folder: Path, given: tuple[str, bytes]) -> None:
+    name, data = given
+    try:
+        (folder / name).write_bytes(data)
+        config = model_config(str(folder))
+        load_tokenizer(str(folder)).decode([1])
+        assert context_length(config) is None or context_length(config) > 0
+    finally:
+        shutil.copy(DEMO_MODEL / name, folder)
+
+
+def _model_files() -> st.SearchStrategy[Any]:
+    files = {
+        name: (DEMO_MODEL / name).read_bytes() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
+    }
+    return st.one_of(
+        *(st.tuples(st.just(name), changed(json.loads(data)).map(as_json) | torn(data)) for name, data in files.items())
+    )
+
+
+READERS = _readers()
+SLOW = {"model": Reader(_model_files(), read_model, prepare_model)}
+"""Readers of about 20 ms."""
+
+
+def read(reader: Reader, folder: Path, given: Any) -> str:
+    """Read one input: "read", or the class of Cohort's error. Any other exception is what the fuzzing looks for."""
+    try:
+        reader.read(folder, given)
+    except CohortError as error:
+        return type(error).__name__ if str(error) else "an error without a message"
+    return "read"

@@ -1,0 +1,232 @@
+"""Run folders from strangers: their settings run nothing, and nothing is written through links in them."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from cohort.cli import main
+from cohort.config import GRPOConfig, load_config, to_toml
+from cohort.environments.tools import BUILTIN_TOOLS
+from cohort.errors import RunFolderError
+from cohort.runs import RunFolder, check_code, check_files, trust
+from cohort.runs.trust import code_in, remember
+
+
+@pytest.fixture(autouse=True)
+def _an_account_that_has_run_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("COHORT_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def stranger(folder, **settings):
+    """A run folder with these settings that this account has not made."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(GRPOConfig(**settings)))
+    (folder / "objective.txt").write_text("GRPO")
+    return folder
+
+
+CODE = {
+    "reward.functions": {"reward": {"functions": ["os:system"]}},
+    "reward.functions 2": {"reward": {"functions": ["code(allow_unsandboxed=True)"]}},
+    "environment.tools": {"environment": {"tools": ["mcp:touch ran"]}},
+    "environment.factory": {"environment": {"factory": {"a": "world.py:World"}}},
+    "environment.history": {"environment": {"history": "history.py:rewrite"}},
+    "environment.parser": {"environment": {"parser": "parser.py:calls"}},
+    "data.filter": {"data": {"filter": "keep.py:keep"}},
+    "data.eval": {"data": {"eval": {"a": [{"path": "rows.jsonl", "filter": "keep.py:keep"}]}}},
+    "objective.baseline": {"objective": {"baseline": "mine.py:baseline"}},
+    "objective.trust_region": {"objective": {"trust_region": "mine:phi"}},
+    "model.trust_remote_code": {"model": {"path": "org/model", "trust_remote_code": True}},
+    "model.allow_pickled_weights": {"model": {"path": "org/model", "allow_pickled_weights": True}},
+    "vllm.python": {"rollout": {"engine": "vllm"}, "vllm": {"start": True, "python": "./python"}},
+    "vllm.folder": {"rollout": {"engine": "vllm"}, "vllm": {"url": "http://10.0.0.1:8000", "folder": "/home/me"}},
+}
+
+
+@pytest.mark.parametrize("setting", CODE)
+def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting, tmp_path):
+    run = stranger(tmp_path / "run", **CODE[setting])
+    config = load_config(run / "config.toml")
+    name = setting.partition(" ")[0]
+    with pytest.raises(RunFolderError, match=rf"{name}: .*\n.*Nothing was run.* give --trust {run}"):
+        check_code(run, config, None)
+    check_code(run, config, str(run))
+    check_code(run, config, None, given={code.setting for code in code_in(config)})  # the user has named other code
+    check_code(run, config, None, read={"run.seed"})
+    remember(config)
+    check_code(run, config, None)
+
+
+def test_settings_without_code_of_a_stranger():
+    config = GRPOConfig(
+        reward={"functions": ["math", "soft_overlong(max_length=8, buffer=2)", "org/reward-model"]},
+        environment={"tools": ["python", "calculator"]},
+        data={"train": "rows.jsonl", "filter": {"level": "hard"}},
+        objective={"preset": "dapo"},
+    )
+    assert code_in(config) == []
+    assert set(BUILTIN_TOOLS) == trust.BUILTIN_TOOLS
+
+
+def test_known_code_is_a_file_not_a_name(tmp_path, monkeypatch):
+    """The same name in another folder is other code; so is a module that the working folder hides."""
+    for place in ("mine", "theirs"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "score.py").write_text("def f(completions, **_): ...")
+    monkeypatch.chdir(tmp_path / "mine")
+    for spec in ("score.py:f", "score:f"):
+        remember(config := GRPOConfig(reward={"functions": [spec]}))
+        check_code(tmp_path, config, None)
+    monkeypatch.chdir(tmp_path / "theirs")
+    for spec in ("score.py:f", "score:f"):
+        with pytest.raises(RunFolderError, match=f"reward.functions: {spec}"):
+            check_code(tmp_path, GRPOConfig(reward={"functions": [spec]}), None)
+
+
+def test_cohort_eval_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_model_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\ndef f(completions, **_): ...\n")
+    run = stranger(
+        tmp_path / "run",
+        model={"path": demo_model_path},
+        data={"eval": str(tmp_path / "rows.jsonl")},
+        reward={"functions": ["evil.py:f", "os:system(command='touch ran')"]},
+    )
+    assert main(["eval", str(run)]) == 2
+    assert not Path("ran").exists()
+    printed = capsys.readouterr().err
+    assert "evil.py:f" in printed
+    assert f"--trust {run}" in printed
+    assert main(["eval", str(run), "--trust", str(tmp_path / "state")]) == 2
+    assert "is not the run folder whose settings are used" in capsys.readouterr().err
+    assert main(["eval", str(run), "--trust", str(run)]) == 2  # the folder has no model
+    assert Path("ran").exists()
+
+
+def test_cohort_resume_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_model_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\nf = 3\n")
+    settings = {"model": {"path": demo_model_path}, "data": {"train": str(tmp_path / "rows.jsonl")}}
+    run = stranger(tmp_path / "run", **settings, reward={"functions": ["evil.py:f"]})
+    (run / "starts.jsonl").write_text(
+        json.dumps({"folder": str(tmp_path), "overrides": ["reward.functions"], "missing": {}})
+    )
+    assert main(["resume", str(run)]) == 2
+    assert (
+        f"reward.functions: evil.py:f\nNothing was run. If you know this code, give --trust {run}"
+        in capsys.readouterr().err
+    )
+    # The same when the user's own settings are completed by the overrides that the run folder says it was started with.
+    (tmp_path / "mine.toml").write_text(to_toml(GRPOConfig(**settings, run={"output_dir": str(run)})))
+    assert main(["train", "mine.toml", "--resume"]) == 2
+    assert "reward.functions: evil.py:f" in capsys.readouterr().err
+    assert not Path("ran").exists()
+    assert main(["resume", "run", "--trust", "run"]) == 2
+    assert Path("ran").exists()
+    assert "evil.py has no function 'f'" in capsys.readouterr().err
+
+
+def test_secrets_are_not_written_and_are_asked_for(tmp_path):
+    settings = {
+        "data": {"train": "https://me:s3cret@host/rows.jsonl?token=s3cret", "system_prompt": "api_key='of the prompt'"},
+        "reward": {
+            "functions": ["judge.py:f(api_key='s3cret', model='m')", "judge.py:g(key=3, header='Bearer s3cret-s3cret')"]
+        },
+        "environment": {"tools": ["mcp:API_TOKEN=s3cret npx server --password s3cret --port 3"]},
+        "vllm": {"arguments": ["--api-key", "s3cret", "--port", "3"]},
+    }
+    folder = RunFolder(tmp_path / "run")
+    folder.start(GRPOConfig(**settings), "")
+    written = (tmp_path / "run" / "config.toml").read_text()
+    assert "s3cret" not in written
+    saved = load_config(tmp_path / "run" / "config.toml")
+    assert saved.data.train == "https://***@host/rows.jsonl?token=***"
+    assert saved.data.system_prompt == "api_key='of the prompt'"
+    assert saved.reward.functions == ("judge.py:f(api_key='***', model='m')", "judge.py:g(key=3, header='Bearer ***')")
+    assert saved.environment.tools == ("mcp:API_TOKEN=*** npx server --password *** --port 3",)
+    assert saved.vllm.arguments == ("--api-key", "***", "--port", "3")
+    with pytest.raises(
+        RunFolderError, match=r"does not hold the secrets of data.train, vllm.arguments, environment.tools, reward.fun"
+    ):
+        trust.check_secrets(folder.path, saved)
+    trust.check_secrets(folder.path, GRPOConfig(**settings))
+    check_code(folder.path, saved, None)  # the code is known, with whatever secret
+    assert not any("s3cret" in record.read_text() for record in (tmp_path / "state").rglob("*") if record.is_file())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml.part", "checkpoints", "rollouts/step-1.part", "logs"])
+def test_nothing_is_written_through_links_out_of_a_run_folder(tmp_path, name):
+    run = stranger(tmp_path / "run")
+    (run / "rollouts").mkdir()
+    (run / "link").symlink_to("rollouts")  # stays inside
+    check_files(run)
+    (tmp_path / "mine").write_text("mine")
+    (run / name).symlink_to(tmp_path / ("mine" if "." in name else "elsewhere"))
+    with pytest.raises(RunFolderError, match=f"{name} is a symbolic link to .* lead out"):
+        check_files(run)
+    with pytest.raises(RunFolderError, match="symbolic link"):
+        RunFolder(run).check_resumable(GRPOConfig(), ())
+    linked = tmp_path / "linked"
+    linked.symlink_to(run)
+    (run / name).unlink()
+    check_files(linked)
+
+
+def test_the_logs_that_lie_in_a_new_run_folder_are_no_links(tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    RunFolder(tmp_path / "run").check_free()
+    (tmp_path / "run" / "logs" / "rank-1.log").symlink_to(tmp_path / "mine")
+    with pytest.raises(RunFolderError, match="symbolic link"):
+        RunFolder(tmp_path / "run").check_free()
+
+
+def test_a_pipe_in_a_run_folder(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunFolderError, match="neither a file nor a folder"):
+        check_files(tmp_path)
+
+
+def test_odd_names_under_checkpoints(tmp_path):
+    for name in (
+        "step-3",
+        "step-²",
+        "step-٣",
+        "step-07",
+        "step--1",
+        "step-1e3",
+        "step-",
+        "step-5.part",
+        "step-" + "9" * 60,
+    ):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-9").write_text("a file")
+    assert RunFolder(tmp_path).checkpoint_steps() == [3]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nan", "\ud800", "[" * 100_000, "\0" * 9])
+def test_damaged_files_have_clean_errors(tmp_path, text):
+    (tmp_path / "best").mkdir()
+    data = text.encode("utf-8", "surrogatepass")
+    (tmp_path / "best" / "best.json").write_bytes(data)
+    with pytest.raises(RunFolderError, match=r"best\.json is damaged"):
+        RunFolder(tmp_path).best_record()
+    (tmp_path / "metrics.jsonl").write_bytes(data + b'\n{"step": 1}\n{')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 1, is damaged"):
+        RunFolder(tmp_path).evaluations()
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": -1}, {"step": True}, {"metric": 1}, {"value": "1"}, {"value": math.inf}, {"measured": 0}]
+)
+def test_a_best_record_has_the_right_types(tmp_path, change):
+    record = {"step": 1, "metric": "eval/reward/mean", "value": 0.5, "measured": {}}
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "best.json").write_text(json.dumps(record))
+    assert RunFolder(tmp_path).best_record() == record
+    (tmp_path / "best" / "best.json").write_text(json.dumps(record | change))
+    with pytest.raises(RunFolderError, match=f"is damaged: {next(iter(change))}, got"):
+        RunFolder(tmp_path).best_record()
