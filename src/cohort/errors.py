@@ -11,14 +11,18 @@
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
+    ├── StepError            memory ran out halfway through an optimizer step          (also RuntimeError)
     └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2. Each class also derives from a built-in exception, so that ordinary ``except`` clauses
-work.
+traceback and exits with code 2, or with 1 if the machine failed. Each class also derives from a built-in exception, so
+that ordinary ``except`` clauses work.
 """
 
 from typing import Any
+
+STOPPED = 75
+"""Exit code of a run that was stopped by a signal, with a checkpoint written (EX_TEMPFAIL of sysexits.h)."""
 
 
 class CohortError(Exception):
@@ -70,3 +74,21 @@ class RankError(CohortError, RuntimeError):
 
 class NonFiniteError(CohortError, FloatingPointError):
     """Weights, gradients, or the logits of every completion are NaN or infinite. Nothing of them is written."""
+
+
+class StepError(CohortError, RuntimeError):
+    """An optimizer step ended halfway: some weights are stepped and others not. Nothing of them is written."""
+
+
+class Stopped(SystemExit):
+    """A run was stopped, by a signal or ``GRPOTrainer.stop``, and a checkpoint of this instant is written.
+
+    A script that does not catch it ends with exit code 75.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(STOPPED)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cohort.errors import ModelError
+from cohort.errors import ModelError, StepError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.policy.device import out_of_memory
-from cohort.train import TokenBudget, UpdateResult, find_budget, update, within_memory
+from cohort.train import TokenBudget, UpdateResult, find_budget, update
 from cohort.train.memory import LiveBytes, peak_bytes
 from tests.conftest import tiny_llama
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of
@@ -145,7 +145,7 @@ def test_an_update_that_ran_out_of_memory_is_repeated_with_smaller_passes(float6
     fail_once(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
     context = context_for(float64_policy, PAPER, 20)
     with pytest.warns(UserWarning, match="repeating with 10"):
-        outcome = within_memory(context.budget, update, context, batch, all_sequences(batch))
+        outcome = context.within_memory(update, batch, all_sequences(batch))
     assert isinstance(outcome, UpdateResult)
     for one, parameter in zip(expected, float64_policy.model.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)  # float64, sums in another order
@@ -205,7 +205,7 @@ def test_memory_that_runs_out_in_the_optimizers_step_ends_the_run(demo_tokenizer
     """Some weights may be stepped: the update is not repeated, and nothing is written of them."""
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1)
     out_once(monkeypatch, torch.optim.AdamW, "_init_group", 2 * 3 + 2)  # two groups; the state, two steps, half a step
-    with pytest.raises(ModelError, match=r"optimizer's step.*cannot be repeated"):
+    with pytest.raises(StepError, match=r"optimizer's step.*cannot be repeated"):
         trainer.train()
     assert len(metrics_of(tmp_path / "run")) == 2
     assert checkpoints_of(tmp_path / "run") == ["step-1", "step-2"]
@@ -231,5 +231,5 @@ def test_a_failed_pass_leaves_no_tensors(float32_policy, monkeypatch):
         return update(*arguments)
 
     with pytest.warns(UserWarning, match="out of memory"):
-        within_memory(context.budget, first_alive, context, batch, all_sequences(batch))
+        context.within_memory(first_alive, batch, all_sequences(batch))
     assert expired == [False, True]

@@ -367,6 +367,9 @@ class RunConfig(Section):
     """Write a checkpoint every this many steps, and at the end. 0: at the end only."""
     save_total_limit: PositiveInt | None = None
     """Number of checkpoints to keep; older ones are deleted. Unset: all."""
+    stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
+    """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to finish the optimizer step and write a checkpoint. Then
+    the process ends without one. 0: no limit."""
 
 
 class ReportConfig(Section):
@@ -377,6 +380,8 @@ class ReportConfig(Section):
     log_completions: bool = True
     """Write every completion with its tokens, log-probs, rewards and advantage to rollouts/step-N.parquet, and those of
     evaluations to evaluations/."""
+    skip_checks: Strings = ()
+    """Checks to leave out, in `cohort doctor` and before a run, by their names, as in ["text"] (docs/doctor.md)."""
     check_saved: bool = True
     """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
     trained ones."""

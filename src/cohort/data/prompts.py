@@ -193,6 +193,10 @@ class PromptSet:
             found.update(self._flat[start:end].tobytes())
         return found.hexdigest()
 
+    def keys(self) -> list[int]:
+        """A number for each prompt, equal for equal token ids. Other processes have other numbers."""
+        return [hash(self._flat[start:end].tobytes()) for start, end in zip(self._starts, self._ends, strict=True)]
+
     def __getitem__(self, chosen: slice) -> list[Prompt]:
         """Prompts in order; the uid of a prompt is its index."""
         return [self.prompt(index, uid=index) for index in range(len(self))[chosen]]

@@ -4,10 +4,13 @@ step-N/                        weights, config and tokenizer, as ``transformers`
     state/                     what the loop needs to continue
         optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
         reference.safetensors  the reference's weights, if it has weights of its own
-        rollout-T.safetensors  a rollout that no step has trained on yet (``rollout.lag``), with rollout-T.json
+        rollout-T.safetensors  a rollout on which the training is not complete, with rollout-T.json: of a step in
+                               progress, as far as it is sampled and scored, or of later ones (``rollout.lag``)
+        updates.safetensors    the updates of a step in progress, with updates.json
         loop.json              everything else: numbers and text
     manifest.json              sizes and hashes of the files, written last
 
+A checkpoint may be of any instant: ``step-N`` is written after N complete steps, and may hold a part of step N + 1.
 Every tensor is whole, whatever layout and number of ranks wrote it; any other reads it. Nothing is pickled.
 """
 
@@ -27,11 +30,12 @@ from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
-from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
+from cohort.runs.rollouts import StoredRollout, load_rollout, load_values, save_rollout, save_values
 from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
 LOOP = "state/loop.json"
 ROLLOUT = "rollout-"
+UPDATES = "updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class SavedState:
     is in types of JSON."""
 
     step: int
+    """Complete steps."""
     optimizer: Mapping[str, Any]
     """``tensors``, by the names of parameter and state, and ``numbers``."""
     cursor: Mapping[str, Any]
@@ -64,7 +69,11 @@ class SavedState:
     random: Sequence[Mapping[str, Any]]
     """The state of the random generators of each rank."""
     rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
-    """Rollouts that no step has trained on yet, by step."""
+    """Rollouts on which the training is not complete, by step from 0."""
+    updates: Mapping[str, Any] | None = None
+    """The updates of the step in progress; None between two steps."""
+    metrics: Mapping[str, Any] | None = None
+    """Metrics of the last complete step, when its evaluation is still to be made and they are not written yet."""
 
 
 def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: bool = True) -> None:
@@ -107,9 +116,12 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: b
         "identity": state.identity,
         "optimizer": state.optimizer["numbers"],
         "random": state.random,
+        "metrics": state.metrics,
     }
     for step, rollout in state.rollouts.items():
         save_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
+    if state.updates is not None:
+        save_values(folder / "state" / UPDATES, state.updates)
     records[LOOP] = write_file(folder / LOOP, [_as_json(loop)])
     write_manifest(folder, records)
 
@@ -177,6 +189,11 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     trained = _trained_weights(policy)
     _fill(trained, _saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
+        if not (folder / "state" / "reference.safetensors").exists():
+            raise RunFolderError(
+                f"{folder} has no reference policy: the run had none so far (objective.beta). To go on with one, start "
+                "a new run with this checkpoint as model.path"
+            )
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
     policy.version = loop["version"]
@@ -190,6 +207,8 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         identity=loop["identity"],
         random=loop["random"],
         rollouts=_loaded_rollouts(folder / "state"),
+        updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
+        metrics=loop.get("metrics"),
     )
 
 

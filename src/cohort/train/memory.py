@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of, out_of_memory, release_memory
 from cohort.rollout.budget import free_bytes
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
@@ -67,26 +63,6 @@ class TokenBudget:
             if self.predicted_bytes is not None and self.predicted_bytes > self.free:
                 text += ", likely too little: set model.gradient_checkpointing or shorter completions"
         return text
-
-
-def within_memory(budget: TokenBudget, passes: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """``passes(*arguments, **named)``; when memory runs out, halve the budget and call again: smaller passes give the
-    same result.
-
-    Args:
-        budget: what the passes are cut by.
-        passes: makes passes of the model. What it changes before memory runs out must not matter to the next call.
-
-    Raises:
-        ModelError: memory runs out with a budget of one token.
-    """
-    while True:
-        try:
-            return passes(*arguments, **named)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-        budget.halve()  # after the block: the error holds the failed pass's tensors
 
 
 def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cohort.errors import ModelError, NonFiniteError
+from cohort.errors import NonFiniteError, StepError
 from cohort.objective import (
     Coefficients,
     Objective,
@@ -76,7 +76,7 @@ def update(
     Every denominator and threshold is computed over the whole minibatch before the first backward pass, and a
     microbatch takes its tokens' share. So neither the token budget nor the number of ranks changes the gradient. What
     prevents the step on one rank prevents it on all. When memory runs out, nothing has changed yet, and the update may
-    be repeated (``within_memory``).
+    be repeated (``StepContext.within_memory``).
 
     Args:
         context: policy, optimizer, objective and the rest of the step.
@@ -85,7 +85,7 @@ def update(
         entropy_coefficient: weight of the entropy bonus in this update.
 
     Raises:
-        ModelError: memory ran out in the optimizer's step, so that the update cannot be repeated.
+        StepError: memory ran out in the optimizer's step, so that the update cannot be repeated.
         NonFiniteError: the step has made a weight NaN or infinite.
     """
     policy, optimizer = context.policy, context.optimizer
@@ -125,7 +125,7 @@ def step(context: StepContext) -> float:
 
     Raises:
         NonFiniteError: the gradient is not finite; the weights are unchanged.
-        ModelError: memory ran out, so that some weights may be stepped and others not.
+        StepError: memory ran out, so that some weights may be stepped and others not.
     """
     layout, optimizer = context.layout, context.optimizer
     try:
@@ -135,8 +135,7 @@ def step(context: StepContext) -> float:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error) or context.world.size > 1:  # the other ranks see this one end
             raise
-        context.policy.version += 1  # the weights may have changed: nothing is saved of them
-        raise ModelError(
+        raise StepError(
             "out of memory in the optimizer's step, which cannot be repeated: some weights may be stepped and others "
             "not. Resume from the newest checkpoint with more free memory, or set optim.microbatch_tokens lower, or "
             "start a new run from it (model.path) with optim.optimizer 'adamw_8bit' or [model.lora]"

@@ -1,0 +1,68 @@
+"""The command that checks a run before it starts: doctor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from cohort.cli.app import ANY_TEXT, app
+from cohort.errors import CohortError
+
+if TYPE_CHECKING:
+    from cohort.doctor import Finding
+
+
+@app.command(
+    sort_key=4,
+    usage="Usage: cohort doctor CONFIG.toml [--skip NAME ...] [--json] [--section.key value ...]",
+    help_epilogue="Exit code: 1 if a check fails. docs/doctor.md explains the checks.",
+)
+def doctor(
+    config: str,
+    /,
+    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
+    skip: Annotated[Sequence[str], Parameter(consume_multiple=True, metavar="NAME...")] = (),
+    json_output: Annotated[bool, Parameter("--json")] = False,
+) -> int:
+    """Check a run before it starts: data, prompts, rewards, a first rollout, memory, time and disk.
+
+    Args:
+        config: The settings: a TOML file, as for 'cohort train'.
+        skip: Checks to leave out, by name.
+        json_output: Print one JSON object instead of text.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    found = []
+    for finding in _findings(config, overrides, skip, quiet=json_output):
+        found.append(finding)
+        if not json_output:
+            print(finding.show(), flush=True)
+    from cohort.doctor import Status, summary
+    from cohort.runs import as_json
+
+    failed = any(finding.status is Status.FAIL for finding in found)
+    if json_output:
+        print(as_json({"ok": not failed, "findings": [one.as_json() for one in found]}, indent=1), end="")
+    else:
+        print(f"\n{summary(found)}")
+    return int(failed)
+
+
+def _findings(config: str, overrides: Sequence[str], skip: Sequence[str], *, quiet: bool) -> Iterator[Finding]:
+    """What the checks find, or why the run would not start."""
+    from cohort.config import load_config
+    from cohort.doctor import check_names, examine, refused
+
+    check_names(skip)
+    try:
+        settings = load_config(config, [*overrides, *(("--report.progress", "false") if quiet else ())])
+        from cohort.trainer import GRPOTrainer
+
+        trainer = GRPOTrainer(args=settings)
+    except CohortError as error:
+        yield refused(error)
+        return
+    yield from examine(trainer, skip)

@@ -1,0 +1,191 @@
+"""What a run will cost: memory, time and disk, predicted from measured pieces. Every number is an estimate.
+
+memory  free now, against what the run adds: the optimizer's state and the larger of two peaks, the longest pass of the
+        update (tried before the run, gradients included) and the keys and values of a full rollout beside the gradients
+time    phases of a step measured on the first prompts, times the steps; evaluations by their completions; checkpoints
+disk    bytes of the tensors that a checkpoint stores, times the checkpoints that are kept; completions as measured
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cohort.doctor.finding import Check, Finding, duration, size
+
+NEAR = 0.9
+"""Share of the free memory or disk that is close to all of it."""
+SLOW_REWARDS = 0.5
+LONG_RUN = 7 * 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device that trains."""
+
+    free: int | None
+    """Free now, with the model loaded; None: unknown."""
+    optimizer: int
+    """State of the optimizer, which its first step makes."""
+    gradients: int
+    passes: int
+    """The largest pass of the update, with the gradients."""
+    cache: int
+    """Keys and values of a full rollout at the maximum length."""
+
+    @property
+    def needed(self) -> int:
+        """What the run adds to what is used now, at its peak."""
+        return self.optimizer + max(self.passes, self.gradients + self.cache)
+
+
+def check_memory(memory: Memory) -> list[Finding]:
+    """The predicted peak against the free memory."""
+    needed = memory.needed
+    check = Check("memory", {"needed": needed, "free": memory.free, "optimizer": memory.optimizer})
+    parts = (
+        f"optimizer {size(memory.optimizer)}, the longest update pass with gradients {size(memory.passes)}, "
+        f"keys and values of a rollout {size(memory.cache)}"
+    )
+    free = "unknown" if memory.free is None else size(memory.free)
+    found = f"estimate: the run needs {size(needed)} more; {free} free ({parts})"
+    advice = (
+        "lower rollout.cache_tokens"
+        if memory.gradients + memory.cache > memory.passes
+        else "set model.gradient_checkpointing, lower rollout.max_completion_length"
+    ) + ", train adapters (model.lora.rank), or use a smaller model"
+    if memory.free is not None and needed > memory.free:
+        check.fail(found, advice)
+    elif memory.free is not None and needed > NEAR * memory.free:
+        check.warn(found, advice)
+    return check.findings(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds."""
+
+    phases: Mapping[str, float]
+    """Of a step: generate, reward, logps, update, measure."""
+    steps: int
+    evaluation: float
+    """Of one evaluation."""
+    evaluations: int
+    checkpoint: float
+    """Of writing one checkpoint."""
+    checkpoints: int
+    lag: int = 0
+    """``rollout.lag``: sampling and scoring run beside the training."""
+
+    @property
+    def step(self) -> float:
+        """Of one step."""
+        sampling = sum(self.phases.get(name, 0.0) for name in ("generate", "reward"))
+        training = sum(self.phases.values()) - sampling
+        return max(sampling, training) if self.lag else sampling + training
+
+    @property
+    def run(self) -> float:
+        """Of the whole run, without its start."""
+        return self.step * self.steps + self.evaluation * self.evaluations + self.checkpoint * self.checkpoints
+
+
+def check_time(time: Time, prompts: int) -> list[Finding]:
+    """The predicted time of a step and of the run.
+
+    Args:
+        time: the pieces.
+        prompts: number of prompts that they were measured on.
+    """
+    phases = {name: seconds for name, seconds in time.phases.items() if seconds > 0}
+    check = Check("time", {"step": time.step, "run": time.run, **{f"step/{name}": s for name, s in phases.items()}})
+    words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
+    found = (
+        f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {time.steps:,} steps, "
+        f"{_count(time.evaluations, 'evaluation')} of {duration(time.evaluation)} and "
+        f"{_count(time.checkpoints, 'checkpoint')} of {duration(time.checkpoint)}: {duration(time.run)} in all. Longer "
+        "completions take longer"
+    )
+    total = sum(phases.values())
+    if total and phases.get("reward", 0.0) > SLOW_REWARDS * total and not time.lag:
+        check.warn(
+            f"rewards take {phases['reward'] / total:.0%} of a step. {found}",
+            "set reward.workers, make the functions async, or set rollout.lag to score beside the training",
+        )
+    if time.run > LONG_RUN:
+        check.warn(found, "set run.max_steps, shorter completions, or more devices (docs/scale.md)")
+    return check.findings(found)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Bytes in the run folder."""
+
+    free: int | None
+    checkpoint: int
+    kept: int
+    """Checkpoints at the same time: one more than the limit while one is written."""
+    models: int
+    """Of best/ and merged/."""
+    completions: int
+    """Of all stored completions of the run, with its evaluations."""
+
+    @property
+    def needed(self) -> int:
+        """Of the run folder at its largest."""
+        return self.checkpoint * self.kept + self.models + self.completions
+
+
+def check_disk(disk: Disk) -> list[Finding]:
+    """The predicted size of the run folder against the free space."""
+    check = Check("disk", {"needed": disk.needed, "free": disk.free, "checkpoint": disk.checkpoint})
+    free = "unknown" if disk.free is None else size(disk.free)
+    stored = f", completions {size(disk.completions)}" if disk.completions else ""
+    found = (
+        f"estimate: the run folder grows to {size(disk.needed)}; {free} free ({disk.kept} x {size(disk.checkpoint)} "
+        f"checkpoints{stored})"
+    )
+    advice = "set run.save_total_limit, raise run.save_steps, or choose another run.output_dir"
+    if disk.free is not None and disk.needed > disk.free:
+        check.fail(found, advice)
+    elif disk.free is not None and disk.needed > NEAR * disk.free:
+        check.warn(found, advice)
+    return check.findings(found)
+
+
+def checkpoints_of(steps: int, every: int, limit: int | None) -> tuple[int, int]:
+    """How many checkpoints a run writes, and how many there are at most at a time.
+
+    >>> checkpoints_of(120, 50, None), checkpoints_of(120, 50, 1), checkpoints_of(100, 0, None)
+    ((3, 3), (3, 2), (1, 1))
+    """
+    written = (steps // every if every else 0) + (1 if not every or steps % every else 0)
+    return written, written if limit is None else min(written, limit + 1)
+
+
+def rounds_expected(live_share: float, most: int) -> float:
+    """Rounds of sampling until all groups have different rewards, if ``live_share`` of them do: 1 / share, at most
+    ``most``.
+
+    >>> rounds_expected(0.25, 10), rounds_expected(0.0, 10)
+    (4.0, 10.0)
+    """
+    return float(min(most, 1 / live_share)) if live_share > 0 else float(most)
+
+
+STATE_SHARE = {"AdamW": 2.0, "AdamW8bit": 0.5, "Muon": 1.0, "Adafactor": 0.0}
+"""Bytes of an optimizer's state over those of what it trains, by the class of the optimizer; of Adafactor, a row and a
+column per matrix."""
+
+
+def optimizer_bytes(trained: Mapping[str, int]) -> int:
+    """Bytes of the state of optimizers, from the bytes that each trains, by the class of the optimizer.
+
+    >>> optimizer_bytes({"Muon": 400, "AdamW": 40})
+    480
+    """
+    return int(sum(STATE_SHARE.get(name, 2.0) * count for name, count in trained.items()))

@@ -1,0 +1,256 @@
+"""What is known of a run without sampling: the short form before every run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+
+from cohort.calls import LOGS
+from cohort.config import GRPOConfig, Schedule
+from cohort.data.chat import ANSWER, SENTINEL, USER, render
+from cohort.doctor.cost import Memory, check_memory, optimizer_bytes
+from cohort.doctor.finding import Check, Finding
+from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
+from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
+from cohort.environments import Acting
+from cohort.parallel import World
+from cohort.policy import context_length
+from cohort.report.console import describe_prompt
+from cohort.rewards.contract import parameters_of
+from cohort.rewards.functions import Function
+from cohort.rollout import LocalEngine
+from cohort.rollout.budget import FREE_SHARE, free_bytes
+from cohort.rollout.cache import round_up
+from cohort.rollout.capacity import Capacity
+from cohort.runs.tensors import own
+from cohort.train import TrainerParts
+from cohort.types import RESERVED_COLUMNS, Prompt
+
+LOOKED_AT = 1000
+"""Rows whose columns are looked at."""
+READ = 16
+"""Prompts whose text is looked at."""
+
+
+class Trainer(Protocol):
+    """What is needed of a trainer that has not started."""
+
+    args: GRPOConfig
+    schedule: Schedule
+    world: World
+    acting: Acting | None
+
+    def make_parts(self) -> TrainerParts:
+        """What the loop works on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that is about to start."""
+
+    parts: TrainerParts
+    schedule: Schedule
+    config: GRPOConfig
+    folder: Path
+    """Where it will write. The checks that need no sampling do not look at it."""
+
+    @classmethod
+    def of(cls, trainer: Trainer, folder: Path = Path()) -> Run:
+        """The run of a trainer."""
+        return cls(trainer.make_parts(), trainer.schedule, trainer.args, folder)
+
+    @property
+    def first_prompts(self) -> list[Prompt]:
+        """The first rows as prompts."""
+        return self.parts.prompts.prompts[:READ]
+
+
+def columns(run: Run) -> list[Finding]:
+    """See ``check_columns``."""
+    prompts, functions = run.parts.prompts.prompts, run.parts.rewards.functions
+    reads = reads_of(run)
+    values: dict[str, list[object]] = {column: [] for some in reads.values() for column in some}
+    for source in prompts.data.sources:
+        for row in source.rows[:LOOKED_AT]:
+            for column, cells in values.items():
+                cells.append(row.get(column))
+    known = {*prompts.columns, *RESERVED_COLUMNS, *LOGS, "prompt", "turns"}
+    unfilled = {
+        function.name: [p.name for p in _named(function) if p.default is not p.empty and p.name not in known]
+        for function in functions
+    }
+    return check_columns(prompts.columns, reads, unfilled, values)
+
+
+def reads_of(run: Run) -> dict[str, list[str]]:
+    """The columns that each reward function names; the prompt is none of them."""
+    given = run.parts.prompts.prompts.columns
+    return {
+        function.name: [p.name for p in _named(function) if p.name in given and p.name != "prompt"]
+        for function in run.parts.rewards.functions
+    }
+
+
+def _named(function: Function) -> list[Any]:
+    bound = function.call.keywords if isinstance(function.call, partial) else {}
+    kinds = [(p, p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)) for p in parameters_of(function.call)]
+    return [parameter for parameter, takes_all in kinds if not takes_all and parameter.name not in bound]
+
+
+def prompts(run: Run) -> list[Finding]:
+    """See ``check_prompts``."""
+    sets = run.parts.evaluator.sets if run.parts.evaluator else {}
+    return check_prompts(run.parts.prompts.prompts.keys(), {name: one.keys() for name, one in sets.items()})
+
+
+def lengths(run: Run) -> list[Finding]:
+    """See ``check_lengths``."""
+    given = run.parts.prompts.prompts
+    context, completion = context_length(run.parts.policy.model.config), run.config.rollout.max_completion_length
+    counts = {"prompts": len(given), "dropped": given.dropped, "truncated": given.truncated}
+    return check_lengths(given.longest, completion, context, **counts)
+
+
+def text(run: Run) -> list[Finding]:
+    """See ``check_text``."""
+    given, tokenizer = run.first_prompts, run.parts.tokenizer
+    format_left = any(source.config.format == "auto" for source in run.parts.prompts.prompts.data.sources)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    start = tokenizer.bos_token_id
+    doubled = start is not None and any(one.token_ids[:2] == (start, start) for one in given)
+    lost = [] if run.parts.prompts.prompts.truncated else [m for one in given for m in _lost(one)]
+    return check_text(
+        describe_prompt(given[0]),
+        lost,
+        raw_for_chat=format_left and has_template and not given[0].is_conversation,
+        doubled_start=tokenizer.bos_token if doubled else "",
+        unknown_tokens=sum(one.token_ids.count(tokenizer.unk_token_id) for one in given),
+        tokens=sum(len(one.token_ids) for one in given),
+    )
+
+
+def _lost(prompt: Prompt) -> list[str]:
+    """The texts of a prompt, of its last message of a conversation, that its decoded tokens do not contain. Whitespace
+    is not compared: some tokenizers do not keep it."""
+    content = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1].get("content")
+    if not isinstance(content, str):
+        return []
+    return [] if "".join(content.split()) in "".join(prompt.text.split()) else [content]
+
+
+def ends(run: Run) -> list[Finding]:
+    """See ``check_ends``."""
+    tokenizer, rollout = run.parts.tokenizer, run.config.rollout
+    numbers = sorted(getattr(run.parts.engine, "end_token_ids", ()))
+    return check_ends(
+        dict(zip(numbers, tokenizer.convert_ids_to_tokens(numbers), strict=True)),
+        turn_end(tokenizer) if run.first_prompts[0].is_conversation else None,
+        other_ends=bool(rollout.stop or rollout.regex or rollout.json_schema),
+        longest=rollout.max_completion_length,
+        pad=tokenizer.pad_token,
+        sizes=(len(tokenizer), run.parts.policy.vocab_size),
+    )
+
+
+def turn_end(tokenizer: Any) -> tuple[int, str] | None:
+    """The first special token that the chat template writes after an answer; None if there is none."""
+    try:
+        written = render(tokenizer, [USER, ANSWER])
+    except Exception:  # the template may require other conversations
+        return None
+    after = written.rpartition(SENTINEL)[2]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found = (number for number in tokenizer(after, add_special_tokens=False)["input_ids"] if number in special)
+    return next(((number, tokenizer.convert_ids_to_tokens(number)) for number in found), None)
+
+
+def schedule(run: Run) -> list[Finding]:
+    """See ``check_schedule``."""
+    return check_schedule(run.schedule)
+
+
+def sampling(run: Run) -> list[Finding]:
+    """See ``check_sampling``."""
+    return check_sampling(run.config)
+
+
+def optimizer(run: Run) -> list[Finding]:
+    """See ``check_optimizer``."""
+    trained = sum(parameter.numel() for parameter in run.parts.optimizer.parameters)
+    return check_optimizer(run.config, run.schedule.updates, trained)
+
+
+def memory(run: Run) -> list[Finding]:
+    """See ``check_memory``."""
+    return check_memory(memory_of(run))
+
+
+def memory_of(run: Run) -> Memory:
+    """The pieces of the prediction."""
+    parts = run.parts
+    rules = [
+        (type(rule).__name__, sum(own(p).nbytes for group in rule.param_groups for p in group["params"]))
+        for rule in parts.optimizer.rules
+    ]
+    trained: dict[str, int] = {}
+    for name, count in rules:
+        trained[name] = trained.get(name, 0) + count
+    free = free_bytes(parts.policy.device)
+    return Memory(
+        free=free,
+        optimizer=optimizer_bytes(trained),
+        gradients=sum(own(parameter).nbytes for parameter in parts.optimizer.parameters),
+        passes=parts.budget.predicted_bytes or 0,
+        cache=_cache_bytes(run, free),
+    )
+
+
+def _cache_bytes(run: Run, free: int | None) -> int:
+    """Keys and values of a full rollout, as ``rollout.budget.plan`` allocates them; 0 if others sample."""
+    rollout, engine = run.config.rollout, run.parts.engine
+    if not isinstance(engine, LocalEngine):
+        return 0
+    multiple, each = engine.backend.token_multiple, engine.backend.token_bytes
+    rows = min(rollout.max_batch_size, rollout.prompts_per_step * rollout.num_generations)
+    count = min(rollout.prompts_per_step, 2 * ceil(rows / rollout.num_generations))
+    sizes = run.parts.prompts.prompts.longest, rollout.max_completion_length
+    wanted = Capacity(rows, count, *(round_up(tokens, multiple) for tokens in sizes)).cells * each
+    most = rollout.cache_tokens * each if rollout.cache_tokens else int((free or wanted / FREE_SHARE) * FREE_SHARE)
+    return min(wanted, most)
+
+
+def folder(run: Run) -> list[Finding]:
+    """Whether the run folder is free and can be written."""
+    check, path = Check("folder"), run.folder
+    if path.exists() and (not path.is_dir() or any(one.name != "logs" for one in path.iterdir())):
+        holds = "holds a run" if (path / "config.toml").exists() else "is not empty"
+        check.fail(f"{path} {holds}", "choose another run.output_dir, or continue that run: cohort train --resume")
+    elif not os.access(existing_parent(path), os.W_OK):
+        check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
+    return check.findings(f"{path} is free")
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    path = path.expanduser().absolute()
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+CHECKS: Mapping[str, Callable[[Run], list[Finding]]] = {
+    one.__name__: one for one in (columns, prompts, lengths, text, ends, schedule, sampling, optimizer, memory)
+}
+"""The checks of the short form, by name."""
+
+
+def problem_lines(trainer: Trainer) -> list[str]:
+    """The problems of a run that are known without sampling, for its description; empty if all is well."""
+    run, skip = Run.of(trainer), trainer.args.report.skip_checks
+    found = [finding for name, check in CHECKS.items() if name not in skip for finding in check(run)]
+    problems = [finding.show() for finding in found if finding.advice]
+    return ["look at this first (cohort doctor checks more, report.skip_checks less):", *problems] if problems else []

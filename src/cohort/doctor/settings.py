@@ -1,0 +1,89 @@
+"""Checks of settings against each other: the schedule, the sampling, the optimizer."""
+
+from __future__ import annotations
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.doctor.finding import Check, Finding
+from cohort.rollout import Sampling
+
+COLD, FROZEN = 0.3, 0.02
+"""Temperatures below which completions of a group are mostly, or always, the same."""
+ADAPTER_RATE = 3e-6
+"""Adapters need about ten times the learning rate of all weights, for which the default (1e-6) is made."""
+HIGH_RATE, LARGE = 1e-4, 10**8
+"""A learning rate that destroys most models with at least this many trained parameters."""
+
+
+def check_schedule(schedule: Schedule) -> list[Finding]:
+    """The batch arithmetic in words; groups of two."""
+    check = Check("schedule", {"steps": schedule.steps, "updates": schedule.updates})
+    if schedule.config.rollout.num_generations == 2 and schedule.objective.group_relative:
+        check.warn(
+            "groups of 2: a prompt teaches only if one completion is better than the other. Of prompts that the policy "
+            "solves half of the time, half teach nothing",
+            "raise rollout.num_generations to 8: then 1 in 128 of these prompts teaches nothing",
+        )
+    return check.findings(schedule.describe().removeprefix("schedule: "))
+
+
+def check_sampling(config: GRPOConfig) -> list[Finding]:
+    """The effective sampling settings; those with which all completions of a group are the same or are cut."""
+    rollout, sampling, check = config.rollout, Sampling.of(config.rollout), Check("sampling")
+    if rollout.num_generations > 1:
+        if rollout.top_k == 1 or rollout.temperature < FROZEN:
+            what = "rollout.top_k is 1" if rollout.top_k == 1 else f"rollout.temperature is {rollout.temperature:g}"
+            check.fail(
+                f"{what}: all {rollout.num_generations} completions of a prompt are the same, so nothing is learned",
+                "set rollout.top_k to 0 and rollout.temperature to 1",
+            )
+        elif rollout.temperature < COLD:
+            check.warn(
+                f"rollout.temperature is {rollout.temperature:g}: most completions of a prompt will be the same",
+                "set rollout.temperature to between 0.7 and 1.2",
+            )
+    if rollout.min_completion_length == rollout.max_completion_length:
+        check.warn(
+            f"rollout.min_completion_length is rollout.max_completion_length ({rollout.max_completion_length}): no "
+            "completion can end before it is cut",
+            "lower rollout.min_completion_length",
+        )
+    if sampling.reweights and not rollout.replay_sampling:
+        check.warn(
+            "sampling is truncated or reweighted, and rollout.replay_sampling is off: the ratios of the update compare "
+            "two different distributions",
+            "set rollout.replay_sampling to true, or unset top_k, top_p, min_p, repetition_penalty and grammars",
+        )
+    return check.findings(sampling.describe())
+
+
+def check_optimizer(config: GRPOConfig, updates: int, trained: int) -> list[Finding]:
+    """Learning rates with which nothing, or too much, happens.
+
+    Args:
+        config: the settings.
+        updates: optimizer steps of the run.
+        trained: number of trained parameters.
+    """
+    optim, check = config.optim, Check("optimizer", {"learning_rate": config.optim.learning_rate, "trained": trained})
+    if optim.learning_rate == 0:
+        check.fail("optim.learning_rate is 0: the weights never change", "set optim.learning_rate; the default is 1e-6")
+    elif config.model.lora.wanted and optim.learning_rate < ADAPTER_RATE:
+        check.warn(
+            f"optim.learning_rate is {optim.learning_rate:g}, which suits all weights; adapters need about ten times "
+            "as much",
+            "set optim.learning_rate to 1e-5 or more",
+        )
+    elif not config.model.lora.wanted and trained >= LARGE and optim.learning_rate > HIGH_RATE:
+        check.warn(
+            f"optim.learning_rate is {optim.learning_rate:g} for {trained:,} trained parameters: reinforcement "
+            "learning of all weights uses 1e-6 to 1e-5, and more destroys most models",
+            "lower optim.learning_rate",
+        )
+    if optim.warmup_steps >= updates:
+        check.warn(
+            f"optim.warmup_steps is {optim.warmup_steps}, and the run has {updates} updates: the learning rate reaches "
+            "its peak with the last one or never",
+            "lower optim.warmup_steps",
+        )
+    rate = f"{optim.optimizer}, learning rate {optim.learning_rate:g}"
+    return check.findings(f"{rate} ({optim.lr_scheduler_type}); {trained:,} trained parameters")

@@ -1,0 +1,201 @@
+"""Each check on plain values: what passes, what warns, what fails, and the number in its words."""
+
+import math
+
+import pytest
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.doctor.agreement import check_reference, check_sampler
+from cohort.doctor.answers import Told, check_answers
+from cohort.doctor.cost import Disk, Memory, Time, check_disk, check_memory, check_time
+from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
+from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
+from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
+
+MEBI = 2**20
+NAN = math.nan
+
+
+def config(**settings):
+    return GRPOConfig(**settings)
+
+
+def ends(ends, turn_end=None, *, other_ends=False, sizes=(10, 10)):
+    return check_ends(ends, turn_end, other_ends=other_ends, longest=256, pad=None, sizes=sizes)
+
+
+def text(**changes):
+    return check_text("first prompt", changes.pop("lost", []), raw_for_chat=changes.pop("raw", False), **changes)
+
+
+def told(right, wrong, told, below=0, *, named=True):
+    return check_answers([Told("math", "answer", r"\boxed{ANSWER}", 4, told, below, right, wrong, named)], {})
+
+
+def memory(**changes):
+    return check_memory(Memory(**{"free": 100, "optimizer": 20, "gradients": 10, "passes": 40, "cache": 5} | changes))
+
+
+def time(**changes):
+    pieces = {"phases": {"generate": 6.0, "reward": 1.0, "update": 3.0}, "steps": 60, "evaluation": 30.0}
+    return check_time(Time(**pieces | {"evaluations": 2, "checkpoint": 1.0, "checkpoints": 3} | changes), 16)
+
+
+def disk(**changes):
+    return check_disk(Disk(**{"free": 1000, "checkpoint": 100, "kept": 3, "models": 50, "completions": 20} | changes))
+
+
+HALF, DEAD = [1.0, 0.0, 1.0, 0.0], [0.0] * 4
+HEALTHY = {
+    "schedule": lambda: check_schedule(Schedule.of(config(), 80)),
+    "sampling": lambda: check_sampling(config(top_p=0.9)),
+    "optimizer": lambda: check_optimizer(config(warmup_steps=5, lr_scheduler_type="linear"), 100, 10**9),
+    "columns": lambda: check_columns(
+        ["q", "answer"], {"math": ["answer"]}, {"math": ["scale"]}, {"answer": ["1", "2"]}
+    ),
+    "prompts": lambda: check_prompts([1, 2, 3], {"": [4, 5]}),
+    "lengths": lambda: check_lengths(100, 256, 2048, prompts=90, dropped=10, truncated=0),
+    "text": text,
+    "ends": lambda: ends({2: "</s>"}, (2, "</s>")),
+    "answers": lambda: told(1.0, 0.0, 4),
+    "sampler": lambda: check_sampler(1e-6, 0.1, "float32", "advice"),
+    "reference": lambda: check_reference(0.0, "float32"),
+    "signal": lambda: check_signal([HALF] * 3 + [DEAD], 1.0),
+    "rewards": lambda: check_rewards({"math": [1.0, 0.0], "format": [0.5, 0.2]}, {"math": 1.0, "format": 0.0}),
+    "duplicates": lambda: check_distinct([8, 7], 8),
+    "cut": lambda: check_cut(1, 16, 256, masked=True),
+    "memory": memory,
+    "time": time,
+    "disk": disk,
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_passes_in_one_finding(name):
+    (finding,) = HEALTHY[name]()
+    assert (finding.check, str(finding.status), finding.advice) == (name, "pass", "")
+
+
+ILL = [
+    ("schedule", "warn", "groups of 2", lambda: check_schedule(Schedule.of(config(num_generations=2), 80))),
+    ("sampling", "fail", "rollout.top_k is 1: all 8 completions", lambda: check_sampling(config(top_k=1))),
+    ("sampling", "fail", "temperature is 0.01: all 8", lambda: check_sampling(config(temperature=0.01))),
+    ("sampling", "warn", "rollout.temperature is 0.1", lambda: check_sampling(config(temperature=0.1))),
+    (
+        *("sampling", "warn", "no completion can end"),
+        lambda: check_sampling(config(min_completion_length=9, max_completion_length=9)),
+    ),
+    ("sampling", "warn", "replay_sampling is off", lambda: check_sampling(config(top_p=0.9, replay_sampling=False))),
+    ("optimizer", "fail", "learning_rate is 0", lambda: check_optimizer(config(learning_rate=0), 100, 9)),
+    ("optimizer", "warn", "adapters need", lambda: check_optimizer(config(lora={"rank": 8}), 100, 9)),
+    (
+        "optimizer",
+        "warn",
+        "is 0.001 for 500,000,000",
+        lambda: check_optimizer(config(learning_rate=1e-3), 9, 5 * 10**8),
+    ),
+    (
+        *("optimizer", "warn", "warmup_steps is 10, and the run has 10 updates"),
+        lambda: check_optimizer(config(warmup_steps=10, lr_scheduler_type="linear"), 10, 9),
+    ),
+    (
+        *("columns", "warn", "has a parameter 'answers', and the data has 'answer'"),
+        lambda: check_columns(["q", "answer"], {"own": []}, {"own": ["answers"]}, {}),
+    ),
+    (
+        *("columns", "warn", "column 'answer', which math reads, is empty in 2 of 4 rows"),
+        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": ["1", "", None, "3"]}),
+    ),
+    (
+        *("columns", "warn", "is 'A' in each of 3 rows"),
+        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": ["A"] * 3}),
+    ),
+    ("prompts", "warn", "5 of 10 prompts are repeated", lambda: check_prompts([1, 2, 3, 4, 5] * 2, {})),
+    ("prompts", "warn", "1 of the 2 evaluation prompts of aime", lambda: check_prompts([1, 2], {"aime": [2, 3]})),
+    ("lengths", "warn", "7 of 90 prompts are cut", lambda: check_lengths(9, 9, 99, prompts=90, dropped=0, truncated=7)),
+    (
+        "lengths",
+        "warn",
+        "30 of 100 prompts are drop",
+        lambda: check_lengths(9, 9, 9, prompts=70, dropped=30, truncated=0),
+    ),
+    ("text", "warn", "plain text, and the model has a chat template", lambda: text(raw=True)),
+    ("text", "warn", "begin with '<s>' twice", lambda: text(doubled_start="<s>")),
+    ("text", "warn", "a message is not in its decoded prompt as it was written: 'Héllo'", lambda: text(lost=["Héllo"])),
+    ("text", "warn", "20% of the prompts' tokens are the unknown", lambda: text(unknown_tokens=2, tokens=10)),
+    ("ends", "warn", "every completion runs to 256 tokens", lambda: ends({})),
+    ("ends", "warn", "turn with '<end>' (7), which is not an end token", lambda: ends({2: "</s>"}, (7, "<end>"))),
+    ("ends", "warn", "the tokenizer has 11 tokens and the model 10", lambda: ends({2: "</s>"}, sizes=(11, 10))),
+    (
+        "answers",
+        "warn",
+        "math cannot tell right answers (column 'answer') from wrong ones: 1 of 4",
+        lambda: told(0.2, 0, 1),
+    ),
+    ("answers", "fail", "math rewards wrong answers more", lambda: told(0.0, 1.0, 0, 4)),
+    ("sampler", "warn", "differ by 0.01 nats", lambda: check_sampler(0.01, 0.1, "float32", "advice")),
+    ("sampler", "fail", "differ by 0.2 nats", lambda: check_sampler(0.2, 0.1, "bfloat16", "advice")),
+    ("sampler", "fail", "differ by nan nats", lambda: check_sampler(NAN, 0.1, "float32", "advice")),
+    ("reference", "fail", "by up to 0.3 nats", lambda: check_reference(0.3, "float32")),
+    ("reference", "fail", "by up to nan nats", lambda: check_reference(NAN, "float32")),
+    ("signal", "fail", "88% of groups (7 of 8) have equal", lambda: check_signal([DEAD] * 7 + [HALF], 1.0)),
+    ("signal", "warn", "50% of groups (1 of 2) have equal", lambda: check_signal([DEAD, HALF], 1.0)),
+    ("signal", "warn", "will use most of its 10 rounds", lambda: check_signal([DEAD], 1.0, rounds=10)),
+    ("signal", "fail", "all completions have equal", lambda: check_signal([[1.0], [1.0]], 1.0, group_relative=False)),
+    ("signal", "fail", "no completion was scored", lambda: check_signal([[NAN, NAN]], 1.0)),
+    (
+        "rewards",
+        "warn",
+        "format gave 1 to each of 2",
+        lambda: check_rewards({"a": [0, 1], "format": [1, 1]}, {"a": 1, "format": 1}),
+    ),
+    ("rewards", "warn", "a did not score 50% of 2", lambda: check_rewards({"a": [0, NAN]}, {"a": 1})),
+    ("duplicates", "fail", "all 8 completions of each prompt", lambda: check_distinct([1, 1], 8)),
+    ("duplicates", "warn", "of 8 completions of a prompt, 1.5 differ", lambda: check_distinct([1, 2], 8)),
+    ("cut", "warn", "50% of completions are cut at 256", lambda: check_cut(8, 16, 256, masked=True)),
+    ("cut", "fail", "100% of completions are cut at 256 tokens, and", lambda: check_cut(16, 16, 256, masked=True)),
+    ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=100)),
+    ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=75)),
+    ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
+    ("time", "warn", "days in all", lambda: time(steps=10**5)),
+    ("disk", "fail", "grows to 370 bytes; 300 bytes free (3 x 100", lambda: disk(free=300)),
+    ("disk", "warn", "grows to 370 bytes; 400 bytes free", lambda: disk(free=400)),
+]
+
+
+@pytest.mark.parametrize(("name", "status", "words", "check"), ILL, ids=[f"{one[0]}-{one[2][:30]}" for one in ILL])
+def test_each_illness_has_its_number_and_an_advice(name, status, words, check):
+    problems = [finding for finding in check() if str(finding.status) != "pass"]
+    (finding,) = problems
+    assert (finding.check, str(finding.status)) == (name, status)
+    assert words in finding.found
+    assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advice"),
+    [
+        ([DEAD] * 9 + [HALF], "hardly any completion is rewarded: ease the data, warm up"),
+        ([[1.0] * 4] * 9 + [HALF], "the full reward: use harder prompts"),
+        ([[0.5] * 4] * 9 + [HALF], "raise rollout.num_generations, ease the data"),
+    ],
+)
+def test_the_advice_depends_on_where_the_equal_rewards_lie(rewards, advice):
+    assert advice in check_signal(rewards, 1.0)[0].advice
+
+
+def test_the_signal_by_hand():
+    (finding,) = check_signal([HALF, [1.0, NAN, 1.0, 1.0], [3.0, 0.0, 0.0, 0.0]], 1.0)
+    # standard deviations of the groups: 1/2, 0, sqrt(27/16); 11 scored rewards that add up to 8
+    assert finding.numbers == pytest.approx(
+        {"dead_share": 1 / 3, "mean_reward": 8 / 11, "within_group_std": (0.5 + math.sqrt(27) / 4) / 3}
+    )
+
+
+def test_costs_by_hand():
+    assert memory()[0].numbers["needed"] == 20 + 40  # the pass is larger than gradients and cache
+    assert memory(cache=35)[0].numbers["needed"] == 20 + 45
+    numbers = time()[0].numbers
+    assert (numbers["step"], numbers["run"]) == (10.0, 600.0 + 60.0 + 3.0)
+    assert time(lag=1)[0].numbers["step"] == 7.0  # sampling and scoring hide the update
+    assert disk()[0].numbers["needed"] == 370
