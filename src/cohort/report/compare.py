@@ -267,6 +267,8 @@ def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Differ
             yield Difference(step, f"{what}: {name}", "only one run has it")
     if all((folder / LOOP).exists() for folder in folders):
         pair = [dict(_parsed(folder / LOOP, json.loads)) for folder in folders]
+        for loop in pair:
+            loop.pop("identity", None)  # facts, which ``changed_facts`` compares
         yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(_flat, pair))))
     yield from _pending(step, what, folders)
 
@@ -278,12 +280,17 @@ def _pending(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Diffe
         yield Difference(step, f"{what}: pending rollouts", f"{len(names[0])} and {len(names[1])}")
         return
     for name in names[0]:
-        trees = [dict(_parsed(folder / "state" / name, json.loads)) for folder in folders]
-        for tree in trees:
-            tree["facts"].pop("seconds", None)
+        trees = [_without_times(_parsed(folder / "state" / name, json.loads)) for folder in folders]
         files = [folder / "state" / name.replace(".json", ".safetensors") for folder in folders]
         yield from (Difference(step, f"{what}: {name}: {key}", text) for key, text in _changed(*trees))
         yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
+
+
+def _without_times(tree: Any) -> Any:
+    """A tree of JSON without the entries that are times."""
+    if isinstance(tree, dict):
+        return {key: _without_times(value) for key, value in tree.items() if not key.startswith(OF_THE_CLOCK)}
+    return [_without_times(one) for one in tree] if isinstance(tree, list) else tree
 
 
 def _tensors(step: int, quantity: str, files: Sequence[Iterable[Path]]) -> Iterator[Difference]:
