@@ -10,6 +10,7 @@ from cohort.errors import ModelError, StepError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.policy.device import out_of_memory
+from cohort.runs import checkpoints, saving
 from cohort.train import TokenBudget, UpdateResult, find_budget, update
 from cohort.train.memory import LiveBytes, peak_bytes
 from tests.conftest import tiny_llama
@@ -199,6 +200,16 @@ def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)  # float32, sums in another order
         assert one["update_kl"] == pytest.approx(other["update_kl"], rel=1e-3)  # a difference of nearly equal numbers
         assert one["updates"] == other["updates"] == 2
+
+
+def test_a_checkpoint_without_memory_for_it_is_written_later(demo_tokenizer, tmp_path, monkeypatch, caplog):
+    """Memory runs out for the copy of the first one, and while the second one is written."""
+    out_once(monkeypatch, saving, "copied")
+    out_once(monkeypatch, checkpoints, "write_tensors", 4)
+    monkeypatch.setattr("cohort.runs.writer.RETRY_SECONDS", 0.01)
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1).train()
+    assert {"step-1", "step-3"} <= set(checkpoints_of(tmp_path / "run"))
+    assert "not written yet: checkpoint of step 2: CUDA out of memory. Training goes on" in caplog.text
 
 
 def test_memory_that_runs_out_in_the_optimizers_step_ends_the_run(demo_tokenizer, tmp_path, monkeypatch):
