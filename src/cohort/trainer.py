@@ -24,7 +24,7 @@ from cohort.report.console import StepDisplay, announce, best_lines, describe_ru
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
-from cohort.runs.output import log_to, output_folder
+from cohort.runs.output import closing, log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
@@ -220,7 +220,7 @@ class GRPOTrainer:
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
-        return self._steps(folder, parts, first_step)
+        return closing(folder, self._steps(folder, parts, first_step))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""
@@ -258,7 +258,7 @@ class GRPOTrainer:
         except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
             parts.keep_unfinished()
             parts.abandon_pending()
-            save_instant(parts, folder)
+            save_instant(parts, folder, wait=True)
             hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
             error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
             raise

@@ -58,8 +58,8 @@ from cohort.types import TokenBatch
 def run(
     parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Train from ``first_step`` on. Yields each step's metrics after they, the completions and any due checkpoint are
-    written."""
+    """Train from ``first_step`` on. Yields each step's metrics after they and the completions are written, and any due
+    checkpoint has begun to be."""
     policy, adaptive, sampling = parts.policy, parts.adaptive, Sampling.of(config.rollout)
     nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
     if parts.metrics is not None:  # of a step after whose updates the run was stopped
@@ -214,10 +214,15 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
         except CohortError as error:  # a failed evaluation must not cost the run its progress
             failed = error
         last |= parts.best.exhausted or failed is not None
-    on_main(parts.world, partial(folder.append_metrics, metrics))
+
+    def write() -> bool:
+        folder.append_metrics(metrics)
+        return folder.checkpoint_due(step)
+
+    is_due = on_main(parts.world, write)
     parts.metrics = None
-    if last or due(step, config.run.save_steps):
-        save_instant(parts, folder)
+    if last or is_due:
+        save_instant(parts, folder, wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
@@ -241,10 +246,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
-    if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record(), parts.world)
-        if config.report.check_saved:
-            together(parts.world, partial(check_saved, parts.policy, folder.best))
+    is_saved = parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
+    if is_saved and config.report.check_saved:
+        together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 
