@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.runs.checkpoints import LOOP, ROLLOUT, saved_identity
+from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
 from cohort.runs.tensors import read_tensors
 
 SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
@@ -91,13 +91,15 @@ class Run:
 
 
 def differences(a: Run, b: Run) -> Iterator[Difference]:
-    """The differences of what both runs have, in the order in which it was computed.
+    """The differences of what both runs have, in the order in which it was computed. Checkpoints of an instant within a
+    step are left out.
 
     Raises:
         RunFolderError: a file cannot be read.
     """
     rollouts, evaluations = _common(a.tables("rollouts"), b.tables("rollouts")), _evaluations(a, b)
     checkpoints = _common(a.checkpoints(), b.checkpoints())
+    checkpoints = {step: pair for step, pair in checkpoints.items() if not any(map(_within_a_step, pair))}
     steps = {*_common(a.metrics, b.metrics), *(step for step, _ in (*rollouts, *evaluations)), *checkpoints}
     for step in sorted(steps):
         for key in [key for key in rollouts if key[0] == step]:
@@ -254,6 +256,17 @@ def _first_place(a: Any, b: Any) -> str:
                 return f", position {place}: {_short(pair[0])} and {_short(pair[1])}"
         return f": {len(a)} and {len(b)} entries"
     return f": {_short(a)} and {_short(b)}"
+
+
+def _within_a_step(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds a part of the next step, as a signal writes it: no other run has the same instant."""
+    if not (checkpoint / LOOP).exists():
+        return False
+    state, loop = checkpoint / "state", dict(_parsed(checkpoint / LOOP, json.loads))
+    if loop.get("metrics") is not None or (state / f"{UPDATES}.json").exists():
+        return True
+    facts = [_parsed(path, json.loads).get("facts", {}) for path in state.glob(f"{ROLLOUT}*.json")]
+    return any("samples" in one or not one.get("in_background", True) for one in facts)
 
 
 def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
