@@ -48,6 +48,8 @@ def resume(
     changes = together(parts.world, lambda: _changes(folder, checkpoint, parts, config, allowed))
     saved = together(parts.world, lambda: load_checkpoint(checkpoint, parts.models, rank=parts.world.rank))
     parts.restore(saved, on_main(parts.world, folder.best_record))
+    if parts.updates and parts.reference is None:  # ``objective.beta`` was allowed to become 0 within a step
+        parts.updates.ref_logps_N = None
     schedule = schedule.resumed(step, parts.cursor.position)
     drop_resized(parts, schedule)
     # Without a summary, the process was killed after the last step: the end is made now.
