@@ -9,7 +9,7 @@ from cohort.runs.durable import write_atomically
 from cohort.runs.facts import entries, machine, take_threads, versions
 from cohort.runs.folder import RunFolder, as_json, completion_columns, score_columns
 from cohort.runs.generators import random_state, seeded, set_seed
-from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
+from cohort.runs.reading import damage_named, read_best, read_metrics, read_object, steps_of
 from cohort.runs.rollouts import StoredRollout, Unstorable, load_rollout, save_rollout
 from cohort.runs.starts import Start, last_start, with_overrides_of_start
 from cohort.runs.tensors import fill

@@ -27,6 +27,7 @@ from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
+from cohort.runs.reading import damage_named, read_object
 from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
 from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
@@ -148,15 +149,12 @@ def saved_identity(folder: Path) -> Mapping[str, str]:
         RunFolderError: it cannot be read, or an earlier version of Cohort wrote it.
     """
     _refuse_earlier(folder)
-    try:
-        return dict(_read_loop(folder)["identity"])
-    except (OSError, ValueError, TypeError, LookupError):
-        raise RunFolderError(f"{folder / LOOP} cannot be read") from None
+    with damage_named(folder / LOOP):
+        return {str(name): str(fact) for name, fact in _read_loop(folder)["identity"].items()}
 
 
 def _read_loop(folder: Path) -> dict[str, Any]:
-    loop: dict[str, Any] = json.loads((folder / LOOP).read_bytes())
-    return loop
+    return read_object(folder / LOOP)
 
 
 def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedState:
