@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,6 +21,31 @@ POLL_SECONDS = 0.1
 """How often a wait that can be cancelled looks whether it was."""
 LOGS = frozenset({"log_extra", "log_metric"})
 """Arguments that are created where a function runs, possibly in another process."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A function in this thread is to end, because the run is to stop."""
+
+
+_interruptible: list[None] = []
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A block whose functions ``interrupt`` ends: it raises ``CancelledError`` then."""
+    _interruptible.append(None)
+    try:
+        yield
+    except Interrupted:
+        raise CancelledError from None
+    finally:
+        _interruptible.pop()
+
+
+def interrupt() -> None:
+    """In a handler of a signal: raise ``Interrupted`` in the main thread's function, if it may be interrupted."""
+    if _interruptible:
+        raise Interrupted
 
 
 @dataclass(slots=True)

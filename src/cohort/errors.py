@@ -8,17 +8,21 @@
     ├── SandboxError         a sandbox could not be created, or was killed             (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
+    │   └── DiskError        files could not be written                                (also OSError)
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2. Each class also derives from a built-in exception, so that ordinary ``except`` clauses
-work.
+traceback and exits with code 2, or with 1 if the machine failed (DiskError, RankError). Each class also derives from a
+built-in exception, so that ordinary ``except`` clauses work.
 """
 
 from typing import Any
+
+STOPPED = 75
+"""Exit code of a run that was stopped by a signal, with a checkpoint written (EX_TEMPFAIL of sysexits.h)."""
 
 
 class CohortError(Exception):
@@ -56,6 +60,10 @@ class RunFolderError(CohortError, ValueError):
     """The output folder already holds another run, or there is nothing in it to resume."""
 
 
+class DiskError(RunFolderError, OSError):
+    """Files could not be written: the disk is full, read-only, gone, or at its quota."""
+
+
 class EngineError(CohortError, RuntimeError):
     """The servers that sample cannot be reached, or answer what they must not."""
 
@@ -70,3 +78,17 @@ class RankError(CohortError, RuntimeError):
 
 class NonFiniteError(CohortError, FloatingPointError):
     """A gradient, or the logits of every completion, are NaN or infinite. No update was made."""
+
+
+class Stopped(SystemExit):
+    """A run was stopped, by a signal or ``GRPOTrainer.stop``, and a checkpoint of this instant is written.
+
+    A script that does not catch it ends with exit code 75.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(STOPPED)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text

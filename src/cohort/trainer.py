@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ from cohort.report.console import StepDisplay, announce, best_lines, describe_ru
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
-from cohort.runs.output import log_to, output_folder
+from cohort.runs.output import closing, log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
 from cohort.train.record import recorded
+from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
+from cohort.train.signals import obeying_signals
+from cohort.train.stop import save_instant, stop_point
 from cohort.watchdog import dumps_on_quit
 
 
@@ -81,10 +85,12 @@ class GRPOTrainer:
         """How the process was started, for the run folder."""
         self._checked_folder: RunFolder | None = None
         self._parts: TrainerParts | None = None
+        self._requests = Requests()
         self.args = config = checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
+        self._prints = config.report.progress and self.world.is_main
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
         names = ("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "tools")
@@ -160,16 +166,11 @@ class GRPOTrainer:
     def sampler(self) -> Sampler:
         """The engine or, with tools or environments, what drives it through episodes; on several ranks, what divides
         the prompts over them."""
-        sampler: Sampler = self.engine
-        if self._episodes is not None:
+        sampler: Sampler = self._episodes or self.engine
+        if self._episodes:
             self._episodes.engine = self.engine  # which may have been replaced
-            sampler = self._episodes
         weights = partial(ranks.whole_to_sample, self.layout, self.engine)
         return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, weights)
-
-    @property
-    def _prints(self) -> bool:
-        return self.args.report.progress and self.world.is_main
 
     def train(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.
@@ -182,24 +183,31 @@ class GRPOTrainer:
 
         Raises:
             RunFolderError: the output folder holds another run, or nothing to resume.
+            Stopped: a signal came, or ``stop`` was called; a checkpoint is written.
         """
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
-        steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-        display = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
-        with display, dumps_on_quit():
-            for metrics in steps:
-                display.show(metrics)
+        with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
+            steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
+            with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
+                for metrics in steps:
+                    display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
+
+    def stop(self) -> None:
+        """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
+        self._requests.stop.set()
+
+    def save_now(self) -> None:
+        """Let the run write a checkpoint before its next update or step, and go on."""
+        self._requests.save.set()
 
     def steps(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
         checkpoint to resume."""
         if self.folder is not None:
-            raise RunFolderError(
-                f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer for another run"
-            )
+            raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
         folder = self._checked_folder or output_folder(self.args, self.world, resume=bool(resume))
         goes_on = on_main(self.world, lambda: find_run(folder, self._recorded, resume, allow_changed))
         if goes_on is None:
@@ -212,7 +220,7 @@ class GRPOTrainer:
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
-        return self._steps(folder, parts, first_step)
+        return closing(folder, self._steps(folder, parts, first_step))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""
@@ -233,25 +241,25 @@ class GRPOTrainer:
             tokenizer=self.tokenizer,
             facts=self._facts,
             layout=self.layout,
+            requests=self._requests,
         )
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
-        after_step = (self.policy.version, parts.adaptive.state_dict())
-        if before := self._evaluation_before(folder, parts, first_step):
-            self.summary["eval_before"] = before
-        # A run that was killed between its last step and its summary has no step left.
-        steps = () if parts.best.exhausted else run(parts, self.schedule, self.args, folder, first_step=first_step)
         try:
-            for metrics in steps:
+            if before := self._evaluation_before(folder, parts, first_step):
+                self.summary["eval_before"] = before
+            for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
                 self._record(metrics, parts.cursor)
-                after_step = (self.policy.version, parts.adaptive.state_dict())
                 yield metrics
+        except CancelledError:  # a rollout or an evaluation, because the run is to stop
+            parts.keep_unfinished()
+            stop_point(parts, folder)
+            raise
         except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
+            parts.keep_unfinished()
             parts.abandon_pending()
-            # After an update of an incomplete step there is no consistent state to write.
-            unchanged = after_step == (self.policy.version, parts.adaptive.state_dict())
-            kept = self._keep_last_step(folder, parts, can_write=unchanged)
-            hint = f"a checkpoint of step {kept} is kept: fix it and resume" if kept else "no checkpoint was due yet"
+            save_instant(parts, folder, wait=True)
+            hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
             error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
             raise
         finally:
@@ -268,15 +276,6 @@ class GRPOTrainer:
         self.summary["seconds"] = round(time.time() - self.started, 2)
         on_main(self.world, lambda: folder.write_summary(self.summary))
 
-    def _keep_last_step(self, folder: RunFolder, parts: TrainerParts, *, can_write: bool) -> int | None:
-        """Write a checkpoint if nothing has changed since the last complete step; return the newest one's step."""
-        kept = on_main(self.world, lambda: max(folder.checkpoint_steps(), default=0))
-        step = int(self.summary["steps"])
-        if can_write and step > kept:
-            folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
-            kept = step
-        return kept or None
-
     def _record(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
@@ -288,8 +287,8 @@ class GRPOTrainer:
 
     def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
         """The evaluation before the first step: made now, or read by a resumed run."""
-        if first_step or self.evaluator is None or not self.args.eval.eval_on_start:
-            evaluations = on_main(self.world, folder.evaluations)
+        evaluations = on_main(self.world, folder.evaluations)
+        if 0 in evaluations or first_step or self.evaluator is None or not self.args.eval.eval_on_start:
             if last := max((step for step in evaluations if step), default=None):
                 self.summary["eval_after"] = evaluations[last]
             return evaluations.get(0)
@@ -305,8 +304,8 @@ class GRPOTrainer:
         Args:
             eval_dataset: rows, or named sets of rows, instead of those given to the trainer.
         """
-        found = self.evaluations(eval_dataset)
-        return {key: value for name, one in found.items() for key, value in one.metrics(name).items()}
+        found = self.evaluations(eval_dataset).items()
+        return {key: value for name, one in found for key, value in one.metrics(name).items()}
 
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
         """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
@@ -328,8 +327,8 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        write = self.world.is_main
-        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=write))
+        main = self.world.is_main
+        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=main))
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""

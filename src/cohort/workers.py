@@ -334,6 +334,9 @@ def _work(connection: Connection, parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the request
             os._exit(1)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):  # schedulers send them to every process of a job
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_: None)  # SIG_IGN would be inherited by programs it starts
     if hasattr(signal, "SIGQUIT"):
         faulthandler.register(signal.SIGQUIT)  # the parent sends it on (``watchdog``)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()

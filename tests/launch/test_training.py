@@ -12,6 +12,8 @@ import pytest
 
 from tests.conftest import DEMO_MODEL
 from tests.launch.test_processes import SOURCE, log_of, wait_for
+from tests.train import test_signals as runs
+from tests.train.harness import metrics_of
 
 
 @pytest.mark.ranks
@@ -55,3 +57,33 @@ def test_the_same_command_goes_on_after_a_rank_was_killed(tmp_path):
     assert "resuming out after step" in done.stdout
     found = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert found == list(range(1, steps + 1))
+
+
+def without_parallel(folder):
+    """Lines of metrics.jsonl without what depends on the clock."""
+    timed = ("seconds", "time", "tokens_per_second", "parallel/")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in metrics_of(folder)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("receiver", ["launcher", "rank 1"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, receiver):
+    """A signal to the launcher or to one rank stops all ranks at the same instant."""
+    runs.write_run(tmp_path)
+    out, ranks = tmp_path / "out", ("launch", "--ranks", "2", "train", "c.toml")
+    process = runs.begin(tmp_path, *ranks)
+    wait_for(lambda: runs.steps_of(out) >= 1, 120)
+    if receiver == "launcher":
+        process.send_signal(signal.SIGTERM)
+    else:
+        os.kill(int(re.search(r"process (\d+)", log_of(out))[1]), signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert errors.count("stopped by SIGTERM in step ") == 1
+    assert "Traceback" not in errors + log_of(out)
+    resumed = runs.begin(tmp_path, *ranks, "--resume", "auto")
+    output, errors = resumed.communicate(timeout=120)
+    assert "resuming out after step" in output, errors
+    straight = runs.begin(tmp_path, *ranks, "--run.output_dir", "straight")
+    straight.communicate(timeout=120)
+    assert without_parallel(out) == without_parallel(tmp_path / "straight")

@@ -102,6 +102,12 @@ def test_facts_of_earlier_versions():
     assert [str(one) for one in fact_changes(earlier, FACTS)] == ["tools: the run has Count, now none"]
 
 
+def test_another_optimizer_is_never_allowed(tmp_path):
+    (change,) = setting_changes(GRPOConfig(), GRPOConfig(optimizer="muon"))
+    with pytest.raises(RunFolderError, match=r"does not fit another optim\.optimizer: start a new run"):
+        refuse(tmp_path, [change], ["optim.optimizer"])
+
+
 def test_a_key_that_is_neither_a_setting_nor_a_fact():
     with pytest.raises(
         ConfigError, match=r"--allow-changed optim.learning_rates: .*did you mean optim.learning_rate\?"

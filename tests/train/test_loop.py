@@ -359,6 +359,20 @@ def test_a_run_is_not_resumed_as_another_one(finished, changes, message):
         finished[1](max_steps=3, **changes).train(resume=True)
 
 
+def test_what_is_allowed_to_change_does(finished):
+    run = finished[1](max_steps=3, learning_rate=0.5)
+    run.train(resume=True, allow_changed=["optim.learning_rate"])
+    assert run.optimizer.learning_rate == 0.5
+
+
+def test_a_reference_that_a_checkpoint_lacks_is_said_to_be_missing(demo_tokenizer, tmp_path):
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
+    with pytest.raises(RunFolderError, match="step-1 has no reference policy"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, beta=0.1).train(
+            resume=True, allow_changed=["objective.beta"]
+        )
+
+
 def test_an_objective_written_in_another_way_may_be_resumed(finished):
     finished[1](max_steps=3, trust_region={"rule": "ppo_clip", "low": 0.8, "high": 1.2}).train(resume=True)
 

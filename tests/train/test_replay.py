@@ -40,7 +40,7 @@ class PlainEngine:
         return {}
 
     @torch.no_grad()
-    def generate(self, prompts, num_generations, sampling, key, watch=None):
+    def generate(self, prompts, num_generations, sampling, key, watch=None, samples=None):
         return [Group(p, tuple(self.complete(p, i, sampling, key) for i in range(num_generations))) for p in prompts]
 
     def complete(self, prompt, sample, sampling, key):

@@ -54,7 +54,7 @@ def test_scoring_begins_while_other_completions_are_sampled(demo_tokenizer, tmp_
 
     def generate(*arguments):
         groups = real(*arguments)
-        scoring = arguments[-1].on_completion.__self__
+        scoring = arguments[4].on_completion.__self__
         begun.extend(unit for unit in scoring._tasks.values() if unit.future is not None)
         return groups
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import diff, doctor, explain, models, resuming, training  # noqa: F401  (each adds its commands)
+from cohort.cli import diff, doctor, explain, models, resuming, saving, training, verify  # noqa: F401  (commands)
 from cohort.cli.app import app
-from cohort.errors import CohortError, RankError
+from cohort.errors import STOPPED, CohortError, RankError, Stopped
 from cohort.watchdog import dumps_on_quit
 
 PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit code: 0; 1 for a failure of the machine; 2 for a user error; 130 for an interrupt; 141 for a closed
-        pipe.
+        The exit code: 0; 1 for a failure of the machine; 2 for a user error; 75 for a run that was stopped; 130 for an
+        interrupt; 141 for a closed pipe. docs/reliability.md has the table.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokens = sys.argv[1:] if arguments is None else list(arguments)
@@ -45,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"cohort: error: {error}", file=sys.stderr)
         # A full disk, a missing folder or a rank that has died is not a user error.
         return 1 if isinstance(error, OSError | RankError) else 2
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"cohort: {stopped}", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt as interrupt:
         if not _told_by_rank_0(interrupt):
             print(f"\ncohort: interrupted{f'; {interrupt}' if str(interrupt) else ''}", file=sys.stderr)

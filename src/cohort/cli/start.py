@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cohort.cli.app import STARTED
+from cohort.errors import Stopped
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
@@ -45,6 +46,10 @@ def run_training(
     trainer.started = STARTED
     try:
         summary = trainer.train(resume=resume, allow_changed=allow_changed)
+    except Stopped as stopped:
+        stopped.text += f"; continue with cohort resume {trainer.summary['output_dir']}"
+        trainer.world.close()
+        raise
     except KeyboardInterrupt as interrupt:
         interrupt.args = (_state_after_interrupt(trainer),)
         raise

@@ -62,8 +62,9 @@ class EpisodeSampler(Sampler):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
+        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
-        """``num_generations`` episodes for each prompt, in the order of the prompts.
+        """``num_generations`` episodes for each prompt, in the order of the prompts; with ``samples``, only these.
 
         The groups' prompts include what the environments showed first.
 
@@ -73,9 +74,11 @@ class EpisodeSampler(Sampler):
         """
         limit = self.settings.max_turn_length
         samplings = [replace(one, max_turn_length=limit) for one in samplings_of(prompts, num_generations, sampling)]
-        batch = EpisodeBatch(self, prompts, num_generations, samplings, key, watch or Watch())
+        numbers = samples if samples is not None else [range(num_generations)] * len(prompts)
+        batch = EpisodeBatch(self, prompts, numbers, samplings, key, watch or Watch())
         try:
             groups = batch.run()
+            batch.report_failures(groups, all_drawn=all(len(some) == num_generations for some in numbers))
         except BaseException:
             self.engine.reset()
             raise
@@ -102,7 +105,7 @@ class EpisodeBatch:
         self,
         sampler: EpisodeSampler,
         prompts: Sequence[Prompt],
-        num_generations: int,
+        samples: Sequence[Sequence[int]],
         samplings: Sequence[Sampling],
         key: RNGKey,
         watch: Watch,
@@ -110,7 +113,7 @@ class EpisodeBatch:
         self._sampler, self._engine, self._host = sampler, sampler.engine, sampler.host
         self._settings, self._waiting = sampler.settings, sampler.waiting
         self._prompts, self._samplings, self._key, self._watch = list(prompts), samplings, key, watch
-        self._groups = [[RunningEpisode(p, g) for g in range(num_generations)] for p in range(len(prompts))]
+        self._groups = [[RunningEpisode(p, g) for g in some] for p, some in enumerate(samples)]
         self._episodes = [episode for group in self._groups for episode in group]
         self._running: dict[RunningEpisode, None] = {}  # in order, as a set has none
         self._by_number: dict[int, RunningEpisode] = {}
@@ -139,12 +142,10 @@ class EpisodeBatch:
                     self._handle_ready()
             if self._running:
                 self._wait()
-        groups = [
+        return [
             Group(prompt, tuple(self._done[episode] for episode in group))
             for prompt, group in zip(self._prompts, self._groups, strict=True)
         ]
-        self._report_failures(groups)
-        return groups
 
     def abandon(self) -> None:
         """Close the environments of episodes that have not ended."""
@@ -371,12 +372,12 @@ class EpisodeBatch:
         if self._watch.on_completion:
             self._watch.on_completion(episode.prompt_index, episode.sample, completion)
 
-    def _report_failures(self, groups: list[Group]) -> None:
-        """Raise if every episode failed; log how many did otherwise."""
+    def report_failures(self, groups: list[Group], *, all_drawn: bool) -> None:
+        """Raise if every episode failed, unless others were drawn before; log how many did otherwise."""
         if not self._failures:
             return
         count, first = f"{len(self._failures)} of {len(self._done)} episodes failed", self._failures[0]
-        if len(self._failures) == len(self._done):
+        if all_drawn and len(self._failures) == len(self._done):
             error = EpisodeError(f"{count}, the first: {first}")
             error.failed = groups
             raise error from first

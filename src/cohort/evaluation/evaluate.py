@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -130,7 +131,11 @@ class Evaluator:
 
     @waiting("evaluation")
     def evaluate(
-        self, sampler: Sampler, state: TrainerState | None = None, on_completion: Callable[[], None] | None = None
+        self,
+        sampler: Sampler,
+        state: TrainerState | None = None,
+        on_completion: Callable[[], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> dict[str, Evaluation]:
         """Sample and score every prompt of every set. Unscored completions are left out of a prompt's numbers.
 
@@ -138,15 +143,17 @@ class Evaluator:
             sampler: samples the completions.
             state: progress of the run, for reward functions.
             on_completion: called when a completion has ended.
+            cancelled: asked now and then whether the evaluation is not wanted any more.
 
         Raises:
             RewardError: a reward function failed.
+            CancelledError: the evaluation is not wanted any more, on some rank.
         """
         state = replace(state or TrainerState(), evaluating=True)
         found = {}
         for name, prompts in self.sets.items():
             with seeded(self.seed):  # per set, so that a set does not depend on those before it
-                found[name] = self._evaluate(sampler, prompts, state, on_completion)
+                found[name] = self._evaluate(sampler, prompts, state, on_completion, cancelled)
         return found
 
     def fingerprint(self, metric: str) -> str:
@@ -164,22 +171,29 @@ class Evaluator:
         return "\n".join(lines)
 
     def _evaluate(
-        self, sampler: Sampler, prompts: PromptSet, state: TrainerState, on_completion: Callable[[], None] | None
+        self,
+        sampler: Sampler,
+        prompts: PromptSet,
+        state: TrainerState,
+        on_completion: Callable[[], None] | None,
+        cancelled: Callable[[], bool] | None,
     ) -> Evaluation:
         settings, count = self.settings, self.settings.num_generations_eval
         key, size = RNGKey(self.seed, 0, Purpose.EVAL), max(1, WINDOW * self.batch_size // count)
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
             some = prompts[first : first + size]
-            with self.rewards.begin(some, count, state) as scoring:
+            with self.rewards.begin(some, count, state, cancelled=cancelled) as scoring:
 
                 def ended(*completion: Any, scored: Callable[..., None] = scoring.on_completion) -> None:
                     scored(*completion)
                     if on_completion:
                         on_completion()
 
-                watch = Watch(on_completion=ended, on_prompt=scoring.on_prompt)
+                watch = Watch(on_completion=ended, on_prompt=scoring.on_prompt, cancelled=cancelled)
                 groups = sampler.generate(some, count, self.sampling, key, watch)
+                if cancelled and any(self.rewards.world.gather(cancelled())):
+                    raise CancelledError
                 assert all(len(group.completions) == count for group in groups)  # those that failed too
                 scored.append(scoring.finish(groups))
             tables.append(pyarrow.table(completion_columns(groups)))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cohort.errors import STOPPED
 from cohort.launch.job import Job
 
 USER_ERROR = 2
@@ -79,6 +80,8 @@ def explain_failure(job: Job, ends: Sequence[End]) -> tuple[int, str | None]:
         job: the job.
         ends: failed ranks, in the order in which they were noticed.
     """
+    if any(end.code == STOPPED for end in ends):
+        return STOPPED, None
     first = first_end(ends)
     log = job.log(first.rank)
     if first.code < 0:

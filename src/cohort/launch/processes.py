@@ -12,9 +12,11 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -24,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from cohort.errors import ConfigError, RankError
+from cohort.errors import STOPPED, ConfigError, RankError
 from cohort.launch.ends import read_end, report
 from cohort.launch.job import Job, check_gpus
 from cohort.launch.rank import write_command
@@ -46,16 +48,19 @@ def start_processes(job: Job) -> int:
     with tempfile.TemporaryDirectory(prefix="cohort-launch-") as folder, _quiet():
         notes = Path(folder)
         write_command(notes, job)
+        agent = elastic_launch(_config(job, notes), sys.executable)
         try:
-            elastic_launch(_config(job, notes), sys.executable)("-u", "-m", "cohort.launch.rank", folder)
+            # In a thread, torchrun's agent leaves the signals alone, which it would answer by ending the ranks.
+            with _passing_on_signals(notes) as passed_on, ThreadPoolExecutor(1) as thread:
+                thread.submit(agent, "-u", "-m", "cohort.launch.rank", folder).result()
         except ChildFailedError as error:
             failures = error.failures.items()
             ends = [read_end(notes, rank, failed.exitcode, failed.timestamp) for rank, failed in failures]
-            return report(job, ends)
-        except SignalException as stop:
-            if stop.sigval != signal.SIGINT:  # rank 0 reports an interrupt
-                print(f"cohort: ended by {stop.sigval.name}, with all ranks of this machine", file=sys.stderr)
-            return 128 + stop.sigval
+            if not passed_on or any(end.code == STOPPED for end in ends):
+                return report(job, ends)
+            if passed_on[0] != signal.SIGINT:  # rank 0 reports an interrupt
+                print(f"cohort: ended by {passed_on[0].name}, with all ranks of this machine", file=sys.stderr)
+            return 128 + passed_on[0]
         except RendezvousError as error:
             # Ranks that have lost the machine of the meeting point have said so.
             ends = [read_end(notes, int(path.stem.removeprefix("rank-")), 1, 0.0) for path in notes.glob("rank-*.json")]
@@ -63,6 +68,33 @@ def start_processes(job: Job) -> int:
                 raise _meeting_failed(job, error) from error
             return report(job, ends)
     return 0
+
+
+@contextlib.contextmanager
+def _passing_on_signals(notes: Path) -> Iterator[list[signal.Signals]]:
+    """Pass on signals to the ranks of this machine; yields those that have come. After the first that asks for a stop,
+    another one ends the launcher, and with it the ranks."""
+    passed_on: list[signal.Signals] = []
+
+    def stop(number: int, _: Any) -> None:
+        passed_on.append(signal.Signals(number))
+        for other in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(other, signal.SIG_DFL)
+        send(number)
+
+    def send(number: int, *_: Any) -> None:
+        for file in notes.glob("rank-*.pid"):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(file.read_text()), number)
+
+    handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: stop, signal.SIGUSR2: send}
+    handlers[signal.SIGQUIT] = send  # each prints its stacks
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield passed_on
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _config(job: Job, notes: Path) -> LaunchConfig:

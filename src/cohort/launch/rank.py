@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+from cohort.errors import STOPPED
 from cohort.launch.ends import LOG_HEADER, End, note_path, write_note
 from cohort.launch.job import Job
 
@@ -48,6 +49,10 @@ def main() -> None:
     os.chdir(command["cwd"])
     log = Job(tuple(command["arguments"]), Path(command["folder"]), ranks=1).log(rank)
     note_path(notes, rank).unlink(missing_ok=True)  # of an earlier attempt
+    if (notes / "stopped").exists():  # the run was asked to stop: it is not to be restarted
+        write_note(notes, End(rank, STOPPED, time.time()))
+        sys.exit(STOPPED)
+    note_path(notes, rank).with_suffix(".pid").write_text(str(os.getpid()))
     if rank:
         _print_to(log)
     sys.argv = [command["module"], *command["arguments"]]
@@ -55,6 +60,8 @@ def main() -> None:
         runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code == STOPPED:
+            (notes / "stopped").touch()
         if code:
             write_note(notes, End(rank, code, time.time()))
             if code != INTERRUPTED:  # the launcher interrupts all ranks itself

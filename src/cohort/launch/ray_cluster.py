@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cohort.errors import ConfigError
+from cohort.errors import STOPPED, ConfigError
 from cohort.launch.ends import End, read_end, report
 from cohort.launch.job import Job
 from cohort.launch.rank import write_command
@@ -56,10 +56,30 @@ class Seat:
             return read_end(notes, int(variables["RANK"]), code, time.time()) if code else None
 
     def stop(self, number: int) -> None:
-        """Send a signal to the rank's process and its children."""
+        """Send a signal to the rank's process; its children end with it."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                self._process.send_signal(number)
+
+
+class _Signalled(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextlib.contextmanager
+def _raising_signals() -> Iterator[None]:
+    """The first signal that asks for a stop is an exception; another one ends the launcher."""
+    stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def stop(number: int, _: Any) -> None:
+        for other in stopping:
+            signal.signal(other, signal.SIG_DFL)
+        raise _Signalled(number)
+
+    for number in stopping:
+        signal.signal(number, stop)
+    yield
 
 
 def start_in_ray(job: Job) -> int:
@@ -71,10 +91,12 @@ def start_in_ray(job: Job) -> int:
             for seat, own in zip(seats, variables, strict=True)
         }
         try:
-            ends = _wait(ray, running)
-        except KeyboardInterrupt:
-            _stop(ray, running, signal.SIGINT)
-            return 128 + signal.SIGINT  # rank 0 has reported it
+            with _raising_signals():
+                ends = _wait(ray, running)
+        except _Signalled as stop:
+            ends = _stop(ray, running, stop.number, timeout=None)  # another signal ends the launcher, and so the ranks
+            if not any(end.code == STOPPED for end in ends):
+                return 128 + stop.number  # rank 0 has reported it
     return report(job, ends) if ends else 0
 
 
@@ -177,9 +199,11 @@ def _ended(ray: Any, done: Any, running: dict[Any, tuple[int, Any]]) -> list[End
     return [end] if end else []
 
 
-def _stop(ray: Any, running: dict[Any, tuple[int, Any]], number: int) -> list[End]:
+def _stop(
+    ray: Any, running: dict[Any, tuple[int, Any]], number: int, timeout: float | None = SECONDS_TO_END
+) -> list[End]:
     """Send a signal to the ranks that run, and wait for their end for a while. Returns the failures."""
     for _, seat in running.values():
         seat.stop.remote(number)
-    late, _ = ray.wait(list(running), num_returns=len(running), timeout=SECONDS_TO_END) if running else ([], [])
+    late, _ = ray.wait(list(running), num_returns=len(running), timeout=timeout) if running else ([], [])
     return [end for one in late for end in _ended(ray, one, running)]

@@ -14,8 +14,8 @@ def launch(job: Job, *, ray: bool = False, dry_run: bool = False) -> int:
         dry_run: print what would be started, and start nothing.
 
     Returns:
-        The exit code: 0; that of the rank that failed first; 1 if a signal ended it; 128 + N if signal N ended the
-        launcher.
+        The exit code: 0; that of the rank that failed first; 75 if the run was stopped with a checkpoint; 1 if a signal
+        ended a rank; 128 + N if signal N came to the launcher and the run had nothing to stop yet.
 
     Raises:
         ConfigError: the ranks cannot be started as asked.

@@ -194,6 +194,17 @@ class World:
                 torch.cuda.synchronize(part.device)
         return parts.view(self.size, -1)
 
+    def tell(self, name: str, text: str) -> None:
+        """Tell a text to all ranks at once, without an exchange: ``told`` gives it, on any rank that asks."""
+        if self.size > 1:
+            _store().set(name, text)
+
+    def told(self, name: str) -> str | None:
+        """What a rank has told; None: nothing."""
+        if self.size == 1 or not _store().check([name]):
+            return None
+        return str(_store().get(name), "utf-8")
+
     def beside(self) -> World:
         """The same ranks with a control group of their own, for exchanges of Python values in another thread."""
         if self.size == 1:
@@ -282,6 +293,13 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     if text and not text.isdecimal():
         raise ConfigError(f"the environment variable {name} must be a number, got {text!r}")
     return int(text) if text else default
+
+
+def _store() -> Any:
+    """The store of the default group, in rank 0's process or torchrun's."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
 
 
 def _control_group(timeout: float) -> Any:

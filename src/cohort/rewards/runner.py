@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from cohort.calls import Call, Calls, as_failure, copied, wait_all
+from cohort.calls import Call, Calls, as_failure, copied, interruptible, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.parallel import World, agreed, prompt_shares
-from cohort.rewards.contract import Per, RewardFunction, TrainerState, call_arguments
+from cohort.rewards.contract import RewardFunction, TrainerState, call_arguments
 from cohort.rewards.functions import Function, Value, unique_names
-from cohort.rewards.scores import Position, Scores, Task, combine, extra_column
+from cohort.rewards.scores import EndedCall, Position, Scores, Task, combine, extra_column, report_failures, split
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Turn
 from cohort.watchdog import samples, waiting
 from cohort.workers import CallFailed, shown
@@ -28,8 +29,6 @@ CACHE_ENTRIES = 100_000
 """Maximum number of cached results; the oldest are dropped."""
 DRY_RUN_MESSAGE_SECONDS = 5.0
 """A dry run that takes longer than this is reported in the log."""
-MAX_FAILED_ROLLOUTS = 3
-"""With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 
 
 class RewardRunner:
@@ -212,6 +211,21 @@ class Scoring:
         self._own = frozenset(prompt_shares(self._prompts, self._world.size)[self._world.rank])
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
+        self._kept: dict[tuple[str, tuple[Position, ...]], EndedCall] = {}
+
+    def keep(self, calls: Sequence[EndedCall]) -> None:
+        """Take the ``ended_calls`` of a scoring of the same prompts that was cancelled: they are not made again."""
+        self._kept = {(call[0], call[1]): call for call in calls}
+
+    def ended_calls(self) -> list[EndedCall]:
+        """The calls that have ended without a failure, of all ranks, each of which is to call."""
+        own = [(key, task) for key, task in self._tasks.items() if self._is_own(task)]
+        for _, task in own:
+            if not task.done and task.future and task.future.done() and not task.future.cancelled():
+                with suppress(Exception):  # a failure: it is called again
+                    self._accept(task, task.future.result())
+        ended = [(*key, task.values, task.call.extras, task.call.metrics) for key, task in own if task.done]
+        return [call for each in self._world.gather(ended) for call in each]
 
     def on_prompt(self, prompt_index: int, prompt: Prompt) -> None:
         """Replace a prompt, to which an environment has added something. For ``rollout.Watch.on_prompt``."""
@@ -245,16 +259,17 @@ class Scoring:
             for key, (call, values) in outcomes.items():
                 self._tasks[key].call, self._tasks[key].values = call, values
         for function in self._runner.functions:
-            self._report_failures(function, [task for task in self._tasks.values() if task.function is function])
+            tasks = [task for task in self._tasks.values() if task.function is function]
+            report_failures(function, tasks, stop=self._on_error == "stop")
         return combine(self._runner.functions, list(self._completions.items()), list(self._tasks.values()))
 
     def _outcomes(self) -> dict[tuple[str, tuple[Position, ...]], tuple[Call, list[Value]]]:
         """Make this rank's calls; what each logged, and its values."""
         for function in self._runner.functions:
-            for positions in _split(function.per, list(self._completions)):
+            for positions in split(function.per, list(self._completions)):
                 self._begin(function, positions)
-        if self._world.size > 1:  # completions ended in another order on each rank
-            self._tasks = {key: self._tasks[key] for key in sorted(self._tasks, key=self._place)}
+        # Completions ended in another order on each rank, and in a run that was stopped meanwhile.
+        self._tasks = {key: self._tasks[key] for key in sorted(self._tasks, key=self._place)}
         own = {key: task for key, task in self._tasks.items() if self._is_own(task)}
         for attempt in range(self._runner.settings.retries + 1):
             self._make_calls([task for task in own.values() if not task.done], again=attempt > 0)
@@ -291,6 +306,10 @@ class Scoring:
         task = self._tasks[function.name, usable] = Task(function, usable, groups)
         if not self._is_own(task):
             return
+        if (kept := self._kept.get((function.name, usable))) is not None:
+            *_, task.values, extras, metrics = kept
+            task.call = Call(extras=extras, metrics=metrics)
+            return
         task.cache_key = function.cache_key(groups[0].prompt, groups[0].completions[0])
         if (cached := self._runner.cache.get(task.cache_key)) is not None:
             self._accept(task, replace(cached, seconds=0.0))
@@ -320,8 +339,11 @@ class Scoring:
             again: whether this is a retry, so that background calls are submitted again.
         """
         for task in sorted(tasks, key=lambda task: not task.function.in_background):  # those in this thread come last
+            if self._cancelled and self._cancelled():
+                raise CancelledError
             if again or task.future is None:
-                self._submit(task)
+                with interruptible():
+                    self._submit(task)
         self._wait(tasks)
         for task in tasks:
             assert task.future is not None
@@ -363,31 +385,3 @@ class Scoring:
     def progress(self) -> str:
         """How many completions have ended so far."""
         return f"{len(self._completions)} of {len(self._prompts) * self._num_generations} completions have ended"
-
-    def _report_failures(self, function: Function, tasks: Sequence[Task]) -> None:
-        """Log the failures of a function. Raise if the settings stop on errors, or if every call failed: for several
-        prompts, or in ``MAX_FAILED_ROLLOUTS`` consecutive rollouts of a single prompt."""
-        count = sum(len(task.values) for task in tasks)
-        failures = [failure for task in tasks for failure in task.failures]
-        function.failed_rollouts = function.failed_rollouts + 1 if 0 < len(failures) == count else 0
-        if not failures:
-            return
-        summary = f"{function} failed on {len(failures)} of {count} completions"
-        prompts = {group.prompt.uid for task in tasks for group in task.groups}
-        if self._on_error == "stop" or function.failed_rollouts >= (1 if len(prompts) > 1 else MAX_FAILED_ROLLOUTS):
-            raise RewardError(f"{summary}; the first: {failures[0]}") from _Details(failures[0].details)
-        log.warning("%s, which are unscored. The first failure:\n%s", summary, failures[0].details)
-
-
-class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
-    pass
-
-
-def _split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
-    """The completions of a rollout, split into what each call sees."""
-    if per == "sample":
-        yield from ([position] for position in positions)
-    elif per == "group":
-        yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
-    else:
-        yield positions

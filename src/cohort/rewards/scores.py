@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from cohort.calls import Call
 from cohort.errors import RewardError
+from cohort.rewards.contract import Per
 from cohort.rewards.functions import Function, Value
 from cohort.types import Completion, Group
 from cohort.workers import CallFailed, shown
@@ -19,8 +21,14 @@ from cohort.workers import CallFailed, shown
 if TYPE_CHECKING:  # worker processes import this package and need no torch
     from torch import Tensor
 
+log = logging.getLogger("cohort.rewards")
+MAX_FAILED_ROLLOUTS = 3
+"""With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 Position = tuple[int, int]
 """A completion of the rollout: the index of its prompt, and its index within the group."""
+EndedCall = tuple[str, tuple[Position, ...], list[Any], list[Any], list[Any]]
+"""A call that has ended, as files hold it: name of the function, completions that it saw, their values, and what it
+logged with ``log_extra`` and ``log_metric``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +216,32 @@ def _total(numbers: Sequence[float]) -> float:
     """Sum of the numbers that are not NaN; NaN if there are none."""
     scored = [number for number in numbers if not math.isnan(number)]
     return math.fsum(scored) if scored else math.nan
+
+
+def split(per: Per, positions: list[Position]) -> Iterator[list[Position]]:
+    """The completions of a rollout, split into what each call sees."""
+    if per == "sample":
+        yield from ([position] for position in positions)
+    elif per == "group":
+        yield from (list(group) for _, group in groupby(positions, key=lambda position: position[0]))
+    else:
+        yield positions
+
+
+def report_failures(function: Function, tasks: Sequence[Task], *, stop: bool) -> None:
+    """Log the failures of a function. Raise to ``stop`` on errors, or if every call failed: for several
+    prompts, or in ``MAX_FAILED_ROLLOUTS`` consecutive rollouts of a single prompt."""
+    count = sum(len(task.values) for task in tasks)
+    failures = [failure for task in tasks for failure in task.failures]
+    function.failed_rollouts = function.failed_rollouts + 1 if 0 < len(failures) == count else 0
+    if not failures:
+        return
+    summary = f"{function} failed on {len(failures)} of {count} completions"
+    prompts = {group.prompt.uid for task in tasks for group in task.groups}
+    if stop or function.failed_rollouts >= (1 if len(prompts) > 1 else MAX_FAILED_ROLLOUTS):
+        raise RewardError(f"{summary}; the first: {failures[0]}") from _Details(failures[0].details)
+    log.warning("%s, which are unscored. The first failure:\n%s", summary, failures[0].details)
+
+
+class _Details(Exception):  # noqa: N818 - cause of a RewardError: the traceback from where the function ran
+    pass

@@ -175,8 +175,10 @@ class Sampler(Protocol):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
+        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
-        """``num_generations`` completions for each prompt, in the order of the prompts."""
+        """``num_generations`` completions for each prompt, in the order of the prompts; with ``samples``, only these of
+        each."""
 
     def metrics(self) -> dict[str, float]:
         """Numbers of what was sampled since the last call, by metric name."""
@@ -261,6 +263,7 @@ class Engine(Sampler, Protocol):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
+        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
         """``num_generations`` completions of one turn for each prompt, in the order of the prompts.
 
@@ -270,6 +273,7 @@ class Engine(Sampler, Protocol):
             sampling: one for all prompts, or one per prompt.
             key: of the random numbers.
             watch: callbacks.
+            samples: which completions of each prompt to draw, by their numbers; None: all.
 
         Raises:
             DataError, ConfigError: see ``submit``; or the engine has unfinished trajectories.
@@ -281,13 +285,14 @@ class Engine(Sampler, Protocol):
                 "reentrant; do not call it from a Watch callback, or use a second engine"
             )
         on_completion = watch.on_completion if watch else None
-        completions: list[list[Completion | None]] = [[None] * num_generations for _ in prompts]
+        samples = samples if samples is not None else [range(num_generations)] * len(prompts)
+        completions: list[dict[int, Completion]] = [{} for _ in prompts]
         try:
             self.submit(
                 [
                     Request(prompt, sample, one, key, prompt_index=index)
                     for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
-                    for sample in range(num_generations)
+                    for sample in samples[index]
                 ]
             )
             with closing(self.stream(watch)) as turns:
@@ -301,6 +306,6 @@ class Engine(Sampler, Protocol):
             self.reset()
             raise
         return [
-            Group(prompt, tuple(one for one in done if one is not None))
+            Group(prompt, tuple(done[sample] for sample in sorted(done)))
             for prompt, done in zip(prompts, completions, strict=True)
         ]

@@ -79,6 +79,11 @@ class LeanBackend(Backend):
         return self._kernels is not None
 
     @property
+    def exact_rows(self) -> bool:
+        """See ``Backend``. docs/rollout.md (Reproducibility) has the reasons."""
+        return self.policy.device.type == "cpu" and self.anatomy.head_dim >= 16 and torch.get_num_threads() <= 2
+
+    @property
     def token_bytes(self) -> int:
         """See ``Backend``."""
         a = self.anatomy

@@ -30,6 +30,8 @@ MAY_CHANGE_ON_RESUME = {
 is judged."""
 COMPARED_BY_FACTS = {"model.path", "data.train", "reward.functions", "environment.tools", "environment.factory"}
 """Settings that are names. The facts say whether what they name is the same."""
+NEVER = {"optim.optimizer"}
+"""Settings that the state in a checkpoint does not fit when they change."""
 ENDING_SCHEDULES = ("linear", "cosine")
 """Learning-rate schedules that depend on the number of updates of the whole run."""
 
@@ -119,14 +121,16 @@ def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> N
     Raises:
         RunFolderError: names those that are not allowed, and how to allow them.
     """
-    if refused := [change for change in changes if change.refused and change.key not in allowed]:
-        lines = "\n  ".join(map(str, refused))
-        keys = " ".join(f"--allow-changed {change.key}" for change in refused)
-        names = ", ".join(repr(change.key) for change in refused)
-        raise RunFolderError(
-            f"cannot resume {path}: what changes its results is different now\n  {lines}\nTo go on all the same: "
-            f"{keys}; in Python, train(resume=True, allow_changed=[{names}])"
-        )
+    refused = [change for change in changes if change.refused and change.key not in {*allowed} - NEVER]
+    if not refused:
+        return
+    lines = "\n  ".join(map(str, refused))
+    keys = " ".join(f"--allow-changed {change.key}" for change in refused)
+    names = ", ".join(repr(change.key) for change in refused)
+    how = f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
+    if fixed := [change.key for change in refused if change.key in NEVER]:
+        how = f"The checkpoint does not fit another {fixed[0]}: start a new run with the checkpoint as model.path"
+    raise RunFolderError(f"cannot resume {path}: what changes its results is different now\n  {lines}\n{how}")
 
 
 def describe(changes: Sequence[Change]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rollouts in files: groups and scores without loss, as safetensors and JSON.
+"""Rollouts and other values in files: without loss, as safetensors and JSON.
 
 NAME.json           the tree of objects; an array is a place in NAME.safetensors
 NAME.safetensors    the numbers of all arrays, end to end: one tensor for each dtype
@@ -63,23 +63,61 @@ class Unstorable:
         return self.text
 
 
-def save_rollout(path: Path, rollout: StoredRollout) -> None:
-    """Write a rollout to ``path.json`` and ``path.safetensors``.
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Values as their two files hold them."""
+
+    text: str
+    arrays: Mapping[str, np.ndarray]
+
+
+def encode_rollout(rollout: StoredRollout) -> Encoded:
+    """A rollout in the form of its files.
 
     ``load_rollout`` returns an equal one: every array bit for bit, NaN and lone surrogates included. Values of columns,
     states and logged extras may be of Python's plain types, containers of them, dates, decimals, and NumPy or torch
     arrays of numbers. Any other object becomes an ``Unstorable``.
     """
+    return encode_values({"groups": list(rollout.groups), "scores": rollout.scores, "facts": rollout.facts})
+
+
+def encode_values(values: Mapping[str, Any]) -> Encoded:
+    """As ``encode_rollout``, for any values by name."""
     arrays = _Writer()
-    tree = {"groups": arrays.encode(list(rollout.groups)), "scores": arrays.encode(rollout.scores)}
-    tree["facts"] = arrays.encode(rollout.facts)
-    save_file({name: np.concatenate(parts) for name, parts in arrays.parts.items()}, _file(path, "safetensors"))
+    tree = {name: arrays.encode(value) for name, value in values.items()}
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    _file(path, "json").write_text(text + "\n", encoding="ascii")
+    return Encoded(text + "\n", {name: np.concatenate(parts) for name, parts in arrays.parts.items()})
+
+
+def write_encoded(path: Path, encoded: Encoded) -> None:
+    """Write ``path.json`` and ``path.safetensors``."""
+    save_file(dict(encoded.arrays), _file(path, "safetensors"))
+    _file(path, "json").write_text(encoded.text, encoding="ascii")
+
+
+def save_rollout(path: Path, rollout: StoredRollout) -> None:
+    """Write a rollout to ``path.json`` and ``path.safetensors``; see ``encode_rollout``."""
+    write_encoded(path, encode_rollout(rollout))
 
 
 def load_rollout(path: Path) -> StoredRollout:
-    """Read what ``save_rollout`` has written.
+    """Read a rollout.
+
+    Raises:
+        RunFolderError: the files hold something else.
+    """
+    values = load_values(path)
+    with damage_named(_file(path, "json")):
+        groups, scores, facts = values["groups"], values["scores"], values["facts"]
+        if not (isinstance(groups, list) and all(isinstance(group, Group) for group in groups)):
+            raise TypeError("expected a list of groups")
+        if not (isinstance(scores, Scores | None) and isinstance(facts, dict)):
+            raise TypeError("expected scores and a table of facts")
+        return StoredRollout(groups, scores, facts)
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """Read values.
 
     Raises:
         RunFolderError: the files hold something else.
@@ -91,12 +129,7 @@ def load_rollout(path: Path) -> StoredRollout:
         except SafetensorError as error:
             raise ValueError(error) from None
         decode = _Reader(arrays).decode
-        groups, scores, facts = decode(tree["groups"]), decode(tree["scores"]), decode(tree["facts"])
-        if not (isinstance(groups, list) and all(isinstance(group, Group) for group in groups)):
-            raise TypeError("expected a list of groups")
-        if not (isinstance(scores, Scores | None) and isinstance(facts, dict)):
-            raise TypeError("expected scores and a table of facts")
-        return StoredRollout(groups, scores, facts)
+        return {name: decode(value) for name, value in tree.items()}
 
 
 def _file(path: Path, kind: str) -> Path:

@@ -23,6 +23,7 @@ from cohort.parallel import World
 from cohort.runs import StoredRollout
 from cohort.train.clock import PhaseClock
 from cohort.train.rollout import Rollout
+from cohort.train.unfinished import Unfinished
 
 log = logging.getLogger("cohort.train")
 ABANDON_SECONDS = 10.0
@@ -57,16 +58,22 @@ class Ahead:
         weights_step: complete steps when it begins, which determine the weights that sample it.
         work: samples and scores. It is given this object, and tells it what it needs no longer.
         world: the ranks that share the work, for exchanges of this rollout alone.
+        cancelled: whether nobody waits for it any more. None: somebody always does.
     """
 
     def __init__(
-        self, step: int, weights_step: int, work: Callable[[Ahead], Sampled], world: World | None = None
+        self,
+        step: int,
+        weights_step: int,
+        work: Callable[[Ahead], Sampled],
+        world: World | None = None,
+        cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        self.step, self.weights_step, self.world = step, weights_step, world or World()
+        self.step, self.weights_step, self.world, self.cancelled = step, weights_step, world or World(), cancelled
         self.place: Place | None = None
         """Where the data goes on after it, once that is known."""
-        self.cancelled: Callable[[], bool] | None = None
-        """In a thread: whether nobody waits for it any more."""
+        self.unfinished: Unfinished | None = None
+        """What is complete of it after it was cancelled."""
         self.in_background = False
         """Whether it was sampled beside the training."""
         self._work = work
@@ -143,6 +150,7 @@ class Ahead:
         sampled = self.wait()
         rollout, facts = sampled.rollout, dict[str, Any](weights_step=self.weights_step, rounds=sampled.rollout.rounds)
         facts |= {"is_used": rollout.is_used_P, "seconds": sampled.seconds, "metrics": sampled.metrics}
+        facts["in_background"] = self.in_background
         return StoredRollout(rollout.sampled, rollout.sampled_scores, facts)
 
     @classmethod
@@ -153,7 +161,7 @@ class Ahead:
         rollout = Rollout(list(stored.groups), scores, facts["is_used"], facts["rounds"])
         one = cls(step, facts["weights_step"], lambda _: Sampled(rollout, facts["seconds"], facts["metrics"]))
         one._run(nullcontext())
-        one.in_background = True
+        one.in_background = facts.get("in_background", True)
         return one
 
     # For the work ---------------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ class Ahead:
         Raises:
             CancelledError: nobody does; what was sampled may be incomplete.
         """
-        if self.in_background and any(self.world.gather(self._abandoned.is_set())):  # all ranks stop at one place
+        if self.cancelled and any(self.world.gather(self.cancelled())):  # all ranks stop at one place
             raise CancelledError
 
     def free_engine(self) -> None:

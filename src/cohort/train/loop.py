@@ -12,6 +12,9 @@ With several ranks, each runs all of this file and holds the whole rollout. Insi
 ``term_norms``, ``update``, ``policy_movement``, ``evaluate_step`` and where files are written, the ranks exchange
 results: every rank must come to each of them, so what fails on one rank fails on all.
 
+A run can stop at each ``stop_point``, and while it samples, scores or evaluates, which raises ``CancelledError``. What
+it has done by then is in ``parts``, so that a checkpoint can be of any instant. A resumed run skips what is done.
+
 To follow one rollout, read train/sample.py, train/rollout.py, train/layout.py and train/update.py next, in this order.
 """
 
@@ -42,33 +45,40 @@ from cohort.train.logps import policy_logps
 from cohort.train.memory import OutOfMemory
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
+from cohort.train.progress import Updates
 from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
+from cohort.train.stop import save_instant, stop_point
 from cohort.train.term_norms import term_norms
-from cohort.train.update import NonFinite, UpdateResult, update
+from cohort.train.update import NonFinite, update
 from cohort.types import TokenBatch
 
 
 def run(
     parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Train from ``first_step`` on. Yields each step's metrics after they, the completions and any due checkpoint are
-    written."""
-    policy, reference, adaptive = parts.policy, parts.reference, parts.adaptive
-    sampling = Sampling.of(config.rollout)
+    """Train from ``first_step`` on. Yields each step's metrics after they and the completions are written, and any due
+    checkpoint has begun to be."""
+    policy, adaptive, sampling = parts.policy, parts.adaptive, Sampling.of(config.rollout)
     nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
+    if parts.metrics is not None:  # of a step after whose updates the run was stopped
+        yield finish_step(parts, schedule, config, folder)
 
     for step in range(first_step, schedule.steps):
+        if parts.best.exhausted:  # early stopping; the checkpoint is written
+            break
+        stop_point(parts, folder)
         objective = adaptive.applied_to(parts.objective)
-        context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, reference, parts.layout)
+        context = StepContext(policy, parts.optimizer, objective, sampling, parts.budget, parts.reference, parts.layout)
         clock = context.clock
 
         # Sample a group of completions for each prompt, and score them. With ``rollout.lag``, that was begun some steps
         # ago, and goes on for later steps during the updates below.
         current = next_rollout(parts, schedule, config, step, clock)
         rollout = current.wait().rollout
-        if step == first_step == current.weights_step:
+        updates = parts.begin_updates(current)
+        if step == first_step == current.weights_step and not updates.done:
             checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
             check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
@@ -78,48 +88,44 @@ def run(
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):
-            batch = with_advantages_and_logps(context, batch, rollout, schedule)
+            batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule, updates))
         minibatches = split_minibatches(batch, config.objective.minibatches)
 
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
-        norms = {}
-        if minibatches and due(step + 1, config.report.term_norms_steps):
+        if minibatches and not updates.done and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
-                norms = term_norms(context, batch, minibatches[0], adaptive.applied_entropy_coefficient(objective))
+                updates.term_norms = term_norms(
+                    context, batch, minibatches[0], adaptive.applied_entropy_coefficient(objective)
+                )
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
-        version_before = policy.version
-        results: list[UpdateResult] = []
-        num_nonfinite = 0
         with clock("update"):
-            for minibatch in minibatches * config.objective.num_iterations:
+            for minibatch in updates.left(minibatches * config.objective.num_iterations):
+                stop_point(parts, folder)
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
                 while isinstance(outcome := update(context, batch, minibatch, entropy_coefficient), OutOfMemory):
                     context.budget.halve()  # and repeat: smaller passes give the same gradient
+                updates.ended(outcome)
                 if isinstance(outcome, NonFinite):
-                    num_nonfinite += 1
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
                     continue
                 nonfinite.passed()
-                results.append(outcome)
                 adaptive.after_update(objective, outcome)
-        adaptive.after_step(objective, results, batch.num_sequences)
-
-        # The reference is fixed, or moved toward the policy every ``ref_model_sync_steps`` updates.
-        if reference and config.objective.sync_ref_model:
-            every = config.objective.ref_model_sync_steps
-            if policy.version // every > version_before // every:
-                reference.move_toward(policy, config.objective.ref_model_mixup_alpha)
 
         with clock("measure"):
-            moved = policy_movement(context, batch, results, config.report.update_kl_completions)
-        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": num_nonfinite}
-        metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | norms
-        metrics |= step_metrics(rollout, batch, results, objective, version_before)
-        metrics |= rank_metrics(context.world, results, metrics["seconds/step"])
-        yield finish_step(parts, schedule, config, folder, current, batch, metrics)
-        if parts.best.exhausted:  # early stopping; the checkpoint is written
-            break
+            moved = policy_movement(context, batch, updates.results, config.report.update_kl_completions)
+        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
+        metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | updates.term_norms
+        metrics |= step_metrics(rollout, batch, updates.results, objective, updates.version_before)
+        metrics |= rank_metrics(context.world, updates.results, metrics["seconds/step"])
+
+        adaptive.after_step(objective, updates.results, batch.num_sequences)
+        move_reference(parts, config, updates.version_before)
+        complete_step(parts, schedule, current, metrics)
+        if config.report.log_completions:
+            sampled = rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)
+            on_main(parts.world, partial(folder.write_rollout, step + 1, *sampled))
+        yield finish_step(parts, schedule, config, folder)
 
 
 def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, step: int, clock: PhaseClock) -> Ahead:
@@ -131,6 +137,9 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
     the first step have.
     """
     lag, pending = config.rollout.lag, parts.pending
+    if parts.current is not None:  # a run was stopped before its updates, or between two of them
+        parts.current.wait(clock)
+        return parts.current
     if not pending:
         pending.append(begin(parts, schedule, config, step, step, parts.cursor))
     pending[0].wait(clock)
@@ -143,12 +152,13 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
 
 
 def with_advantages_and_logps(
-    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule
+    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule, begun: Updates | None = None
 ) -> TokenBatch:
     """The batch with advantages, and with old and reference log-probs if the updates need them.
 
     With a single update the old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
     Sequences that teach nothing get no pass either, unless a KL inside the reward makes all advantages depend on it.
+    When the updates have ``begun``, the log-probs are those from before the first one.
     """
     objective, limit = context.objective, context.sampling.max_completion_length
     logps_first = objective.needs_old_logps
@@ -156,11 +166,12 @@ def with_advantages_and_logps(
     if not logps_first:
         batch = assign_advantages(batch, rollout.used_scores, objective, limit)
         part = active_part(batch, part, objective, context.policy.router_aux_loss_coef)
-    batch = replace(
-        batch,
-        old_logps_N=logps_of(context, context.policy, batch, part) if schedule.needs_old_logps else None,
-        ref_logps_N=logps_of(context, context.reference, batch, part) if schedule.needs_ref_logps else None,
-    )
+    if begun and begun.done:
+        old_logps_N, ref_logps_N = begun.old_logps_N, begun.ref_logps_N
+    else:
+        old_logps_N = logps_of(context, context.policy, batch, part) if schedule.needs_old_logps else None
+        ref_logps_N = logps_of(context, context.reference, batch, part) if schedule.needs_ref_logps else None
+    batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
     return assign_advantages(batch, rollout.used_scores, objective, limit) if logps_first else batch
 
 
@@ -173,28 +184,29 @@ def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, par
     return logps_N
 
 
-def finish_step(
-    parts: TrainerParts,
-    schedule: Schedule,
-    config: GRPOConfig,
-    folder: RunFolder,
-    current: Ahead,
-    batch: TokenBatch,
-    metrics: dict[str, Any],
-) -> dict[str, Any]:
-    """Advance the cursor, evaluate if it is due, and write metrics, completions and checkpoint.
+def move_reference(parts: TrainerParts, config: GRPOConfig, version_before: int) -> None:
+    """The reference is fixed, or moved toward the policy every ``ref_model_sync_steps`` updates."""
+    every = config.objective.ref_model_sync_steps
+    if parts.reference and config.objective.sync_ref_model and parts.policy.version // every > version_before // every:
+        parts.reference.move_toward(parts.policy, config.objective.ref_model_mixup_alpha)
 
-    Returns the metrics with those of the evaluation.
+
+def complete_step(parts: TrainerParts, schedule: Schedule, current: Ahead, metrics: dict[str, Any]) -> None:
+    """Go to the instant after a step, whose evaluation is to follow: advance the position in the data."""
+    place = place_after(parts, schedule, [current])
+    assert place is not None
+    parts.end_step(place.cursor, {**metrics, **place.metrics})
+
+
+def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
+    """Evaluate if it is due, and write metrics and checkpoint. Returns the metrics with those of the evaluation.
 
     Raises:
         CohortError: the evaluation failed. Everything else is written first, with a checkpoint.
     """
-    step = metrics["step"]
+    assert parts.metrics is not None
+    step, metrics = parts.complete_steps, parts.metrics
     last = step == schedule.steps
-    rollout, place = current.wait().rollout, place_after(parts, schedule, [current])
-    assert place is not None
-    parts.cursor = place.cursor
-    metrics |= place.metrics
     failed: CohortError | None = None
     if last or due(step, config.eval.eval_steps):
         try:
@@ -203,14 +215,14 @@ def finish_step(
             failed = error
         last |= parts.best.exhausted or failed is not None
 
-    def write() -> None:
+    def write() -> bool:
         folder.append_metrics(metrics)
-        if config.report.log_completions:
-            folder.write_rollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch))
+        return folder.checkpoint_due(step)
 
-    on_main(parts.world, write)
-    if last or due(step, config.run.save_steps):
-        folder.save_checkpoint(parts.models, parts.saved_state(step), parts.world)
+    is_due = on_main(parts.world, write)
+    parts.metrics = None
+    if last or is_due:
+        save_instant(parts, folder, wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
@@ -227,16 +239,16 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         return {}
     parts.wait_for_pending()
     update_engine(parts.engine, parts.policy, parts.layout)
-    evaluations, step = parts.evaluator.evaluate(parts.sampler, state), state.global_step
+    evaluations = parts.evaluator.evaluate(parts.sampler, state, cancelled=parts.wants_stop)
+    step = state.global_step
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
-    if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record(), parts.world)
-        if config.report.check_saved:
-            together(parts.world, partial(check_saved, parts.policy, folder.best))
+    is_saved = parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
+    if is_saved and config.report.check_saved:
+        together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 

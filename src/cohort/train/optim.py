@@ -125,8 +125,12 @@ class Optimizer:
                 raise RunFolderError(f"the saved optimizer state is of {name}, which is not trained here")
             found.setdefault(parameters[name], {})[key] = _placed(value, parameters[name])
         for rule, schedule, saved in zip(self.rules, self.schedules, state["numbers"]["schedules"], strict=True):
-            schedule.load_state_dict(dict(saved))
-            for group, rate in zip(rule.param_groups, schedule.get_last_lr(), strict=True):
+            # The position is the run's, the learning rate the settings': it may have been allowed to change.
+            place = {key: saved[key] for key in ("last_epoch", "_step_count")}
+            pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            rates = [peak * factor(place["last_epoch"]) for peak, factor in pairs]
+            schedule.load_state_dict(schedule.state_dict() | place | {"_last_lr": rates})
+            for group, rate in zip(rule.param_groups, rates, strict=True):
                 group["lr"] = rate
             mine = [parameter for group in rule.param_groups for parameter in group["params"]]
             states = {index: found[parameter] for index, parameter in enumerate(mine) if parameter in found}

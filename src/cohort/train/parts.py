@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,9 @@ from cohort.train.adapt import Adaptive
 from cohort.train.ahead import Ahead
 from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
+from cohort.train.progress import Updates
+from cohort.train.requests import Requests
+from cohort.train.unfinished import Unfinished
 
 
 @dataclass(slots=True)
@@ -46,8 +49,24 @@ class TrainerParts:
     """Facts that are not settings and that a resumed run compares: see ``train.facts``."""
     layout: Layout = field(default_factory=Replicate)
     """The ranks, and how they hold the policy."""
+    requests: Requests = field(default_factory=Requests)
+    """Whether the run is to stop, or to write a checkpoint."""
+
+    # Where the run is: what a checkpoint of any instant holds besides models, optimizer and ``adaptive``.
+
+    complete_steps: int = 0
     cursor: DataCursor = field(default_factory=DataCursor)
     """Position in the data after the last complete step. The loop advances it once per step."""
+    current: Ahead | None = None
+    """The rollout of the step in progress, once it is complete."""
+    updates: Updates | None = None
+    """The updates of the step in progress."""
+    metrics: dict[str, Any] | None = None
+    """The metrics of the last complete step, until it is evaluated and they are written."""
+    unfinished: dict[int, Unfinished] = field(default_factory=dict)
+    """What a stopped run has sampled and scored of its next rollout, by step."""
+    saved_instant: tuple[Any, ...] | None = None
+    """``instant`` of the newest checkpoint."""
     worlds: dict[int, World] = field(default_factory=dict)
     """The ranks, for exchanges of pending rollouts."""
     pending: deque[Ahead] = field(default_factory=deque)
@@ -63,11 +82,31 @@ class TrainerParts:
         """The models, as checkpoints store them."""
         return Models(self.policy, self.reference, self.tokenizer)
 
-    def saved_state(self, step: int) -> SavedState:
+    @property
+    def instant(self) -> tuple[Any, ...]:
+        """Tells two instants of a run apart that have different checkpoints."""
+        updates = self.updates.done if self.updates else 0
+        return self.complete_steps, updates, self.metrics is None, self.current is None, list(self.unfinished)
+
+    @property
+    def where(self) -> str:
+        """The instant in words."""
+        step = f"in step {self.complete_steps + 1}"
+        if self.metrics is not None:
+            return f"in the evaluation after step {self.complete_steps}"
+        if self.updates and self.updates.done:
+            return f"{step}, after {self.updates.done} of its updates"
+        if self.unfinished:
+            return f"{step}, while it was sampled or scored"
+        return f"{step}, before its updates" if self.current else f"after step {self.complete_steps}"
+
+    def saved_state(self) -> SavedState:
         """Everything that a checkpoint stores besides the models. Waits for pending rollouts. Every rank must call."""
-        rollouts = self.wait_for_pending()
+        rollouts = self.wait_for_pending() | {step: one.to_store() for step, one in self.unfinished.items()}
+        if self.current is not None:
+            rollouts[self.current.step] = self.current.to_store()
         return SavedState(
-            step,
+            self.complete_steps,
             self.optimizer.state_dict(),
             self.cursor.state_dict(),
             self.adaptive.state_dict(),
@@ -75,6 +114,8 @@ class TrainerParts:
             self.facts,
             self.world.gather(random_state()),
             rollouts,
+            self.updates.to_store() if self.updates and self.updates.done else None,
+            self.metrics,
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -83,7 +124,34 @@ class TrainerParts:
         self.cursor = DataCursor.from_state(state.cursor)
         self.adaptive.load_state_dict(state.adaptive)
         self.best.load_state_dict(state.best, best_record)
-        self.pending = deque(Ahead.stored(step, rollout) for step, rollout in sorted(state.rollouts.items()))
+        self.complete_steps = state.step
+        self.metrics = None if state.metrics is None else dict(state.metrics)
+        self.updates = None if state.updates is None else Updates.stored(state.updates, self.policy.device)
+        for step, rollout in sorted(state.rollouts.items()):
+            if Unfinished.is_stored(rollout):
+                kept = Unfinished.stored(rollout)  # without scores of functions that have changed meanwhile
+                same = all(state.identity.get(name) == self.facts.get(name) for name in ("rewards", "code"))
+                self.unfinished[step] = kept if same else replace(kept, calls=())
+            else:
+                self.pending.append(Ahead.stored(step, rollout))
+        if self.updates or (self.pending and self.pending[0].step == state.step and not self.pending[0].in_background):
+            self.current = self.pending.popleft()
+        self.saved_instant = self.instant
+
+    def wants_stop(self) -> bool:
+        """Whether the run is to stop: asked while it samples, scores and evaluates."""
+        return self.requests.wants_stop(self.world)
+
+    def begin_updates(self, current: Ahead) -> Updates:
+        """The updates on a rollout: none is made yet, unless the run was stopped between two of them."""
+        self.current = current
+        self.updates = self.updates or Updates(self.policy.version)
+        return self.updates
+
+    def end_step(self, cursor: DataCursor, metrics: dict[str, Any]) -> None:
+        """All updates are made."""
+        self.complete_steps, self.cursor, self.metrics = self.complete_steps + 1, cursor, metrics
+        self.current = self.updates = None
 
     def wait_for_pending(self) -> dict[int, StoredRollout]:
         """Wait until the engine and the reward functions are idle. Returns the pending rollouts by step, up to the
@@ -91,6 +159,14 @@ class TrainerParts:
         ended = [one.wait_until_ended() for one in self.pending]
         complete = ended.index(False) if False in ended else len(ended)
         return {one.step: one.to_store() for one in islice(self.pending, complete)}
+
+    def keep_unfinished(self) -> None:
+        """Keep what is complete of the next rollout, which was cancelled or failed, if its weights are the present
+        ones: the rest can be drawn later."""
+        one = self.pending[0] if self.pending else None
+        if one and one.unfinished and not one.in_background:
+            self.pending.popleft()
+            self.unfinished[one.step] = one.unfinished
 
     def abandon_pending(self) -> None:
         """End the pending rollouts. A run that goes on samples them anew."""

@@ -108,6 +108,12 @@ def reads_trained(engine: Engine) -> TypeGuard[LocalEngine]:
     return isinstance(engine, LocalEngine) and engine.trained is engine.policy
 
 
+def may_draw_apart(engine: Engine) -> bool:
+    """Whether a part of a rollout may be drawn without the rest. On a CPU, where a run repeats bit for bit, not if the
+    bits of a completion depend on what is drawn beside it."""
+    return not isinstance(engine, LocalEngine) or engine.policy.device.type != "cpu" or engine.backend.exact_rows
+
+
 def update_engine(engine: Engine, policy: Policy, layout: Layout) -> None:
     """Give an engine the policy's present weights, whole if it copies or sends them. Every rank must call."""
     with nullcontext() if reads_trained(engine) else layout.whole(policy.model):

@@ -57,7 +57,7 @@ def resume(
     schedule = schedule.resumed(step, parts.cursor.position)
     drop_resized(parts, schedule)
     # Without a summary, the process was killed after the last step: the end is made now.
-    if on_main(parts.world, lambda: folder.has_summary):
+    if parts.metrics is None and on_main(parts.world, lambda: folder.has_summary):
         _check_incomplete(folder, parts, schedule, step)
     on_main(parts.world, lambda: folder.resume(config, step))
     return step, schedule, changes

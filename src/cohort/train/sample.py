@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from itertools import takewhile
 
@@ -19,8 +20,9 @@ from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
 from cohort.train.ahead import Ahead, Place, Sampled
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
-from cohort.train.ranks import reads_trained, update_engine
+from cohort.train.ranks import may_draw_apart, reads_trained, update_engine
 from cohort.train.rollout import Rollout
+from cohort.train.unfinished import Unfinished
 
 
 def begin(
@@ -41,7 +43,7 @@ def begin(
     update_engine(parts.engine, parts.policy, parts.layout)
     lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
     if not lag:
-        return Ahead(step, weights_step, work, parts.world)
+        return Ahead(step, weights_step, work, parts.world, parts.wants_stop)
     if reads_trained(parts.engine):
         raise ConfigError(
             f"rollout.lag is {lag}, and the engine samples with the weights that are trained meanwhile: make it with "
@@ -79,31 +81,41 @@ def sample(
 
     The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as a
     completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
-    ``max_rounds`` rounds; otherwise there is one round.
+    ``max_rounds`` rounds; otherwise there is one round. What a stopped run has sampled and scored of it is kept.
     """
-    rollout: Rollout | None = None
+    before = parts.unfinished.pop(step, Unfinished())
+    rollout = before.rollout
     world, clock, metrics = ahead.world, PhaseClock(), None
     sampler = parts.sampler.on(world) if isinstance(parts.sampler, DividedSampler) else parts.sampler
     target, state = schedule.prompts_of(step), trainer_state(schedule, step, cursor)
     while rollout is None or another_round(rollout, target, parts.objective):
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
         prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
+        begun, before = before.round_of(prompts, apart=may_draw_apart(parts.engine)), Unfinished()
         with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
+            begun.begin(scoring)
             with clock("generate", scoring.progress):
-                groups = sampler.generate(
+                drawn = sampler.generate(
                     prompts,
                     config.rollout.num_generations,
                     Sampling.of(config.rollout),
                     RNGKey(config.run.seed, step),  # and draws depend on the prompt's uid
                     Watch(on_completion=scoring.on_completion, on_prompt=scoring.on_prompt, cancelled=ahead.cancelled),
+                    begun.missing(config.rollout.num_generations),
                 )
-            ahead.check_wanted()
-            if not uses_rounds(parts.objective):
-                metrics = sampler.metrics()
-                ahead.free_engine()
-            ahead.wait_for_previous()
-            with clock("reward"):
-                scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
+            groups = begun.joined(drawn)
+            try:
+                ahead.check_wanted()
+                if not uses_rounds(parts.objective):
+                    metrics = sampler.metrics()
+                    ahead.free_engine()
+                ahead.wait_for_previous()
+                with clock("reward"):
+                    scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
+            except Exception as error:
+                calls = scoring.ended_calls() if isinstance(error, CancelledError) else ()  # else: all ranks are to fix
+                ahead.unfinished = Unfinished.of(rollout, groups, calls)
+                raise
         rollout = scored if rollout is None else rollout + scored
     rollout.check_drawn()
     return Sampled(rollout, clock.seconds, sampler.metrics() if metrics is None else metrics)
@@ -113,6 +125,9 @@ def drop_resized(parts: TrainerParts, schedule: Schedule) -> None:
     """Drop pending rollouts from the first on whose step now takes another number of prompts, as the last step of a run
     does after ``run.num_epochs`` was raised. They are drawn anew."""
     if not uses_rounds(parts.objective):
+        current = parts.current
+        if current and not parts.updates and len(current.wait().rollout.sampled) != schedule.prompts_of(current.step):
+            parts.current = None
         kept = takewhile(lambda one: len(one.wait().rollout.sampled) == schedule.prompts_of(one.step), parts.pending)
         parts.pending = deque(kept)
 

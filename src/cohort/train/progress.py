@@ -1,0 +1,99 @@
+"""How far a run is within a step, so that a checkpoint can be of the instant between any two updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cohort.objective import TokenStatistics
+from cohort.train.layout import Part
+from cohort.train.update import NonFinite, UpdateResult
+from cohort.types import TokenBatch
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of a step: what is done of them, and what they share. Part of a checkpoint that is written between
+    two of them."""
+
+    version_before: int
+    """``Policy.version`` before the first of them."""
+    results: list[UpdateResult] = field(default_factory=list)
+    num_nonfinite: int = 0
+    """Updates that were skipped."""
+    old_logps_N: Tensor | None = None
+    """Of the batch, with the weights before the first update."""
+    ref_logps_N: Tensor | None = None
+    term_norms: dict[str, Any] = field(default_factory=dict)
+    """Metrics that were measured before the first update."""
+
+    @property
+    def done(self) -> int:
+        """Updates that were made or skipped."""
+        return len(self.results) + self.num_nonfinite
+
+    def left(self, minibatches: Sequence[Part]) -> Sequence[Part]:
+        """The minibatches whose updates are still to be made."""
+        return minibatches[self.done :]
+
+    def share(self, batch: TokenBatch) -> TokenBatch:
+        """Remember what the updates share."""
+        self.old_logps_N, self.ref_logps_N = batch.old_logps_N, batch.ref_logps_N
+        return batch
+
+    def ended(self, outcome: UpdateResult | NonFinite) -> None:
+        """Count an update."""
+        if isinstance(outcome, NonFinite):
+            self.num_nonfinite += 1
+        else:
+            self.results.append(outcome)
+
+    def to_store(self) -> dict[str, Any]:
+        """Everything, in types that files hold."""
+        return {
+            "version_before": self.version_before,
+            "results": [_plain(result) for result in self.results],
+            "num_nonfinite": self.num_nonfinite,
+            "old_logps_N": _bits(self.old_logps_N),
+            "ref_logps_N": _bits(self.ref_logps_N),
+            "term_norms": self.term_norms,
+        }
+
+    @classmethod
+    def stored(cls, stored: Mapping[str, Any], device: torch.device) -> Updates:
+        """The inverse of ``to_store``."""
+        values = dict(stored)
+        for name in ("old_logps_N", "ref_logps_N"):
+            values[name] = _of_bits(values[name], device)
+        values["results"] = [
+            UpdateResult(
+                **{
+                    **result,
+                    "statistics": TokenStatistics(**result["statistics"]),
+                    "logps_N": _of_bits(result["logps_N"], device),
+                }
+            )
+            for result in values["results"]
+        ]
+        return cls(**values)
+
+
+def _plain(result: UpdateResult) -> dict[str, Any]:
+    values = {one.name: getattr(result, one.name) for one in fields(result)}
+    statistics = {one.name: getattr(result.statistics, one.name) for one in fields(result.statistics)}
+    return values | {"statistics": statistics, "logps_N": _bits(result.logps_N)}
+
+
+def _bits(values_N: Tensor | None) -> tuple[str, Tensor] | None:
+    """Name of the dtype and the bytes: files do not hold every dtype."""
+    if values_N is None:
+        return None
+    return str(values_N.dtype).removeprefix("torch."), values_N.detach().cpu().contiguous().view(torch.uint8)
+
+
+def _of_bits(bits: tuple[str, Tensor] | None, device: torch.device) -> Tensor | None:
+    return None if bits is None else bits[1].view(getattr(torch, bits[0])).to(device)

@@ -1,0 +1,54 @@
+"""Requests to a run, from signals or from Python: stop, or write a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cohort.parallel import World
+from cohort.runs.save_request import save_requested
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""How often a run looks for a request in its folder, and of another rank."""
+STOP = "cohort/stop"
+
+
+@dataclass(slots=True)
+class Requests:
+    """What is asked of a run. The loop looks at ``stop_point``; sampling, scoring and evaluation ask ``stop`` too."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    """End the run, with a checkpoint."""
+    save: threading.Event = field(default_factory=threading.Event)
+    """Write a checkpoint, and go on."""
+    reason: str = "stop()"
+    """What asked to stop: the name of a signal."""
+    met: bool = False
+    """Whether the run has stopped, and its checkpoint is written."""
+    _looked: dict[str, float] = field(default_factory=dict)
+
+    def look(self, folder: Path) -> None:
+        """Look for a request of another process in the run's folder."""
+        if self._is_time("folder") and save_requested(folder):
+            self.save.set()
+
+    def wants_stop(self, world: World) -> bool:
+        """Whether this rank or another one was asked to stop. Exchanges nothing: ranks sample at their own pace, and
+        ``stop_point`` lets them agree."""
+        if world.size > 1 and self._is_time("world"):
+            if self.stop.is_set():
+                world.tell(STOP, self.reason)
+            elif (reason := world.told(STOP)) is not None:
+                self.reason = reason
+                self.stop.set()
+        return self.stop.is_set()
+
+    def _is_time(self, where: str) -> bool:
+        """Whether the last look there is long enough ago."""
+        now = time.monotonic()
+        due = now - self._looked.get(where, -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS
+        if due:
+            self._looked[where] = now
+        return due

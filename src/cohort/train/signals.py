@@ -1,0 +1,100 @@
+"""Signals of a run: the first one asks it to stop, the second one ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from cohort.calls import interrupt
+from cohort.errors import STOPPED
+from cohort.train.requests import Requests
+
+STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1")
+SAVING = "SIGUSR2"
+NUDGE: Any = getattr(signal, "SIGUSR1", None)
+"""Interrupts a function in the main thread."""
+DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+"""Handlers that may be replaced: a handler of the user's program stays."""
+
+
+@contextlib.contextmanager
+def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
+    """While the block runs, SIGTERM, SIGINT and SIGUSR1 ask for a stop, and SIGUSR2 for a checkpoint.
+
+    A second signal ends the process at once, as it would without Cohort, and so does the end of ``seconds`` after the
+    first. When half of them are over, a reward function that runs in the main thread is interrupted: its call is made
+    again by the run that goes on. Outside of the main thread, where Python has no signals, nothing changes.
+
+    Args:
+        requests: of the run.
+        seconds: time to stop; 0: no limit.
+    """
+    nudged = threading.Event()
+    numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers} if main else {}
+    before = {number: handler for number, handler in before.items() if handler in DEFAULT}
+    timers: list[threading.Timer] = []
+
+    def stop(number: int, _: Any) -> None:
+        requests.reason = signal.Signals(number).name
+        requests.stop.set()
+        for other in before:
+            if other != getattr(signal, SAVING, None):
+                # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
+                signal.signal(other, before[other] if hasattr(sys, "ps1") else signal.SIG_DFL)
+        _say(f"{requests.reason}: stopping with a checkpoint; a second signal ends the process at once")
+        if seconds:
+            timers.append(threading.Timer(seconds, _end, [requests, number, seconds]))
+        if seconds and NUDGE in before:
+            signal.signal(NUDGE, second)
+            timers.append(threading.Timer(seconds / 2, interrupt_main))
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+
+    def interrupt_main() -> None:
+        nudged.set()
+        signal.pthread_kill(threading.main_thread().ident or 0, NUDGE)
+
+    def second(number: int, _: Any) -> None:
+        if nudged.is_set():
+            nudged.clear()
+            interrupt()
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def save(*_: Any) -> None:
+        requests.save.set()
+
+    for number in before:
+        signal.signal(number, save if number == getattr(signal, SAVING, None) else stop)
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+        for number, handler in before.items():
+            # A rank that has stopped is told to end when another one has ended.
+            signal.signal(number, _ignore if requests.met and os.environ.get("WORLD_SIZE", "1") != "1" else handler)
+
+
+def _ignore(*_: Any) -> None:
+    """Unlike SIG_IGN, processes that are started do not inherit it."""
+
+
+def _end(requests: Requests, number: int, seconds: float) -> None:
+    if not requests.met:
+        _say(f"the run has not stopped within {seconds:g} s (run.stop_seconds): its last checkpoint stands")
+    os._exit(STOPPED if requests.met else 128 + number)
+
+
+def _say(text: str) -> None:
+    """Print from a signal handler, which may have interrupted a print."""
+    os.write(2, f"\ncohort: {text}\n".encode())

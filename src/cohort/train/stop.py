@@ -1,0 +1,49 @@
+"""The places where a run meets requests: between two updates, between two steps, and when its sampling is cancelled.
+
+A checkpoint that is written there is of this instant: the run that resumes from it is bit for bit the run that went on.
+"""
+
+from __future__ import annotations
+
+from cohort.errors import Stopped
+from cohort.parallel import on_main
+from cohort.runs import RunFolder
+from cohort.runs.save_request import save_answered
+from cohort.train.parts import TrainerParts
+
+
+def stop_point(parts: TrainerParts, folder: RunFolder) -> None:
+    """Write a checkpoint if one is asked for, and end the run if it is to stop. A request to one rank is one to all,
+    and every rank must call.
+
+    Raises:
+        Stopped: the run is to stop, and the checkpoint is written.
+    """
+    requests, world = parts.requests, parts.world
+    if world.is_main:
+        requests.look(folder.path)
+    asked = world.gather((requests.stop.is_set(), requests.save.is_set(), requests.reason))
+    stop = next((reason for stops, _, reason in asked if stops), None)
+    if stop is None and not any(saves for _, saves, _ in asked):
+        return
+    save_instant(parts, folder, wait=True)
+    requests.save.clear()
+    on_main(world, lambda: save_answered(folder.path))
+    if stop is not None:
+        requests.met = True
+        raise Stopped(f"stopped by {stop} {parts.where}; {folder.checkpoint(parts.complete_steps)} holds this instant")
+
+
+def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) -> None:
+    """Write a checkpoint of this instant, unless the newest one is. Every rank must call.
+
+    Args:
+        parts: the parts of the run.
+        folder: its folder.
+        wait: whether to return only when it is written.
+    """
+    if parts.instant != parts.saved_instant:
+        if folder.save_checkpoint(parts.models, parts.saved_state(), parts.world, wait=wait):
+            parts.saved_instant = parts.instant
+    elif wait:
+        on_main(parts.world, folder.settle)

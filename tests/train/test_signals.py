@@ -1,0 +1,127 @@
+"""Signals to a process that trains, and ``cohort save``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import DEMO_MODEL
+from tests.launch.test_processes import SOURCE, wait_for
+from tests.train.harness import metrics_of, untimed_metrics_of
+
+SLOW_REWARD = """
+import time
+def digits(completions, **_):
+    time.sleep(0.3)
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+"""
+STUBBORN_REWARD = """
+import pathlib, time
+def digits(completions, **_):
+    while len(completions) > 4:  # not in the trial before the run
+        pathlib.Path("scoring").touch()
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+    return [0.0] * len(completions)
+"""
+
+
+def write_run(folder, reward=SLOW_REWARD, **settings):
+    """A config file in a folder, with a data set and a reward file."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1"}) + "\n" for n in range(8)))
+    (folder / "reward.py").write_text(reward)
+    settings = {"max_steps": 4, "save_steps": 0} | settings
+    (folder / "c.toml").write_text(
+        f"[model]\npath='{DEMO_MODEL}'\ndevice='cpu'\nprecision='float32'\n[data]\ntrain='rows.jsonl'\n"
+        "[reward]\nfunctions=['reward.py:digits']\n[objective]\nnum_iterations=2\nminibatches=2\n"
+        "[rollout]\nprompts_per_step=4\nnum_generations=2\nmax_completion_length=4\n[run]\noutput_dir='out'\n"
+        + "".join(f"{name}={value}\n" for name, value in settings.items())
+    )
+
+
+def begin(folder, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cohort", *arguments],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def steps_of(folder):
+    """Steps whose metrics are written."""
+    return len(metrics_of(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
+    write_run(tmp_path)
+    process = begin(tmp_path, "train", "c.toml")
+    wait_for(lambda: steps_of(tmp_path / "out") == 1, 60)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "cohort: SIGTERM: stopping with a checkpoint" in errors
+    assert "cohort: stopped by SIGTERM in step 2, " in errors.splitlines()[-1]
+    assert "continue with cohort resume out" in errors.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-1"]
+    resumed = begin(tmp_path, "train", "c.toml", "--resume", "auto")
+    assert resumed.communicate(timeout=60)[1] == ""
+    straight = begin(tmp_path, "train", "c.toml", "--run.output_dir", "straight")
+    straight.communicate(timeout=60)
+    assert untimed_metrics_of(tmp_path / "out") == untimed_metrics_of(tmp_path / "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_whose_reward_swallows_interrupts(tmp_path, number):
+    write_run(tmp_path, STUBBORN_REWARD)
+    process = begin(tmp_path, "train", "c.toml")
+    wait_for(lambda: (tmp_path / "scoring").exists(), 60)
+    process.send_signal(number)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(number)
+    process.communicate(timeout=5)
+    assert process.returncode == -number
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_stop_ends_after_its_time(tmp_path):
+    write_run(tmp_path, STUBBORN_REWARD, stop_seconds=1.5)
+    process = begin(tmp_path, "train", "c.toml")
+    wait_for(lambda: (tmp_path / "scoring").exists(), 60)
+    process.send_signal(signal.SIGUSR1)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=20)
+    assert time.monotonic() - started < 5
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert "has not stopped within 1.5 s (run.stop_seconds)" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["signal", "command"])
+def test_a_checkpoint_without_stopping(tmp_path, how):
+    write_run(tmp_path, max_steps=30)
+    process, out = begin(tmp_path, "train", "c.toml"), tmp_path / "out"
+    wait_for(lambda: steps_of(out) >= 1, 60)
+    if how == "signal":
+        process.send_signal(signal.SIGUSR2)
+        wait_for(lambda: list((out / "checkpoints").glob("step-?")), 20)
+    else:
+        output, errors = begin(tmp_path, "save", "out").communicate(timeout=30)
+        assert "checkpoints/step-" in output, errors
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    done = begin(tmp_path, "train", "c.toml", "--resume", "--run.max_steps", "3")
+    assert "resuming out after step" in done.communicate(timeout=60)[0]
+    assert [line["step"] for line in metrics_of(out)] == [1, 2, 3]

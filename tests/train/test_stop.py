@@ -1,0 +1,318 @@
+"""Stopping a run at any instant: the resumed run is bit for bit the run that was not stopped."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from cohort.errors import RewardError, Stopped
+from cohort.runs import load_rollout
+from tests.conftest import tiny_llama
+from tests.train.harness import ROWS, digits_reward, make_trainer, metrics_of, same_parameters, untimed_metrics_of
+
+UPDATES = {"num_iterations": 2, "minibatches": 2, "max_steps": 2, "beta": 0.05}
+
+
+class LooksUntilStop(threading.Event):
+    """A request to stop that is there from a look on: the run looks at each instant where it can stop."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left, self.looks = number, 0
+
+    def is_set(self):
+        self.looks += 1
+        return self.looks > self.left
+
+
+def stopped_at(trainer, look, *, resume=False):
+    """Train until the run has looked so often whether it is to stop. Returns whether it was stopped, and the looks."""
+    trainer._requests.stop = looks = LooksUntilStop(look)
+    try:
+        trainer.train(resume=resume)
+    except Stopped:
+        return True, looks.looks
+    return False, looks.looks
+
+
+def stored_of(folder, kind):
+    """All completions in a run's store, without times."""
+    return {
+        path.name: [
+            {key: value for key, value in row.items() if not key.startswith("time")}
+            for row in pyarrow.parquet.read_table(path).to_pylist()
+        ]
+        for path in sorted((folder / kind).glob("*.parquet"))
+    }
+
+
+def optimizer_of(trainer):
+    return trainer.optimizer.state_dict()
+
+
+def assert_same(one, other):
+    """Two finished runs are bit-equal: weights, reference, optimizer, weights of the objective, metrics, completions."""
+    assert same_parameters(one, other)
+    if one.reference is not None and one.reference.model is not one.policy.model:
+        pairs = zip(one.reference.model.parameters(), other.reference.model.parameters(), strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    mine, theirs = optimizer_of(one), optimizer_of(other)
+    assert mine["numbers"] == theirs["numbers"]
+    assert mine["tensors"].keys() == theirs["tensors"].keys()
+    assert all(torch.equal(value, theirs["tensors"][name]) for name, value in mine["tensors"].items())
+    assert one._parts.adaptive == other._parts.adaptive
+    folders = one.folder.path, other.folder.path
+    assert untimed_metrics_of(folders[0]) == untimed_metrics_of(folders[1])
+    for kind in ("rollouts", "evaluations"):
+        assert repr(stored_of(folders[0], kind)) == repr(stored_of(folders[1], kind))  # NaN is NaN
+    mine, theirs = [best.exists() and best.read_text() for best in (f / "best" / "best.json" for f in folders)]
+    assert mine == theirs
+
+
+def assert_stops_change_nothing(make, folder, looks):
+    """Compare a run in one go with runs that are stopped after each number of looks, and resumed once."""
+    straight = make(folder / "straight")
+    _, total = stopped_at(straight, 10**9)
+    for look in looks(total):
+        stopped = make(folder / f"stopped-{look}")
+        assert stopped_at(stopped, look)[0]
+        assert not any(thread.name.startswith("rollout-") for thread in threading.enumerate())
+        resumed = make(folder / f"stopped-{look}")
+        resumed.train(resume=True)
+        assert_same(straight, resumed)
+
+
+def assert_many_stops_change_nothing(make, folder, between=14):
+    """Compare a run in one go with one that is stopped, and resumed, again and again."""
+    straight = make(folder / "straight")
+    stopped_at(straight, 10**9)
+    stops = 0
+    while stopped_at(resumed := make(folder / "stopped"), between + stops % 5, resume=stops > 0)[0]:
+        stops += 1
+    assert stops > 2
+    assert_same(straight, resumed)
+    return stops
+
+
+# Every instant --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_stopped_again_and_again(demo_tokenizer, tmp_path):
+    """Sampling, scoring, between updates, in evaluations, between steps."""
+
+    def make(folder):
+        settings = UPDATES | {"eval_rows": ROWS[:2], "eval_steps": 1, "metric_for_best_model": "eval/reward/mean"}
+        return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), **settings)
+
+    assert assert_many_stops_change_nothing(make, tmp_path) >= 4
+
+
+def test_between_two_updates(demo_tokenizer, tmp_path):
+    """The weights of the stopped run are those after two of four updates, and the rest is made on the same rollout."""
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, **UPDATES)
+
+    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "stopped")
+    straight.train()
+    real, versions = stopped.optimizer.step, []
+
+    def step(*arguments):
+        versions.append(stopped.policy.version)
+        if len(versions) == 2:
+            stopped.stop()
+        return real(*arguments)
+
+    stopped.optimizer.step = step
+    with pytest.raises(Stopped, match="in step 1, after 2 of its updates") as caught:
+        stopped.train()
+    assert caught.value.code == 75
+    assert stopped.policy.version == 2
+    state = tmp_path / "stopped" / "checkpoints" / "step-0" / "state"
+    assert {path.name for path in state.glob("*.json")} == {"loop.json", "rollout-0.json", "updates.json"}
+    resumed = make(tmp_path / "stopped")
+    resumed.engine.generate = None  # nothing is drawn for this step
+    steps = resumed.steps(resume=True)
+    with pytest.raises(TypeError):
+        list(steps)
+    assert [line["step"] for line in metrics_of(tmp_path / "stopped")] == [1]
+    resumed = make(tmp_path / "stopped")
+    resumed.train(resume=True)
+    assert_same(straight, resumed)
+
+
+def exact_model(tokenizer):
+    """A model whose completions have the same bits whatever is decoded beside them: heads of 16."""
+    return tiny_llama(vocab_size=len(tokenizer), hidden_size=64)
+
+
+def test_completions_that_have_ended_are_not_drawn_again(demo_tokenizer, tmp_path):
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), max_steps=1)
+
+    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "stopped")
+    straight.train()
+    assert stopped_at(stopped, 8)[0]
+    state = tmp_path / "stopped" / "checkpoints" / "step-0" / "state"
+    kept = load_rollout(state / "rollout-0")
+    ended = sum(len(group.completions) for group in kept.groups)
+    assert 0 < ended < 16
+    assert ended == sum(map(len, kept.facts["samples"]))
+    resumed, drawn = make(tmp_path / "stopped"), []
+    real = resumed.engine.submit
+    resumed.engine.submit = lambda requests: drawn.extend(requests) or real(requests)
+    resumed.train(resume=True)
+    assert len(drawn) == 16 - ended
+    assert_same(straight, resumed)
+
+
+def test_calls_that_have_ended_are_not_made_again(demo_tokenizer, tmp_path):
+    """A reward that is awaited for ever in one completion, a stop meanwhile, and the reward repaired."""
+    called, broken, dry = [], [True], 4  # calls of the trial before the run
+
+    async def judge(completion, log_extra, log_metric, **_):
+        called.append(completion)
+        if broken[0] and len(called) == dry + 3:
+            while len(called) < dry + 16:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # the others have ended
+            stopped.stop()
+            await asyncio.sleep(3600)
+        log_extra("length", len(completion))
+        log_metric("length", len(completion) / 3)
+        return len(completion) / 10
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, rewards=[judge, digits_reward], max_steps=1)
+
+    stopped = make(tmp_path / "stopped")
+    with pytest.raises(Stopped, match="in step 1, while it was sampled or scored"):
+        stopped.train()
+    assert len(called) == dry + 16
+    broken[0], called[:] = False, []
+    resumed = make(tmp_path / "stopped")
+    resumed.train(resume=True)
+    assert len(called) == dry + 1
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_path):
+    """After half of the time to stop. What was sampled is kept, and so are the calls of other functions."""
+    hangs, calls = [True], []
+
+    def other(completions, **_):
+        calls.append(len(completions))
+        return digits_reward(completions)
+
+    def hanging(completions, trainer_state, **_):
+        if hangs[0] and trainer_state.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        return digits_reward(completions)
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, rewards=[other, hanging], max_steps=1, stop_seconds=0.6)
+
+    stopped, started = make(tmp_path / "stopped"), time.monotonic()
+    with pytest.raises(Stopped, match="stopped by SIGTERM in step 1, while it was sampled or scored"):
+        stopped.train()
+    assert time.monotonic() - started < 10
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    hangs[0] = False
+    resumed, drawn = make(tmp_path / "stopped"), []
+    resumed.engine.submit = drawn.extend
+    calls.clear()
+    resumed.train(resume=True)
+    assert calls == drawn == []
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+def test_a_checkpoint_without_stopping(demo_tokenizer, tmp_path):
+    """It changes nothing, and a run that is killed later goes on from it."""
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, **UPDATES, save_steps=0)
+
+    straight, saved = make(tmp_path / "straight"), make(tmp_path / "saved")
+    straight.train()
+    real = saved.optimizer.step
+
+    def step(*arguments):
+        if saved.policy.version == 4 + 1:
+            saved.save_now()
+        return real(*arguments)
+
+    saved.optimizer.step = step
+    saved.train()
+    assert_same(straight, saved)
+    folder = tmp_path / "saved"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    (folder / "summary.json").unlink()
+    (folder / "checkpoints" / "step-2").rename(tmp_path / "gone")
+    resumed = make(folder)
+    resumed.train(resume=True)
+    assert resumed.summary["updates"] == 8
+    assert_same(straight, resumed)
+
+
+def test_a_failing_reward_loses_no_completion(demo_tokenizer, tmp_path):
+    """What was sampled is kept, and scored by the repaired function."""
+    broken = [True]
+
+    def fails(completions, trainer_state, **_):
+        if broken[0] and trainer_state.global_step == 1:
+            raise ValueError("no")
+        return digits_reward(completions)
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, rewards=fails, on_error="stop", max_steps=2)
+
+    with pytest.raises(RewardError, match="no.*; in step 2; a checkpoint of step 1 is kept: fix it and resume"):
+        make(tmp_path / "failed").train()
+    broken[0] = False
+    resumed, drawn = make(tmp_path / "failed"), []
+    resumed.engine.submit = drawn.extend
+    resumed.train(resume=True)
+    assert drawn == []
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+VARIANTS = {
+    "updates": UPDATES,
+    "small heads": UPDATES,
+    "no KL": UPDATES | {"beta": 0.0},
+    "moving reference": UPDATES | {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5},
+    "adaptive entropy": UPDATES | {"entropy": {"target": 100.0, "step": 0.004}},
+    "adaptive KL": UPDATES | {"kl": {"target": 1e-9, "horizon": 16}},
+    "dynamic sampling": UPDATES | {"preset": "dapo", "max_steps": 2},
+    "LoRA": UPDATES | {"lora": {"rank": 2}},
+    "workers": UPDATES | {"workers": 1, "max_steps": 1},
+    "rewards each": UPDATES | {"term_norms_steps": 1},
+    "lag": UPDATES | {"lag": 1, "max_steps": 3},
+    "best": UPDATES | {"metric_for_best_model": "eval/reward/mean", "eval_steps": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_instant(demo_tokenizer, tmp_path, variant):
+    """A stop at each look of a run; with many looks, at 40 of them."""
+
+    def make(folder):
+        rows = {"eval_rows": ROWS[:2]} if variant == "best" else {}
+        model = tiny_llama(vocab_size=len(demo_tokenizer)) if variant == "small heads" else exact_model(demo_tokenizer)
+        return make_trainer(demo_tokenizer, folder, model, **rows, **VARIANTS[variant])
+
+    assert_stops_change_nothing(make, tmp_path, lambda total: range(0, total - 1, max(1, total // 40)))
