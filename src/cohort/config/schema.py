@@ -356,6 +356,9 @@ class RunConfig(Section):
     """The run folder. Must not contain another run. Unset: the next free runs/NAME-001."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of sampling, data order and all other random numbers."""
+    deterministic: bool = False
+    """On CUDA, use algorithms that give the same bytes each time, which are slower; one that has no such variant is
+    named in a warning. On a CPU, the same seed, settings and machine give the same bytes without it."""
     max_steps: PositiveInt | None = None
     """Number of rollouts. Unset: determined by `num_epochs`."""
     num_epochs: PositiveInt = 1
