@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from safetensors import SafetensorError
 
 from cohort.errors import DiskError, RunFolderError
+from cohort.policy.device import out_of_memory
 
 FileRecord: TypeAlias = dict[str, Any]
 """Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
@@ -164,9 +165,9 @@ def recover(parent: Path, names: str) -> None:
 
 
 def is_of_disk(error: Exception) -> bool:
-    """Whether an error means that files cannot be written. Of a full disk, safetensors raises an error of its own, and
-    tokenizers a bare ``Exception``."""
-    return isinstance(error, OSError | SafetensorError) or type(error) is Exception
+    """Whether an error means that files cannot be written now. Of a full disk, safetensors raises an error of its own,
+    and tokenizers a bare ``Exception``. Writing also needs memory."""
+    return isinstance(error, OSError | SafetensorError) or type(error) is Exception or out_of_memory(error)
 
 
 def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[FileRecord]:

@@ -12,6 +12,7 @@ import torch
 
 from cohort.errors import DiskError
 from cohort.parallel import World, on_main, together
+from cohort.policy.device import out_of_memory
 from cohort.rollout.budget import free_bytes
 from cohort.runs.checkpoints import Content, copied, num_copied_bytes, write_content
 from cohort.runs.durable import replaced, sync_path
@@ -28,7 +29,12 @@ def save_in_background(writer: Writer, kind: str, content: Content, replace: Rep
     there was memory for the copy."""
     if not on_main(world, partial(_has_room, writer, kind, content)):
         return False
-    copy = copied(content, write=world.is_main)
+    try:
+        copy = copied(content, write=world.is_main)
+    except (RuntimeError, MemoryError) as error:
+        if world.size > 1 or not out_of_memory(error):
+            raise
+        return False
     if world.is_main:
         writer.in_background(Write(kind, content.step, partial(replace, copy, World())))
     return True
