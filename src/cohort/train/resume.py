@@ -54,6 +54,8 @@ def resume(
             parts.restore(load_checkpoint(checkpoint, parts.models, rank=parts.world.rank), best)
 
     together(parts.world, restore)
+    if parts.updates and parts.reference is None:  # ``objective.beta`` was allowed to become 0 within a step
+        parts.updates.ref_logps_N = None
     schedule = schedule.resumed(step, parts.cursor.position)
     drop_resized(parts, schedule)
     # Without a summary, the process was killed after the last step: the end is made now.
