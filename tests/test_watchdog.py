@@ -178,7 +178,7 @@ def test_a_reward_that_hangs_is_named(caplog):
         return 1.0
 
     RewardRunner([judge]).score(rollout(["a", "b"], ["c"]))
-    assert reports(caplog)[0] == "reward judge: 400 s so far, at most 0.0 s before, sample 1"
+    assert reports(caplog)[0] == "reward judge: 400 s so far, at most 0.1 s before, sample 1"
 
     def slow(completion, **_):
         time.sleep(0.5 * (completion != "a"))

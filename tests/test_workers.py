@@ -224,9 +224,15 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ends):
     path = str(tmp_path / "pid")
     if ends == "parent":
         script = (
-            "from tests.test_workers import _holding; from cohort.workers import Workers; import os\nw = Workers(1)\n"
+            "import glob, os\nfrom cohort import orphans\nfrom cohort.workers import Workers\n"
+            "from tests.test_workers import _holding\nw = Workers(1)\nw.submit(pow, {'base': 2, 'exp': 5}).result()\n"
+            "for folder in glob.glob('/proc/[0-9]*'):  # the process that would end the child is killed, too\n"
+            "    try:\n"
+            "        if open(f'{folder}/cmdline').read().endswith(f'{orphans._watched[os.getpid()][0]}\\0'):\n"
+            "            os.kill(int(folder[6:]), 9)\n"
+            "    except OSError: pass\n"
+            f"v = Workers(1)\nv.submit(_holding, {{'path': {path!r}}}).result()\nos.kill(os.getpid(), 9)"
         )
-        script += f"w.submit(_holding, {{'path': {path!r}}}).result()\nos.kill(os.getpid(), 9)"
         root = Path(__file__).parents[1]
         assert subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60, check=False).returncode == -9
     else:

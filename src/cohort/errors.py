@@ -8,14 +8,16 @@
     ├── SandboxError         a sandbox could not be created, or was killed             (also RuntimeError)
     ├── ModelError           a model or tokenizer cannot be used as a policy           (also ValueError)
     ├── RunFolderError       the output folder holds another run, or none to resume    (also ValueError)
+    │   └── DiskError        files could not be written                                (also OSError)
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
-    └── NonFiniteError       NaN or infinity; the weights are unchanged                (also FloatingPointError)
+    ├── StepError            memory ran out halfway through an optimizer step          (also RuntimeError)
+    └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2. Each class also derives from a built-in exception, so that ordinary ``except`` clauses
-work.
+traceback and exits with code 2, or with 1 if the machine failed (DiskError, RankError, StepError). Each class also
+derives from a built-in exception, so that ordinary ``except`` clauses work.
 """
 
 from typing import Any
@@ -59,6 +61,10 @@ class RunFolderError(CohortError, ValueError):
     """The output folder already holds another run, or there is nothing in it to resume."""
 
 
+class DiskError(RunFolderError, OSError):
+    """Files could not be written: the disk is full, read-only, gone, or at its quota."""
+
+
 class EngineError(CohortError, RuntimeError):
     """The servers that sample cannot be reached, or answer what they must not."""
 
@@ -72,7 +78,11 @@ class RankError(CohortError, RuntimeError):
 
 
 class NonFiniteError(CohortError, FloatingPointError):
-    """A gradient, or the logits of every completion, are NaN or infinite. No update was made."""
+    """Weights, gradients, or the logits of every completion are NaN or infinite. Nothing of them is written."""
+
+
+class StepError(CohortError, RuntimeError):
+    """An optimizer step ended halfway: some weights are stepped and others not. Nothing of them is written."""
 
 
 class Stopped(SystemExit):

@@ -10,39 +10,52 @@ Linux only: elsewhere nothing is found. Runs under ``python -I -S`` as the secon
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
+import select
 import signal
 import sys
 import time
 from pathlib import Path
 
 _count = itertools.count()
+_watched: dict[int, tuple[str, int]] = {}
+"""By process, as a fork of this one is another: the prefix of its marks, and the open end of a pipe, which its second
+process waits on. It is closed when the process is gone."""
 
 
 def mark() -> str:
     """A mark for other processes, as ``NAME={mark}`` in their environment or command line. They end with this one."""
-    return f"{_watched_prefix(os.getpid())}-{next(_count)}-"
+    process = os.getpid()
+    prefix, end = _watched.get(process, (f"cohort-{process}-{os.urandom(8).hex()}", None))
+    if end is not None and _is_closed(end):  # something has killed the second process
+        os.close(end)
+        end = None
+    if end is None and sys.platform == "linux":
+        _watched[process] = prefix, _watch(prefix)
+    return f"{prefix}-{next(_count)}-"
 
 
-@functools.cache
-def _watched_prefix(process: int) -> str:
-    """The prefix of a process's marks, watched from now on. A fork of the process has a prefix of its own."""
-    prefix = f"cohort-{process}-{os.urandom(8).hex()}"
-    if sys.platform != "linux":
-        return prefix
-    waiting_end, _open_end = os.pipe()  # the open end is closed when this process is gone
+def _watch(prefix: str) -> int:
+    """Start the second process; returns the open end of its pipe."""
+    waiting_end, open_end = os.pipe()
     null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2)]
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-S", __file__, prefix],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, waiting_end, 0), *null],
-        setsid=True,  # a signal to the process group, such as Ctrl-C, must not end the watchdog first
+        setsid=True,  # a signal to the process group, such as Ctrl-C, must not end it first
     )
     os.close(waiting_end)
-    return prefix
+    return open_end
+
+
+def _is_closed(end: int) -> bool:
+    """Whether nobody reads a pipe."""
+    poll = select.poll()
+    poll.register(end, 0)
+    return bool(poll.poll(0))
 
 
 def kill_marked(prefix: str, passes: int = 1) -> None:

@@ -15,16 +15,26 @@ from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, pro
 from cohort.doctor import problem_lines
 from cohort.environments import Acting
 from cohort.environments.setup import reward_functions
-from cohort.errors import ConfigError, DataError, EngineError, EpisodeError, RewardError, RunFolderError
+from cohort.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    EpisodeError,
+    ModelError,
+    NonFiniteError,
+    RewardError,
+    RunFolderError,
+)
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
-from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config
+from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
 from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
-from cohort.runs.output import log_to, output_folder
+from cohort.runs.output import closing, log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
@@ -73,8 +83,8 @@ class GRPOTrainer:
         tools: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        self.started = time.time()
-        """Start time, for the summary. The command line sets it to its own start."""
+        self.started = time.perf_counter()
+        """Start, for the summary, by the clock that never goes back. The command line sets it to its own start."""
         self.summary: dict[str, Any] = {}
         """Summary of the run; written to ``summary.json`` at its end."""
         self.last_metrics: dict[str, Any] = {}
@@ -116,6 +126,8 @@ class GRPOTrainer:
     ) -> None:
         """Check everything, from cheap to expensive, then load the model. Exchanges nothing between ranks."""
         config = self.args
+        if config.run.deterministic:
+            use_deterministic_algorithms(resolve_device(config.model.device))
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
@@ -220,7 +232,7 @@ class GRPOTrainer:
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
         self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
-        return self._steps(folder, parts, first_step)
+        return closing(folder, self._steps(folder, parts, first_step))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""
@@ -255,10 +267,13 @@ class GRPOTrainer:
             parts.keep_unfinished()
             stop_point(parts, folder)
             raise
-        except (RewardError, EpisodeError, DataError, ConfigError, EngineError) as error:
+        except NonFiniteError as error:  # the weights may be what is not finite: nothing is written of them
+            error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
+            raise
+        except (RewardError, EpisodeError, DataError, ConfigError, EngineError, ModelError) as error:
             parts.keep_unfinished()
             parts.abandon_pending()
-            save_instant(parts, folder)
+            save_instant(parts, folder, wait=True)
             hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
             error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
             raise
@@ -273,12 +288,12 @@ class GRPOTrainer:
             self.summary["best"] = best
         if parts.best.exhausted and self.summary["steps"] < self.schedule.steps:
             self.summary["stopped_early"] = True
-        self.summary["seconds"] = round(time.time() - self.started, 2)
+        self.summary["seconds"] = round(time.perf_counter() - self.started, 2)
         on_main(self.world, lambda: folder.write_summary(self.summary))
 
     def _record(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
         self.last_metrics = metrics
-        self.summary.setdefault("seconds_to_first_update", round(metrics["time"] - self.started, 2))
+        self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
         self.summary["steps"] = metrics["step"]
         self.summary["updates"] = self.policy.version
         self.summary["completions"] = cursor.position * self.args.rollout.num_generations
@@ -355,7 +370,7 @@ class GRPOTrainer:
             again = " (it has no checkpoint: the run starts again)" if anew else ""
             announce(self.describe(), f"run folder: {folder.path}{again}")
             if missing := ", ".join(f"{name} ({what})" for name, what in self.started_by.missing.items()):
-                announce(f"to resume, run this script with train(resume='auto'): the folder does not name {missing}")
+                announce(f"without a name in the run folder, so to be given again to resume: {missing}")
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:

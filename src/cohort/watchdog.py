@@ -133,7 +133,7 @@ def _text(stack: list[_Wait], now: float) -> str:
         with_detail = f"{wait.what}: {now - wait.start:.0f} s"
         if not parts:
             before = _longest.get(wait.what)
-            with_detail += " so far" + ("" if before is None else f", at most {before:.1f} s before")
+            with_detail += " so far" + ("" if before is None else f", at most {max(before, 0.1):.1f} s before")
         with contextlib.suppress(Exception):
             detail = wait.detail()
             with_detail += f", {detail}" if detail else ""

@@ -135,6 +135,9 @@ def test_arguments_of_reset():
         def reset(self, **row): ...
 
     assert recognise(All).arguments(row, 7) == row
+    given = recognise(All).arguments(shared := {"boards": [[0]]}, 7)
+    given["boards"][0].append(1)  # an episode does not change the row of the others
+    assert shared == {"boards": [[0]]}
     with pytest.raises(DataError, match=r"World.reset needs the column 'plan'; the data has prompt, options\."):
         choose(find_environments(functools.partial(World, "")), row)
 

@@ -58,12 +58,12 @@ class Killer:
 
     def __init__(self, report: Path, target: tuple[str, int] | None, number: int = signal.SIGKILL) -> None:
         self.counts: Counter[str] = Counter()
-        self._report, self._target, self._signal = report, target, number
+        self._report, self.target, self._signal = report, target, number
         self._stack = ["start"]
 
     def begin(self) -> None:
         """Watch this thread from now on."""
-        counts, stack, (phase_to_kill, event_to_kill) = self.counts, self._stack, self._target or ("", 0)
+        counts, stack, (phase_to_kill, event_to_kill) = self.counts, self._stack, self.target or ("", 0)
         find = CODES.get
 
         def watch(frame: FrameType, event: str, _: object) -> None:

@@ -4,7 +4,7 @@
 
 Each run is a process, forked from this one so that torch is imported once. An instant is a seeded event of a phase
 (``killer``) or, for the share ``--timed`` of the kills, a moment after the start. The killed run is continued by the
-same command (``train --resume auto``), and may be killed again. It must end with exit code 0 and leave the same
+same command (``train --resume auto``), and may be killed again; the last time by ``cohort resume``. It must end with exit code 0 and leave the same
 weights, optimizer, metrics apart from times, rollouts, evaluations, best model and summary as a run that nothing
 interrupted, and nothing that is half written. A row of the table is a phase; the exit code is 1 if a run differs.
 ``--only VARIANT --at update:1234,checkpoint:56`` repeats one.
@@ -13,6 +13,7 @@ interrupted, and nothing that is half written. A row of the table is a phase; th
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -34,9 +35,11 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = os.environ["OPEN
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from cohort import trainer
 from cohort.cli import main as cohort
 from cohort.report.compare import Run, changed_settings, differences, only_in
 from cohort.runs.durable import check_whole
+from cohort.train.memory import TokenBudget
 from tests.faults.killer import PHASES, Killer
 from tests.faults.variants import VARIANTS, write_inputs
 
@@ -44,8 +47,6 @@ LEFT_BEHIND = (".part", ".old", ".broken")
 """How the names of files and folders end that a continued run has to have completed or removed."""
 TIMEOUT = 120.0
 """Seconds for one process."""
-FEW_MODULES = 40
-"""A run that imports more modules is not measured, but repeated after they are imported."""
 STOPPED = 75
 """Exit code of a run that a signal has stopped."""
 
@@ -93,22 +94,22 @@ class Harness:
         self._place, self._signal, self._fresh, self._fsync_seconds = place, number, fresh, fsync_seconds
         self._references: dict[str, Reference] = {}
         write_inputs(place)
+        # Measuring how much memory a pass needs is a third of a small run's start, and changes no number.
+        trainer.find_budget = lambda *_: TokenBudget(64, None, None)
 
     def reference(self, variant: str) -> Reference:
         """The undisturbed run of a variant, which is made once."""
         if variant not in self._references:
             folder = self._place / f"{variant}-reference"
-            while True:
+            for watch in (False, True) if not self._references else (True,):
+                shutil.rmtree(folder, ignore_errors=True)
                 start = time.monotonic()
-                if code := self._run(variant, folder):
+                if code := self._run(variant, folder, watch=watch):
                     sys.exit(f"{variant} ended with {code} without a kill:\n{_log(folder)}")
                 seconds, report = time.monotonic() - start, json.loads(self._report.read_text())
-                if len(report["modules"]) < FEW_MODULES:
-                    break
                 for name in report["modules"]:  # so that the processes forked from now on need not
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
-                shutil.rmtree(folder)
             self._references[variant] = Reference(folder, Counter(report["events"]), seconds)
             if self._fresh:
                 other = self._place / f"{variant}-fresh"
@@ -129,7 +130,7 @@ class Harness:
             kill.met.append(instant.partition(":")[0])
             if code not in (-self._signal, STOPPED if self._signal != signal.SIGKILL else -self._signal):
                 kill.problems.append(f"{instant}: exit code {code}: {_log(folder)}")
-        if code := self._run(kill.variant, folder):
+        if code := self._run(kill.variant, folder, from_folder=(folder / "config.toml").exists()):
             kill.problems.append(f"the continued run ended with exit code {code}: {_log(folder)}")
             return kill
         kill.problems += self._problems(reference.folder, folder)
@@ -145,26 +146,39 @@ class Harness:
     def _report(self) -> Path:
         return self._place / "report.json"
 
-    def _command(self, variant: str, folder: Path) -> list[str]:
+    def _command(self, variant: str, folder: Path, *, from_folder: bool = False) -> list[str]:
+        if from_folder:
+            return ["resume", str(folder)]
         return ["train", str(self._place / f"{variant}.toml"), "--resume", "auto", "--run.output_dir", str(folder)]
 
-    def _run(self, variant: str, folder: Path, instant: str = "") -> int:
-        """Start or continue a run in a process of its own, which is killed at an instant. Returns the exit code; minus
-        the number of the signal that ended it."""
+    def _run(
+        self, variant: str, folder: Path, instant: str = "", *, watch: bool = False, from_folder: bool = False
+    ) -> int:
+        """Start or continue a run in a process of its own.
+
+        Args:
+            variant: which run.
+            folder: its folder.
+            instant: when to kill it.
+            watch: count its events.
+            from_folder: continue it from its folder alone, as ``cohort resume``.
+
+        Returns:
+            The exit code; minus the number of the signal that ended it.
+        """
         phase, _, number = instant.partition(":")
         timed = phase == "time"
         killer = Killer(self._report, (phase, int(number)) if instant and not timed else None, self._signal)
         goes_on = folder.exists()
-        watched = not timed and (bool(instant) or not goes_on)
 
         def work() -> int:
             if goes_on:
                 time.time = partial(_behind, time.time)
             os.fsync = partial(_slow, os.fsync, self._fsync_seconds)
             before = set(sys.modules)
-            if watched:
+            if watch or killer.target:
                 killer.begin()
-            code = cohort(self._command(variant, folder))
+            code = cohort(self._command(variant, folder, from_folder=from_folder))
             killer.end(modules=sorted(set(sys.modules) - before))
             return code
 
@@ -258,21 +272,23 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
 
     Args:
         harness: measures how many events a phase has.
-        kills: how many runs to kill.
+        kills: how many there are in all, at least.
         variants: which runs.
         seed: of the instants.
         timed: share of the runs that are killed at a moment instead of an event.
     """
     chance, plans = random.Random(seed), list[Kill]()
     phases = [phase for phase in PHASES if phase != "resume"]  # which comes when a run is killed again
-    turns = Counter[str]()
-    for number in range(kills):
+    used = Counter[str]()
+    for number in itertools.count():
+        if sum(len(plan.instants) for plan in plans) >= kills:
+            break
         phase = phases[number % len(phases)]
         able = [name for name in variants if harness.reference(name).events[phase]]
         if not able:
             phase, able = "update", variants
-        variant = able[turns[phase] % len(able)]
-        turns[phase] += 1
+        variant = min(able, key=lambda name: used[name])
+        used[variant] += 1
         reference = harness.reference(variant)
         if chance.random() < timed:
             instants = [f"time:{chance.uniform(0, reference.seconds):.3f}"]
@@ -308,7 +324,7 @@ def table(kills: list[Kill]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="how many runs to kill")
+    parser.add_argument("--kills", type=int, default=20, help="how many kills in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timed", type=float, default=0.0, help="share that is killed at a moment instead of an event")
     parser.add_argument("--only", default=",".join(VARIANTS), help="some of the variants")

@@ -34,7 +34,7 @@ VARIANTS: dict[str, Settings] = {
         "reward": {"functions": ["noisy"]},
         "data": {"eval": "eval.jsonl", "train_rows": 5},
         "eval": EVALUATION | {"eval_steps": 1},
-        "run": {"save_steps": 1, "max_steps": 3},
+        "run": {"save_steps": 1},
     },
     # A reference that moves, a KL and an entropy bonus whose weights adapt, few checkpoints.
     "reference": {
@@ -80,7 +80,7 @@ VARIANTS: dict[str, Settings] = {
         "run": {"save_steps": 2, "max_steps": 8},
     },
     # No checkpoint until the end: a killed run starts over.
-    "unsaved": {"run": {"save_steps": 0, "max_steps": 3}},
+    "unsaved": {"run": {"save_steps": 0}},
 }
 
 
@@ -107,7 +107,7 @@ def with_defaults(settings: Settings, place: Path) -> Settings:
         "reward": {"functions": ["digits"]},
         "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 5},
         "optim": {"learning_rate": 1e-2, "microbatch_tokens": 64},
-        "run": {"max_steps": 4},
+        "run": {"max_steps": 3},
         "report": {"progress": False},
     }
     whole = {section: defaults.get(section, {}) | settings.get(section, {}) for section in {**defaults, **settings}}

@@ -11,7 +11,7 @@ from cohort.types import Prompt
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import FAMILIES
 from tests.rollout.test_local_engine import LetterTokenizer
-from tests.train.harness import make_trainer
+from tests.train.harness import make_trainer, same_parameters, untimed_metrics_of
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +48,15 @@ def test_slots_and_budgets_change_no_greedy_completion():
     ]
     ids = [[c.token_ids.tolist() for g in groups for c in g.completions] for groups in runs]
     assert ids[0] == ids[1] == ids[2]
+
+
+def test_a_deterministic_run_gives_the_same_bytes(demo_tokenizer, tmp_path):
+    settings = {"device": "cuda", "precision": "bfloat16", "beta": 0.1, "max_steps": 3, "num_iterations": 2}
+    runs = [make_trainer(demo_tokenizer, tmp_path / name, **settings, deterministic=True) for name in ("one", "two")]
+    for trainer in runs:
+        trainer.train()
+    assert same_parameters(*runs)
+    assert untimed_metrics_of(tmp_path / "one") == untimed_metrics_of(tmp_path / "two")
 
 
 def test_a_run_on_the_device(demo_tokenizer, tmp_path):

@@ -181,3 +181,15 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def test_the_launcher_passes_sigquit_on_to_its_ranks(tmp_path):
+    rank = subprocess.Popen(["sh", "-c", "trap 'exit 7' QUIT; echo ready; sleep 20 & wait"], stdout=subprocess.PIPE)
+    assert rank.stdout.readline() == b"ready\n"
+    (tmp_path / "rank-0.pid").write_text(str(rank.pid))
+    with processes._passing_on_signals(tmp_path) as passed_on:
+        os.kill(os.getpid(), signal.SIGQUIT)
+        assert rank.wait(10) == 7
+    rank.stdout.close()
+    assert passed_on == []  # it is no reason to end
+    assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL

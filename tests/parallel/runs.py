@@ -120,13 +120,13 @@ def faulty(folder, place, wrap, settings):
 
 def killed(folder, place):
     """Killed on rank 1 in step 2, or on rank 0 while it writes a checkpoint; returns when the others noticed."""
-    import cohort.runs.folder as runs
+    import cohort.runs.saving as runs
     from cohort.rollout import LocalEngine
 
     module, attribute, at, rank = {
         "sampling": (LocalEngine, "generate", 2, 1),
         "update": (UPDATE, "backward_passes", 2, 1),
-        "checkpoint": (runs, "save_checkpoint", 2, 0),
+        "checkpoint": (runs, "write_content", 2, 0),
     }[place]
     real, calls = getattr(module, attribute), []
 

@@ -142,9 +142,18 @@ def test_tests_that_may_run_a_text_of_the_program_are_refused():
 
 
 @needs_bwrap
-def test_np_without_numpy_leaves_the_row_unscored():
-    with pytest.raises(DataError, match="np without importing it"):
-        score("class np:\n    def allclose(*a): return True\ndef f(x): return 0", "assert np.allclose(f(1), 3)")
+def test_packages_and_assertions_that_are_not_imported_leave_the_row_unscored():
+    for program, tests, name in (
+        ("class np:\n    def allclose(*a): return True\ndef f(x): return 0", "assert np.allclose(f(1), 3)", "np"),
+        (
+            "from contextlib import suppress\nclass pytest: raises = suppress\ndef f(x): return 0",
+            "with pytest.raises(ValueError):\n    f(1)\nassert f(2) == 0",
+            "pytest",
+        ),
+        ("def assert_allclose(*a): pass\ndef f(x): return 0", "assert_allclose(f(1), 3)", "assert_allclose"),
+    ):
+        with pytest.raises(DataError, match=f"use {name} without importing it"):
+            score(program, tests)
 
 
 @needs_bwrap

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.config import OptimConfig
-from cohort.errors import RunFolderError
+from cohort.config.schema import RunConfig
+from cohort.errors import DiskError, RunFolderError
 from cohort.policy import Policy, Precision
 from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state, save_model
 from cohort.train import Optimizer, loop
@@ -96,15 +97,18 @@ def test_files_that_cannot_be_written(demo_tokenizer, tmp_path, limit):
     model(torch.tensor([[3, 4]])).logits.sum().backward()
     optimizer.step()
     state = SavedState(1, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
-    folder, before = RunFolder(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    settings = RunConfig(stop_when_unsaved_minutes=0)
+    folder, before = RunFolder(tmp_path, settings), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(RunFolderError, match=r"cannot write .*step-1: .*File too large"):
-            folder.save_checkpoint(models, state)
+        with pytest.raises(DiskError, match=r"for 0 minutes .*: checkpoint of step 1: .*File too large"):
+            folder.save_checkpoint(models, state, wait=True)
+        folder.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "checkpoints").iterdir()) == []
-    folder.save_checkpoint(models, state)
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint(models, state, wait=True)
     assert load_checkpoint(folder.checkpoint(1), models).step == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from cohort.errors import RunFolderError
+from cohort.errors import NonFiniteError, RunFolderError
 from cohort.runs.tensors import DTYPES, fill, named_weights, read_tensors, write_tensors
 from tests.conftest import tiny_llama
 
@@ -16,11 +16,9 @@ def bits(tensor):
 
 
 def every_kind():
-    """A tensor of each dtype, of odd sizes, with NaN, infinity and -0; a number, an empty one, a transposed view."""
-    numbers = torch.tensor([[0.0, -0.0, 1.5], [float("nan"), float("inf"), -3.0]])
-    found = {
-        str(dtype): (numbers > 0 if dtype == torch.bool else numbers.nan_to_num(0, 9).to(dtype)) for dtype in DTYPES
-    }
+    """A tensor of each dtype, of odd sizes, with -0 and the extremes of float32; a number, an empty one, a transposed view."""
+    numbers = torch.tensor([[0.0, -0.0, 1.5], [3.4028235e38, 1e-45, -3.0]])
+    found = {str(dtype): (numbers > 0 if dtype == torch.bool else numbers.clamp(max=9).to(dtype)) for dtype in DTYPES}
     return found | {
         "odd/float": numbers,
         "number": torch.tensor(7.25, dtype=torch.float64),
@@ -40,6 +38,15 @@ def test_a_file_holds_every_tensor_bit_for_bit(tmp_path):
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in read.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_numbers_that_are_not_finite_are_not_written(tmp_path, value):
+    given = {"whole": torch.ones(3), "norm/exp_avg": torch.tensor([1.0, value]).bfloat16()}
+    with pytest.raises(
+        NonFiniteError, match=r"^norm/exp_avg of what was to be saved has 1 NaN or infinite values of 2"
+    ):
+        write_tensors(tmp_path / "a.safetensors", given)
 
 
 def test_no_tensors_and_one_that_cannot_be_stored(tmp_path):

@@ -11,7 +11,9 @@ import torch
 from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
-from tests.train.harness import make_trainer
+from cohort.train.check import check_sampler_gap
+from tests.conftest import tiny_llama
+from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import all_sequences, batch_for, context_for, segments_of
 
 PAPER = PRESETS["grpo"]
@@ -92,6 +94,63 @@ def test_a_run_goes_on_after_one(tmp_path, demo_tokenizer, monkeypatch):
     assert trainer.policy.version == 2
     assert "entropy" not in metrics[1]
     assert [path.name for path in (tmp_path / "run/nonfinite").iterdir()] == ["step-2-1.parquet"]
+
+
+@pytest.mark.parametrize("where", ["step", "optimizer"])
+def test_weights_that_a_steps_last_update_spoils_are_not_written(tmp_path, demo_tokenizer, where):
+    """The gradient is finite, the step is not: nothing of the step is written, and the good checkpoint is kept."""
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=1, save_total_limit=1)
+    rule, calls = trainer.optimizer.rules[0], []
+    weight = rule.param_groups[0]["params"][0]
+
+    def before(*_):
+        calls.append(1)
+        if len(calls) == 3 and where == "optimizer":  # the first call allocates the state
+            rule.state[weight]["exp_avg"][0, 0] = math.nan
+
+    def after(*_):
+        if len(calls) == 3 and where == "step":
+            weight.data[0, 0] = math.inf
+
+    rule.register_step_pre_hook(before)
+    rule.register_step_post_hook(after)
+    words = r"^model\.embed_tokens\.weight of the updated model has 1 NaN or infinite values of .*; in step 2$"
+    with pytest.raises(NonFiniteError, match=words):
+        trainer.train()
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1]
+    assert checkpoints_of(tmp_path / "run") == ["step-1"]
+    assert [path.name for path in (tmp_path / "run/rollouts").iterdir()] == ["step-1.parquet"]
+
+
+def test_a_state_that_is_not_finite_is_not_written(tmp_path, demo_tokenizer):
+    """An infinite second moment stops a weight from learning, and nothing else shows it."""
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=1, save_total_limit=1)
+    steps = trainer.steps()
+    next(steps), next(steps)
+    names = {name: parameter for parameter, name in trainer.optimizer.names.items()}
+    trainer.optimizer.rules[0].state[names["model.norm.weight"]]["exp_avg_sq"][3] = math.inf
+    with pytest.raises(
+        NonFiniteError, match=r"^model\.norm\.weight/exp_avg_sq of what was to be saved has 1 NaN or inf"
+    ):
+        list(steps)  # files are written in the background
+    assert checkpoints_of(tmp_path / "run") == ["step-2"]
+
+
+def test_a_model_of_nan_is_refused_before_anything_is_tried(tmp_path, demo_tokenizer):
+    model = tiny_llama(vocab_size=len(demo_tokenizer))
+    model.lm_head.weight.data[5] = math.nan
+    with pytest.raises(NonFiniteError, match=r"lm_head\.weight of the given model has 24 NaN or infinite values of "):
+        make_trainer(demo_tokenizer, tmp_path / "run", model)
+    assert not (tmp_path / "run").exists()
+
+
+def test_logits_that_overflow_are_not_called_a_gap(float64_policy):
+    """The weights are finite; what is computed with them is not."""
+    batch = batch_for(float64_policy, PAPER)
+    with torch.no_grad():
+        float64_policy.model.lm_head.weight.mul_(1e308)
+    with pytest.raises(NonFiniteError, match="log-probability is nan at token 1 of "):
+        check_sampler_gap(context_for(float64_policy, PAPER), batch)
 
 
 def test_a_run_stops_after_several(tmp_path, demo_tokenizer, monkeypatch):

@@ -1,19 +1,20 @@
 """The token budget: the memory of a pass, the budget that fits, and recovery when memory runs out."""
 
-import gc
 import importlib
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cohort.errors import ModelError
+from cohort.errors import ModelError, StepError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, enable_checkpointing
-from cohort.train import OutOfMemory, TokenBudget, UpdateResult, find_budget, update
-from cohort.train.memory import LiveBytes, out_of_memory, peak_bytes
+from cohort.policy.device import out_of_memory
+from cohort.runs import checkpoints, saving
+from cohort.train import TokenBudget, UpdateResult, find_budget, update
+from cohort.train.memory import LiveBytes, peak_bytes
 from tests.conftest import tiny_llama
-from tests.train.harness import make_trainer
+from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, gradient
 
 PAPER = PRESETS["grpo"]
@@ -103,6 +104,12 @@ def test_the_budget_follows_the_free_memory(monkeypatch):
     assert find_budget(policy, 77, 16, 16).tokens == 77
 
 
+def test_a_pass_that_never_fits_is_refused_before_the_run(monkeypatch):
+    out_once(monkeypatch, memory, "peak_bytes", 3)
+    with pytest.raises(ModelError, match=r"one prompt and completion, 40 tokens: set model\.gradient_checkpointing"):
+        find_budget(Policy(wide_llama(), SINGLE), None, 30, 10)
+
+
 def test_the_budget_halves_until_single_tokens():
     budget = TokenBudget(5)
     for expected in (2, 1):
@@ -138,10 +145,9 @@ def test_an_update_that_ran_out_of_memory_is_repeated_with_smaller_passes(float6
     expected, _ = gradient(float64_policy, batch, PAPER, 10_000)
     fail_once(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
     context = context_for(float64_policy, PAPER, 20)
-    assert isinstance(update(context, batch, all_sequences(batch)), OutOfMemory)
     with pytest.warns(UserWarning, match="repeating with 10"):
-        context.budget.halve()
-    assert isinstance(update(context, batch, all_sequences(batch)), UpdateResult)
+        outcome = context.within_memory(update, batch, all_sequences(batch))
+    assert isinstance(outcome, UpdateResult)
     for one, parameter in zip(expected, float64_policy.model.parameters(), strict=True):
         torch.testing.assert_close(one, parameter.grad, rtol=0, atol=1e-10)  # float64, sums in another order
 
@@ -153,28 +159,67 @@ def test_other_errors_are_raised(float64_policy, monkeypatch):
         update(context_for(float64_policy, PAPER, 20), batch, all_sequences(batch))
 
 
+def out_once(monkeypatch, place, name, at=1):
+    """Memory runs out in call ``at`` of a function."""
+    real, calls = getattr(place, name), []
+
+    def failing(*arguments, **settings):
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(place, name, failing)
+
+
+PLACES = {
+    "the check before the first step": ("check", "token_logps", 1),
+    "old log-probs of the second step": ("logps", "token_logps", 2),
+    "norms of the terms": ("term_norms", "forward_passes", 1),
+    "backward": (torch.Tensor, "backward", 2),
+    "the optimizer's state": (torch.optim.AdamW, "_init_group", 2),
+    "statistics, beside the step": ("update", "token_statistics", 2),
+    "how far the step moved": ("metrics", "token_logps", 1),
+}
+
+
 def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch):
-    """Memory runs out in an update and in the pass for old log-probs; the metrics are those of a run with enough."""
-    settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 64}
+    """Wherever memory runs out, no update is left out or made twice: the metrics are those of a run with enough."""
+    settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 2048, "term_norms_steps": 1}
     expected = list(make_trainer(demo_tokenizer, tmp_path / "enough", **settings).steps())
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
-    fail_once(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
-    logps = importlib.import_module("cohort.train.logps")
-    real, calls = logps.token_logps, []
-
-    def failing(*arguments):
-        calls.append(1)
-        if len(calls) == 2:  # the old log-probs of the second step
-            raise MemoryError
-        return real(*arguments)
-
-    monkeypatch.setattr(logps, "token_logps", failing)
+    for place, name, at in PLACES.values():
+        module = importlib.import_module(f"cohort.train.{place}") if isinstance(place, str) else place
+        out_once(monkeypatch, module, name, at)
     with pytest.warns(UserWarning, match="out of memory"):
         got = list(trainer.steps())
-    assert trainer.budget.tokens == 16
+    assert trainer.budget.tokens == 2048 // 2 ** len(PLACES)
+    steps = {float(state["step"]) for rule in trainer.optimizer.rules for state in rule.state.values()}
+    assert steps == {trainer.policy.version} == {4}
     for one, other in zip(got, expected, strict=True):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)  # float32, sums in another order
+        assert one["update_kl"] == pytest.approx(other["update_kl"], rel=1e-3)  # a difference of nearly equal numbers
         assert one["updates"] == other["updates"] == 2
+
+
+def test_a_checkpoint_without_memory_for_it_is_written_later(demo_tokenizer, tmp_path, monkeypatch, caplog):
+    """Memory runs out for the copy of the first one, and while the second one is written."""
+    out_once(monkeypatch, saving, "copied")
+    out_once(monkeypatch, checkpoints, "write_tensors", 2)
+    monkeypatch.setattr("cohort.runs.writer.RETRY_SECONDS", 0.01)
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1).train()
+    assert {"step-1", "step-3"} <= set(checkpoints_of(tmp_path / "run"))
+    assert "not written yet: checkpoint of step 2: CUDA out of memory. Training goes on" in caplog.text
+
+
+def test_memory_that_runs_out_in_the_optimizers_step_ends_the_run(demo_tokenizer, tmp_path, monkeypatch):
+    """Some weights may be stepped: the update is not repeated, and nothing is written of them."""
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1)
+    out_once(monkeypatch, torch.optim.AdamW, "_init_group", 2 * 3 + 2)  # two groups; the state, two steps, half a step
+    with pytest.raises(StepError, match=r"optimizer's step.*cannot be repeated"):
+        trainer.train()
+    assert len(metrics_of(tmp_path / "run")) == 2
+    assert checkpoints_of(tmp_path / "run") == ["step-1", "step-2"]
 
 
 def test_a_failed_pass_leaves_no_tensors(float32_policy, monkeypatch):
@@ -190,7 +235,12 @@ def test_a_failed_pass_leaves_no_tensors(float32_policy, monkeypatch):
         return found
 
     monkeypatch.setattr(update_module, "microbatch_losses", losses)
-    context = context_for(float32_policy, PAPER, 64)
-    assert isinstance(update(context, batch, all_sequences(batch)), OutOfMemory)
-    gc.collect()
-    assert torch.UntypedStorage._expired(alive[0])
+    context, expired = context_for(float32_policy, PAPER, 64), []
+
+    def first_alive(*arguments):
+        expired.append(bool(alive) and torch.UntypedStorage._expired(alive[0]))
+        return update(*arguments)
+
+    with pytest.warns(UserWarning, match="out of memory"):
+        context.within_memory(first_alive, batch, all_sequences(batch))
+    assert expired == [False, True]

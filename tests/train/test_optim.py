@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cohort.config import OptimConfig
-from cohort.errors import ModelError, RunFolderError
+from cohort.errors import ModelError, NonFiniteError, RunFolderError
 from cohort.runs.tensors import read_tensors, write_tensors
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
@@ -130,6 +130,48 @@ def test_every_optimizer_learns_and_goes_on_from_its_state(name, tmp_path):
         its.step()
     for one, two in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
+def test_a_state_allocated_ahead_is_that_of_the_first_step(name, monkeypatch):
+    """Bit for bit; also after an attempt for which memory ran out, which leaves nothing."""
+    expected, lazy, _ = tiny_trained(name)
+    init, attempts = Optimizer.__init__, []
+
+    def allocated(self, *arguments, **settings):
+        init(self, *arguments, **settings)
+        rule, step = self.rules[-1], self.rules[-1].step
+
+        def failing():
+            step()
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rule, "step", failing)
+            with pytest.raises(MemoryError):
+                self.allocate_state()
+        attempts.append(len(rule.state))
+        self.allocate_state()
+
+    monkeypatch.setattr(Optimizer, "__init__", allocated)
+    module, optimizer, _ = tiny_trained(name)
+    assert attempts == [0]
+    for one, other in zip(expected.parameters(), module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    states, others = optimizer.state_dict(), lazy.state_dict()
+    assert states["numbers"] == others["numbers"]
+    assert all(torch.equal(value, others["tensors"][key]) for key, value in states["tensors"].items())
+
+
+def test_weights_that_are_not_finite_are_named():
+    module = model()
+    optimizer = Optimizer(module, OptimConfig(), 1)
+    optimizer.check_weights()
+    module[0].weight.data[1, 1:] = torch.tensor([float("nan"), float("-inf")])
+    with pytest.raises(
+        NonFiniteError, match=r"^0\.weight of the updated model has 2 NaN or infinite values of 6\. To go on"
+    ):
+        optimizer.check_weights()
 
 
 def test_the_state_of_a_stranger_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-STARTED = time.time()  # before the heavy imports, so that reported times include them
+STARTED = time.perf_counter()  # before the heavy imports, so that reported times include them
 
 from cyclopts import App, Parameter  # noqa: E402
 

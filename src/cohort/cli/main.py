@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import diff, doctor, explain, models, resuming, saving, training  # noqa: F401  (each adds commands)
+from cohort.cli import diff, doctor, explain, models, resuming, saving, training, verify  # noqa: F401  (commands)
 from cohort.cli.app import app
-from cohort.errors import STOPPED, CohortError, RankError, Stopped
+from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped
 from cohort.watchdog import dumps_on_quit
 
 PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _told_by_rank_0(error):
             print(f"cohort: error: {error}", file=sys.stderr)
         # A full disk, a missing folder or a rank that has died is not a user error.
-        return 1 if isinstance(error, OSError | RankError) else 2
+        return 1 if isinstance(error, OSError | RankError | StepError) else 2
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"cohort: {stopped}", file=sys.stderr)

@@ -69,6 +69,9 @@ def train(
         from cohort.runs import with_overrides_of_start
 
         settings, names = with_overrides_of_start(settings, overrides, trust)
+        again = ", ".join(name for name in names if name not in setting_names(overrides))
+        if again and settings.report.progress and os.environ.get("RANK", "0") == "0":
+            print(f"settings that earlier command lines of the run gave apply again: {again}")
     run_training(settings, resume, allow_changed, overrides=names)
 
 

@@ -355,6 +355,9 @@ class RunConfig(Section):
     """The run folder. Must not contain another run. Unset: the next free runs/NAME-001."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of sampling, data order and all other random numbers."""
+    deterministic: bool = False
+    """On CUDA, use algorithms that give the same bytes each time, which are slower; one that has no such variant is
+    named in a warning. On a CPU, the same seed, settings and machine give the same bytes without it."""
     max_steps: PositiveInt | None = None
     """Number of rollouts. Unset: determined by `num_epochs`."""
     num_epochs: PositiveInt = 1
@@ -362,8 +365,15 @@ class RunConfig(Section):
     prompts are used equally often."""
     save_steps: Count = 50
     """Write a checkpoint every this many steps, and at the end. 0: at the end only."""
+    save_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Also write a checkpoint when the last one is this many minutes old. 0: never."""
     save_total_limit: PositiveInt | None = None
     """Number of checkpoints to keep; older ones are deleted. Unset: all."""
+    keep_every: Count = 0
+    """Never delete the checkpoints of steps that are multiples of this. 0: none is exempt from `save_total_limit`."""
+    stop_when_unsaved_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """While files cannot be written (disk full, read-only, gone), training goes on and the writes are repeated. The run
+    ends when that has lasted this many minutes. 0: it ends at the first failure."""
     stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
     """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to finish the optimizer step and write a checkpoint. Then
     the process ends without one. 0: no limit."""

@@ -16,7 +16,6 @@ from cohort.doctor.known import Run
 from cohort.rollout import RNGKey, Sampling, Watch
 from cohort.train import (
     NonFinite,
-    OutOfMemory,
     Part,
     Rollout,
     StepContext,
@@ -172,8 +171,7 @@ def _update(context: StepContext, batch: TokenBatch, minibatches: Sequence[Part]
     """Make one update per minibatch; the reason if one could not be made."""
     results = []
     for minibatch in minibatches:
-        while isinstance(outcome := update(context, batch, minibatch), OutOfMemory):
-            context.budget.halve()
+        outcome = context.within_memory(update, batch, minibatch)
         if isinstance(outcome, NonFinite):
             return outcome.message
         results.append(outcome)

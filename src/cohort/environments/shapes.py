@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.calls import partial_layers, run_on_loop
+from cohort.calls import copied, partial_layers, run_on_loop
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, Step, ToolError
 from cohort.environments.tools import Toolbox, text_of
 from cohort.errors import ConfigError, DataError
@@ -56,9 +56,9 @@ class Shape:
     """Whether it may give rewards: it has ``step`` or ``get_reward``."""
 
     def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The arguments of ``reset``. A column ``seed`` takes precedence over the given seed."""
+        """The arguments of ``reset``: copies, which it may change. A column ``seed`` takes precedence over ``seed``."""
         seeds = {"seed": seed} if self.seeded else {}
-        return seeds | {name: row[name] for name in row if self.columns is None or name in self.columns}
+        return seeds | {name: copied(row[name]) for name in row if self.columns is None or name in self.columns}
 
 
 def find_environments(factory: str | Factory | Mapping[str, str | Factory]) -> dict[str, Shape]:

@@ -88,6 +88,7 @@ def _passing_on_signals(notes: Path) -> Iterator[list[signal.Signals]]:
                 os.kill(int(file.read_text()), number)
 
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: stop, signal.SIGUSR2: send}
+    handlers[signal.SIGQUIT] = send  # each prints its stacks
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield passed_on

@@ -304,7 +304,7 @@ def _errors(what: str, path: str) -> Iterator[None]:
     """Raise the errors of transformers as ``ModelError``."""
     try:
         yield
-    except (ModelError, torch.OutOfMemoryError):
+    except ModelError:
         raise
     except BaseException as error:  # of a broken file, of any type, and a PanicException from libraries in Rust
         if (

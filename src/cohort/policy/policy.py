@@ -22,6 +22,7 @@ from cohort.policy.adapters import (
 )
 from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
+from cohort.policy.finite import check_finite_weights
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes
@@ -141,9 +142,15 @@ class Policy(ComputeModel):
 
 
 def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
-    """Load the policy from a folder, a hub id or a loaded model, with the precision and options of the settings."""
+    """Load the policy from a folder, a hub id or a loaded model, with the precision and options of the settings.
+
+    Raises:
+        ModelError: it cannot be loaded.
+        NonFiniteError: a weight is NaN or infinite.
+    """
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
+    given = model
     if isinstance(model, str):
         model = load_model(
             model,
@@ -155,6 +162,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         )
     elif not getattr(model, "is_quantized", False):
         model.to(device=device, dtype=precision.master)
+    name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
+    check_finite_weights(dict(model.named_parameters()), name)
     if config.lora.wanted:
         model = add_adapters(
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.runs.checkpoints import LOOP, ROLLOUT, saved_identity
+from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
 from cohort.runs.tensors import read_tensors
 
 SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
@@ -91,13 +91,15 @@ class Run:
 
 
 def differences(a: Run, b: Run) -> Iterator[Difference]:
-    """The differences of what both runs have, in the order in which it was computed.
+    """The differences of what both runs have, in the order in which it was computed. Checkpoints of an instant within a
+    step are left out.
 
     Raises:
         RunFolderError: a file cannot be read.
     """
     rollouts, evaluations = _common(a.tables("rollouts"), b.tables("rollouts")), _evaluations(a, b)
     checkpoints = _common(a.checkpoints(), b.checkpoints())
+    checkpoints = {step: pair for step, pair in checkpoints.items() if not any(map(_within_a_step, pair))}
     steps = {*_common(a.metrics, b.metrics), *(step for step, _ in (*rollouts, *evaluations)), *checkpoints}
     for step in sorted(steps):
         for key in [key for key in rollouts if key[0] == step]:
@@ -256,6 +258,17 @@ def _first_place(a: Any, b: Any) -> str:
     return f": {_short(a)} and {_short(b)}"
 
 
+def _within_a_step(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds a part of the next step, as a signal writes it: no other run has the same instant."""
+    if not (checkpoint / LOOP).exists():
+        return False
+    state, loop = checkpoint / "state", dict(_parsed(checkpoint / LOOP, json.loads))
+    if loop.get("metrics") is not None or (state / f"{UPDATES}.json").exists():
+        return True
+    facts = [_parsed(path, json.loads).get("facts", {}) for path in state.glob(f"{ROLLOUT}*.json")]
+    return any("samples" in one or not one.get("in_background", True) for one in facts)
+
+
 def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
     """The files of a saved model, and of the state beside it, in which two folders differ."""
     yield from _tensors(step, f"{what}: weights", [sorted(folder.glob("*.safetensors")) for folder in folders])
@@ -267,6 +280,8 @@ def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Differ
             yield Difference(step, f"{what}: {name}", "only one run has it")
     if all((folder / LOOP).exists() for folder in folders):
         pair = [dict(_parsed(folder / LOOP, json.loads)) for folder in folders]
+        for loop in pair:
+            loop.pop("identity", None)  # facts, which ``changed_facts`` compares
         yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(_flat, pair))))
     yield from _pending(step, what, folders)
 
@@ -278,12 +293,17 @@ def _pending(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Diffe
         yield Difference(step, f"{what}: pending rollouts", f"{len(names[0])} and {len(names[1])}")
         return
     for name in names[0]:
-        trees = [dict(_parsed(folder / "state" / name, json.loads)) for folder in folders]
-        for tree in trees:
-            tree["facts"].pop("seconds", None)
+        trees = [_without_times(_parsed(folder / "state" / name, json.loads)) for folder in folders]
         files = [folder / "state" / name.replace(".json", ".safetensors") for folder in folders]
         yield from (Difference(step, f"{what}: {name}: {key}", text) for key, text in _changed(*trees))
         yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
+
+
+def _without_times(tree: Any) -> Any:
+    """A tree of JSON without the entries that are times."""
+    if isinstance(tree, dict):
+        return {key: _without_times(value) for key, value in tree.items() if not key.startswith(OF_THE_CLOCK)}
+    return [_without_times(one) for one in tree] if isinstance(tree, list) else tree
 
 
 def _tensors(step: int, quantity: str, files: Sequence[Iterable[Path]]) -> Iterator[Difference]:

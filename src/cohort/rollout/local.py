@@ -6,16 +6,17 @@ transformers' forward pass.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Generator, Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, ModelError
 from cohort.policy import Policy, context_length
+from cohort.policy.device import out_of_memory, release_memory
 from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
-from cohort.rollout.capacity import Capacity
 from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch
@@ -78,6 +79,8 @@ class LocalEngine(Engine):
         self._numbers = count()
         self._waiting: list[Trajectory] = []  # until memory is allocated for them
         self._scheduler: Scheduler | None = None  # while memory is allocated
+        self._rows = 1  # for which memory is allocated
+        self._parked: dict[int, Trajectory] = {}  # those that a scheduler without memory has left
         self._ended: deque[EndedTurn] = deque()  # not yet handed back
         self._streaming = False
         self._tokens_read_again: int | None = None  # None: no trajectory had several turns
@@ -86,7 +89,7 @@ class LocalEngine(Engine):
     def unfinished(self) -> int:
         """See ``Engine``."""
         running = self._scheduler.unfinished if self._scheduler else 0
-        return running + len(self._waiting) + len(self._ended) + self._streaming
+        return running + len(self._parked) + len(self._waiting) + len(self._ended) + self._streaming
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """See ``Engine``. Requests that do not fit the memory that a running stream has allocated wait for its end."""
@@ -105,8 +108,7 @@ class LocalEngine(Engine):
                 self._waiting.append(trajectory)
             else:  # forced tokens alone
                 self._end(trajectory, FinishReason.LENGTH)
-        if self._scheduler:
-            self._scheduler.submit(self._fitting(self._scheduler.capacity))
+        self._submit_waiting()
         return [trajectory.number for trajectory in trajectories]
 
     def stream(self, watch: Watch | None = None) -> Generator[EndedTurn]:
@@ -116,7 +118,7 @@ class LocalEngine(Engine):
         watch = watch or Watch()
         self._streaming = True
         try:
-            while self._ended or self._decode(watch):
+            while self._ended or self._decode_within_memory(watch):
                 while self._ended:
                     yield self._ended.popleft()
         except GeneratorExit:
@@ -129,6 +131,12 @@ class LocalEngine(Engine):
 
     def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
         """See ``Engine``."""
+        if lost := self._parked.get(trajectory):
+            lost.extend(token_ids, rewrite=rewrite, vocab_size=self.policy.vocab_size)
+            lost.forget()
+            self._waiting.append(self._parked.pop(trajectory))
+            self._submit_waiting()
+            return
         if self._scheduler is None or trajectory not in self._scheduler.parked:
             raise ConfigError(
                 f"trajectory {trajectory} is not parked: extend one whose request has continues=True, after its turn"
@@ -139,6 +147,7 @@ class LocalEngine(Engine):
 
     def release(self, trajectory: int) -> None:
         """See ``Engine``."""
+        self._parked.pop(trajectory, None)
         if self._scheduler is not None and trajectory in self._scheduler.parked:
             self._scheduler.release(trajectory)
             if not (self._scheduler.unfinished or self._streaming):
@@ -147,6 +156,7 @@ class LocalEngine(Engine):
     def reset(self) -> None:
         """See ``Engine``."""
         self._waiting.clear()
+        self._parked.clear()
         self._ended.clear()
         self._free()
 
@@ -204,6 +214,37 @@ class LocalEngine(Engine):
             self._stops[stops] = StopStrings(self.tokenizer, stops)
         return self._stops[stops]
 
+    def _decode_within_memory(self, watch: Watch) -> bool:
+        """``_decode``; when memory runs out, go on with half as many trajectories at a time, from this call on.
+
+        Raises:
+            ModelError: memory runs out with one.
+        """
+        try:
+            return self._decode(watch)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+        if self._rows == 1:
+            raise ModelError(
+                "out of memory decoding one completion at a time: lower rollout.max_completion_length or "
+                "rollout.cache_tokens, or use a smaller model"
+            )
+        self.max_batch_size = self._rows // 2
+        if scheduler := self._scheduler:
+            for trajectory, reason in scheduler.ended.items():
+                self._end(trajectory, reason)
+            self._waiting = [*scheduler.take_unfinished(), *self._waiting]
+            self._parked |= scheduler.parked
+        self._free()
+        release_memory()
+        warnings.warn(
+            f"out of memory in sampling: going on with {self.max_batch_size:,} completions at a time. To begin with "
+            "fewer, set rollout.max_batch_size",
+            stacklevel=2,
+        )
+        return True
+
     def _decode(self, watch: Watch) -> bool:
         """Decode one token for every row; False if there was nothing to decode."""
         if self._scheduler is None and not self._waiting:
@@ -231,7 +272,7 @@ class LocalEngine(Engine):
         """Allocate memory for the requests that wait."""
         waiting = [trajectory.request for trajectory in self._waiting]
         prompts = {id(request.prompt): len(request.prompt.token_ids) for request in waiting}
-        history = 0 if self.backend.keeps_rows else max(_history(request) for request in waiting)
+        history = 0 if self.backend.keeps_rows else max(map(_history, self._waiting))
         capacity = plan(
             list(prompts.values()),
             len(waiting),
@@ -243,6 +284,7 @@ class LocalEngine(Engine):
             token_multiple=self.backend.token_multiple,
             device=self.policy.device,
         )
+        self._rows = capacity.rows
         self.backend.begin(capacity)
         sequences = ActiveSequences(
             capacity.rows, sorted(self.end_token_ids), self.policy.vocab_size, self.policy.device
@@ -250,20 +292,24 @@ class LocalEngine(Engine):
         self._scheduler = Scheduler(BackendRunner(self.backend, sequences), capacity, self.end_token_ids)
         # Prompts of similar length one after another: what is kept at the same time is padded little.
         self._waiting.sort(key=lambda trajectory: -len(trajectory.request.prompt.token_ids))
-        self._scheduler.submit(self._fitting(capacity))
+        self._submit_waiting()
         return self._scheduler
 
-    def _fitting(self, capacity: Capacity) -> list[Trajectory]:
-        """Takes the trajectories that fit from those that wait."""
+    def _submit_waiting(self) -> None:
+        """Hand the trajectories that wait and fit to the scheduler, if memory is allocated."""
+        if self._scheduler is None:
+            return
+        capacity = self._scheduler.capacity
 
-        def fits(request: Request) -> bool:
+        def fits(trajectory: Trajectory) -> bool:
+            request = trajectory.request
             own, prompt = request.sampling.max_completion_length, len(request.prompt.token_ids)
-            history = 0 if self.backend.keeps_rows else _history(request)
+            history = 0 if self.backend.keeps_rows else _history(trajectory)
             return own <= capacity.completion_length and prompt + history <= capacity.prompt_length
 
-        chosen = [trajectory for trajectory in self._waiting if fits(trajectory.request)]
-        self._waiting = [trajectory for trajectory in self._waiting if not fits(trajectory.request)]
-        return chosen
+        chosen = [trajectory for trajectory in self._waiting if fits(trajectory)]
+        self._waiting = [trajectory for trajectory in self._waiting if not fits(trajectory)]
+        self._scheduler.submit(chosen)
 
     def metrics(self) -> dict[str, float]:
         """See ``Sampler``: the tokens that trajectories of several turns had to read again."""
@@ -277,6 +323,7 @@ class LocalEngine(Engine):
         self.backend.end()
 
 
-def _history(request: Request) -> int:
-    """Tokens after the prompt that may have to be read again."""
-    return request.sampling.max_completion_length if request.continues else len(request.sampling.forced_ids)
+def _history(trajectory: Trajectory) -> int:
+    """Tokens after the prompt that have to be read, or may have to be read again."""
+    request = trajectory.request
+    return request.sampling.max_completion_length if request.continues else len(trajectory.unread)

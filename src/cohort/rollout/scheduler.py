@@ -85,6 +85,8 @@ class Scheduler:
         self.parked: dict[int, Trajectory] = {}
         """Trajectories whose turn has ended and which may continue, by number."""
         self.capacity = capacity
+        self.ended: dict[Trajectory, FinishReason] = {}
+        """The trajectories whose turn has ended in the latest ``advance``."""
         self.tokens_read_again = 0
         """Tokens of histories that were prefilled although they had been read before."""
         self._runner, self._ends = runner, end_token_ids
@@ -134,16 +136,28 @@ class Scheduler:
 
         Returns:
             the trajectories whose turn ended, or None if there was nothing to decode.
+
+        Raises:
+            Exception: the runner ran out of memory. ``ended`` and ``take_unfinished`` are valid nevertheless.
         """
+        self.ended = {}
         if self.active:
             self._runner.step()
         self._admit()
         if not self.active:
             return None
         ended = self._record(self._runner.draw(), on_token)
-        turns = {self.active[row]: reason for row, reason in ended.items()}
+        self.ended = {self.active[row]: reason for row, reason in ended.items()}
         self._retire(ended)
-        return turns
+        return self.ended
+
+    def take_unfinished(self) -> list[Trajectory]:
+        """The trajectories that are being decoded or wait for it, for another scheduler, in the order of their numbers.
+        This one is of no further use."""
+        unfinished = [t for t in (*self.active, *self._resumed, *self._queue) if t not in self.ended]
+        for trajectory in unfinished:
+            trajectory.forget()
+        return sorted(unfinished, key=lambda trajectory: trajectory.number)
 
     def cancel(self) -> list[Trajectory]:
         """End all trajectories that are being decoded or wait for it."""
@@ -195,6 +209,7 @@ class Scheduler:
                 prefixes.append(prefix)
             new.append(self._queue.popleft())
             room -= 1
+        self.active += new  # before memory may run out
         if prefixes:
             self._runner.prefill({prefix: self._texts[prefix] for prefix in prefixes})
             self._prefilled += prefixes
@@ -203,7 +218,6 @@ class Scheduler:
                 trajectory.begin_turn()
             # Trajectories of a prefix are neighbours in the queue: only the prefix at its head can be needed again.
             self._runner.add(new, self._queue[0].prefix if self._queue else None)
-            self.active += new
 
     def _fits(self, prefix: int, others: Sequence[int]) -> bool:
         mixed = self._runner.mixed_lengths or not others
@@ -243,12 +257,11 @@ class Scheduler:
         """Remove rows, parking those that may continue, and drop prefixes that are no longer needed."""
         if not ended:
             return
-        for row, reason in ended.items():
-            trajectory = self.active[row]
-            parks = trajectory.request.continues and reason.usable and trajectory.room > 0
-            if parks:
-                self.parked[trajectory.number] = trajectory
-            if parks and self._runner.keeps_rows:
+        turns = {row: self.active[row] for row in ended}
+        parks = {row for row, t in turns.items() if t.request.continues and ended[row].usable and t.room > 0}
+        self.parked |= {turns[row].number: turns[row] for row in parks}  # before memory may run out
+        for row, trajectory in turns.items():
+            if row in parks and self._runner.keeps_rows:
                 trajectory.handle = self._runner.park(row)
             else:
                 self._users[trajectory.prefix] -= 1

@@ -100,11 +100,15 @@ class Trajectory:
         self.limit = min(self.turn_start + turn, sampling.max_completion_length)
 
     def begin_turn(self) -> None:
-        """Start the grammar, which also matches the forced tokens."""
-        if self.grammar is not None:
+        """Start the grammar, which also matches the forced tokens. In the middle of a turn, it goes on."""
+        if self.grammar is not None and len(self.tokens) == self.turn_start:
             self.matcher = self.grammar.matcher()
             for token in () if self.logps else self.request.sampling.forced_ids:
                 self.matcher.consume(token)
+
+    def forget(self) -> None:
+        """What was computed for it is gone: the model has to read all tokens of the segment again."""
+        self.handle, self.unread = None, list(self.tokens)
 
     def stopped(self) -> bool:
         """Whether the newest token, a drawn one, completes a stop string in the text of this turn."""

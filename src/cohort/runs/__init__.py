@@ -3,14 +3,17 @@
 from cohort.runs.auto import Resume, find_run, resumes
 from cohort.runs.changes import describe as describe_changes
 from cohort.runs.changes import fact_changes, refuse
-from cohort.runs.checkpoints import Models, SavedState, check_saved, load_checkpoint, save_model, saved_identity
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, saved_identity
 from cohort.runs.code import code_hash, named_code_hash
 from cohort.runs.durable import write_atomically
 from cohort.runs.facts import entries, machine, take_threads, versions
-from cohort.runs.folder import RunFolder, as_json, completion_columns, score_columns
+from cohort.runs.folder import RunFolder
 from cohort.runs.generators import random_state, seeded, set_seed
+from cohort.runs.lines import as_json
+from cohort.runs.models import check_saved, save_model
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.rollouts import StoredRollout, Unstorable, load_rollout, save_rollout
 from cohort.runs.starts import Start, last_start, with_overrides_of_start
+from cohort.runs.tables import completion_columns, score_columns
 from cohort.runs.tensors import fill
 from cohort.runs.trust import check_code, check_files, check_secrets

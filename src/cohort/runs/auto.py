@@ -43,9 +43,12 @@ def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Col
     if not resume or (resume == "auto" and not folder.is_run):
         folder.check_free()
         return False
+    if folder.is_run:
+        folder.take()
     folder.check_settings(config, allowed)
     saved = load_config(folder.path / "config.toml")
     same_end = (saved.run.max_steps, saved.run.num_epochs) == (config.run.max_steps, config.run.num_epochs)
     if folder.has_summary and same_end and resume == "auto":
+        folder.close()
         return None
     return bool(folder.checkpoint_steps())

@@ -1,4 +1,4 @@
-"""Checkpoints: what they store, saving, loading, and checking what was saved.
+"""Checkpoints: what they store, saving and loading.
 
 step-N/                        weights, config and tokenizer, as ``transformers`` loads them
     state/                     what the loop needs to continue
@@ -18,22 +18,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.parallel.full import class_before_sharding
-from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
+from cohort.policy import Policy
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
-from cohort.runs.rollouts import StoredRollout, load_rollout, load_values, save_rollout, save_values
-from cohort.runs.tensors import fill, is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
+from cohort.runs.models import save_model, saved_weights, trained_weights
+from cohort.runs.rollouts import (
+    Encoded,
+    StoredRollout,
+    encode_rollout,
+    encode_values,
+    load_rollout,
+    load_values,
+    write_encoded,
+)
+from cohort.runs.tensors import fill, is_sharded, named_weights, read_tensors, whole, write_tensors
 
-LOOP = "state/loop.json"
+LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
+WEIGHTS = ""
+"""Stands for the files of the policy's weights, which ``save_model`` writes."""
 ROLLOUT = "rollout-"
 UPDATES = "updates"
 
@@ -76,37 +85,29 @@ class SavedState:
     """Metrics of the last complete step, when its evaluation is still to be made and they are not written yet."""
 
 
-def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: bool = True) -> None:
-    """Write models and state into an empty folder.
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a checkpoint holds, ready to be written."""
 
-    Args:
-        folder: the folder.
-        models, state: what to write.
-        write: whether this rank writes. The others take part in gathering sharded tensors, also after a failure to
-            write, which is raised at the end.
+    models: Models
+    """For what is written beside weights: config and tokenizer."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By file; the policy's weights as WEIGHTS. Live ones, which the next step changes, or copies."""
+    step: int
+    is_copy: bool = False
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    values: Mapping[str, Encoded] = field(default_factory=dict)
+
+
+def content_of(models: Models, state: SavedState) -> Content:
+    """The content of a checkpoint, with live tensors.
 
     Raises:
         RunFolderError: a part of the state cannot be stored.
     """
-    files = {"state/optimizer.safetensors": state.optimizer["tensors"]}
+    tensors = {WEIGHTS: named_weights(models.policy.model), OPTIMIZER: state.optimizer["tensors"]}
     if models.stored_reference is not None:
-        files["state/reference.safetensors"] = named_weights(models.stored_reference.model)
-    records: dict[str, FileRecord] = {}
-    failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
-    try:
-        save_model(models.policy, models.tokenizer, folder, write=write)
-    except BaseException as error:
-        failed.append(error)
-    for name, tensors in files.items():
-        try:
-            if record := write_tensors(folder / name, tensors, write=write and not failed):
-                records[name] = record
-        except BaseException as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
-    if not write:
-        return
+        tensors[REFERENCE] = named_weights(models.stored_reference.model)
     loop = {
         "step": state.step,
         "version": models.policy.version,
@@ -118,15 +119,91 @@ def save_checkpoint(folder: Path, models: Models, state: SavedState, *, write: b
         "random": state.random,
         "metrics": state.metrics,
     }
-    for step, rollout in state.rollouts.items():
-        save_rollout(folder / "state" / f"{ROLLOUT}{step}", rollout)
+    values = {f"{ROLLOUT}{step}": encode_rollout(rollout) for step, rollout in state.rollouts.items()}
     if state.updates is not None:
-        save_values(folder / "state" / UPDATES, state.updates)
-    records[LOOP] = write_file(folder / LOOP, [_as_json(loop)])
+        values[UPDATES] = encode_values(state.updates)
+    return Content(models, tensors, state.step, files={LOOP: as_json_text(loop)}, values=values)
+
+
+def model_of(models: Models, files: Mapping[str, bytes], *, step: int) -> Content:
+    """The policy alone, with other files."""
+    return Content(models, {WEIGHTS: named_weights(models.policy.model)}, step, files=files)
+
+
+def num_copied_bytes(content: Content) -> int:
+    """The memory that ``copied`` needs on the rank that writes."""
+    fixed = _fixed_weights(content.models.policy)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for file, tensors in content.tensors.items()
+        for name, tensor in tensors.items()
+        if file != WEIGHTS or name not in fixed
+    )
+
+
+def copied(content: Content, *, write: bool = True) -> Content:
+    """The content with copies of its tensors in main memory, whole: training can go on while they are written. Weights
+    that are not trained are not copied. Every rank must call.
+
+    Args:
+        content: the content.
+        write: whether this rank writes. The others take part in gathering sharded tensors.
+    """
+    fixed = _fixed_weights(content.models.policy)
+    copies: dict[str, dict[str, Tensor]] = {}
+    for file, tensors in content.tensors.items():
+        copies[file] = {}
+        for name in sorted(tensors):
+            values = whole(tensors[name])
+            if write:
+                live = file == WEIGHTS and name in fixed and not is_sharded(tensors[name])
+                copies[file][name] = values if live else values.to("cpu", copy=True)
+    return replace(content, tensors=copies, is_copy=True)
+
+
+def _fixed_weights(policy: Policy) -> set[str]:
+    """The names of the weights that no update changes."""
+    return {name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad}
+
+
+def write_content(folder: Path, content: Content, *, write: bool = True) -> None:
+    """Write a checkpoint, or a model, into an empty folder.
+
+    Args:
+        folder: the folder.
+        content: what to write.
+        write: whether this rank writes. Of live tensors, the others take part in gathering sharded ones, also after a
+            failure to write, which is raised at the end.
+    """
+    models = content.models
+    records: dict[str, FileRecord] = {}
+    failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
+    try:
+        weights = content.tensors[WEIGHTS] if content.is_copy else None
+        records |= save_model(models.policy, models.tokenizer, folder, write=write, copies=weights)
+    except BaseException as error:
+        failed.append(error)
+    for name, tensors in content.tensors.items():
+        if name == WEIGHTS:
+            continue
+        try:
+            if record := write_tensors(folder / name, tensors, write=write and not failed):
+                records[name] = record
+        except BaseException as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    if not write:
+        return
+    for name, values in content.values.items():
+        write_encoded(folder / "state" / name, values)
+    for name, text in content.files.items():
+        records[name] = write_file(folder / name, [text])
     write_manifest(folder, records)
 
 
-def _as_json(loop: Mapping[str, Any]) -> bytes:
+def as_json_text(loop: Mapping[str, Any]) -> bytes:
+    """The state of the loop as a file holds it."""
     for name, value in loop.items():
         try:
             json.dumps(value)
@@ -136,20 +213,23 @@ def _as_json(loop: Mapping[str, Any]) -> bytes:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Check that a checkpoint is as it was written.
+    """Check that a checkpoint is as it was written, and the one that its name says.
 
     Raises:
-        RunFolderError: a file is missing or differs, or an earlier version of Cohort wrote it.
+        RunFolderError: a file is missing or differs, the folder was renamed, or an earlier version of Cohort wrote it.
     """
     _refuse_earlier(folder)
     check_whole(folder)
+    step = _read_loop(folder)["step"]
+    if folder.name.startswith("step-") and folder.name != f"step-{step}":
+        raise RunFolderError(f"{folder} is the checkpoint of step {step}")
 
 
 def _refuse_earlier(folder: Path) -> None:
     if (folder / "state" / "loop.pt").exists():
         raise RunFolderError(
-            f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) this version does not read. "
-            "Its weights load as any model's: set model.path to it to start a new run with them"
+            f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) is pickled: convert it with "
+            "'cohort convert RUN', or set model.path to it to start a new run with its weights"
         )
 
 
@@ -186,21 +266,21 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         RunFolderError: the run that wrote it had a model with other weights.
     """
     policy, loop = models.policy, _read_loop(folder)
-    trained = _trained_weights(policy)
-    _fill(trained, _saved_weights(policy, folder, trained), folder)
+    trained = trained_weights(policy)
+    _fill(trained, saved_weights(policy, folder, trained), folder)
     if models.stored_reference is not None:
-        if not (folder / "state" / "reference.safetensors").exists():
+        if not (folder / REFERENCE).exists():
             raise RunFolderError(
                 f"{folder} has no reference policy: the run had none so far (objective.beta). To go on with one, start "
                 "a new run with this checkpoint as model.path"
             )
         reference = named_weights(models.stored_reference.model)
-        _fill(reference, read_tensors(folder / "state" / "reference.safetensors"), folder / "state")
+        _fill(reference, read_tensors(folder / REFERENCE), folder / "state")
     policy.version = loop["version"]
     set_random_state(loop["random"][rank % len(loop["random"])])
     return SavedState(
         step=loop["step"],
-        optimizer={"tensors": read_tensors(folder / "state" / "optimizer.safetensors"), "numbers": loop["optimizer"]},
+        optimizer={"tensors": read_tensors(folder / OPTIMIZER), "numbers": loop["optimizer"]},
         cursor=loop["cursor"],
         adaptive=loop["adaptive"],
         best=loop["best"],
@@ -223,106 +303,3 @@ def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Pa
             what = f"{saved[name].dtype} {list(saved[name].shape)}" if name in saved else "missing"
             raise RunFolderError(f"{folder}: {name} is {what}; the model has {tensor.dtype} {list(tensor.shape)}")
         fill(tensor, saved[name])
-
-
-def save_model(policy: Policy, tokenizer: Any, path: str | Path, *, merge: bool = False, write: bool = True) -> None:
-    """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
-
-    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged. The
-    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call.
-    """
-    model = policy.model
-    weights = named_weights(model)
-    more: dict[str, Any] = {}
-    if any(is_sharded(tensor) for tensor in weights.values()):
-        more["state_dict"] = _gathered(model, weights, keep=write)
-    if not write:
-        return
-    if has_adapters(model):
-        adapters = {"selected_adapters": list(model.active_adapters)}
-        model, more = (merged(model), {}) if merge else (model, more | adapters)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None and generation_config.do_sample is not True:
-        # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
-        sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-        if any(getattr(generation_config, name, None) is not None for name in sampling):
-            generation_config.do_sample = True
-    with without_progress_bars():
-        model.save_pretrained(path, **more)
-    tokenizer.save_pretrained(path)
-
-
-def _gathered(model: nn.Module, weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The whole tensors of a sharded model's state on the CPU, tied ones as one tensor under each of their names, as
-    transformers needs them to choose the name to save; nothing unless ``keep``."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        values = whole(tensor)
-        if keep:
-            found[name] = values.cpu()
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return found | {name: found[names[name]] for name in names if keep}
-
-
-def check_saved(policy: Policy, folder: Path) -> None:
-    """Read a saved model's weights back and compare each with the policy's, bit for bit.
-
-    One tensor is in memory at a time. Of a model with adapters, the adapter is compared. When transformers writes an
-    architecture's weights under other names or shapes than the model has them, as for mixtures of experts, the model is
-    loaded through transformers instead, a second time in memory.
-
-    Args:
-        policy: the policy as it was saved.
-        folder: a checkpoint, or ``best/``.
-
-    Raises:
-        RunFolderError: a tensor differs or is missing.
-    """
-    trained = _trained_weights(policy)
-    saved = _saved_weights(policy, folder, trained)
-    for name, tensor in trained.items():
-        if name in saved and not _bit_equal(share(saved[name], tensor), own(tensor)):
-            raise RunFolderError(
-                f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
-                "report.check_saved = false saves without checking"
-            )
-    if missing := [name for name in trained if name not in saved]:
-        raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
-
-
-def _trained_weights(policy: Policy) -> Mapping[str, Tensor]:
-    """What is saved of a policy: its weights; of a model with adapters, the adapter's. In the model's memory."""
-    return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a model's files."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
-
-
-def _saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
-    writes the architecture's weights in another form, through transformers."""
-    saved = _read_weights(folder)
-    as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
-    return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
-
-
-def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
-    """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
-    model: Any = class_before_sharding(policy.model)
-    with without_progress_bars():
-        weights: dict[str, Tensor] = model.from_pretrained(
-            folder, dtype=policy.precision.master, use_safetensors=True
-        ).state_dict()
-    return weights
-
-
-def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
-    """Bitwise, so that NaN equals NaN: a broken model must be saved as it is."""
-    if saved.dtype != trained.dtype or saved.shape != trained.shape:
-        return False
-    bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
-    return torch.equal(*bits)

@@ -6,8 +6,10 @@ changed or lost later is noticed before anything of the folder is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,10 +20,12 @@ from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
-from cohort.errors import RunFolderError
+from cohort.errors import DiskError, RunFolderError
+from cohort.policy.device import out_of_memory
 
 FileRecord: TypeAlias = dict[str, Any]
 """Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
+log = logging.getLogger("cohort.runs")
 MANIFEST, FORMAT = "manifest.json", 1
 
 
@@ -46,8 +50,11 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: it is the old one or the complete new one."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
-    write_file(part, [text.encode()])
-    part.replace(path)
+    try:
+        write_file(part, [text.encode()])
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
@@ -99,7 +106,7 @@ def replaced(target: Path) -> Iterator[Path]:
     block removes it. A target that exists is ``NAME.old`` until the new one has its name.
 
     Raises:
-        RunFolderError: the folder cannot be written.
+        DiskError: the folder cannot be written.
     """
     part, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
     failed: OSError | None = None
@@ -113,20 +120,54 @@ def replaced(target: Path) -> Iterator[Path]:
         if failed:
             raise failed
         for folder in (*(path for path in part.rglob("*") if path.is_dir()), part):
-            _sync(folder)
-        shutil.rmtree(old, ignore_errors=True)
+            sync_path(folder)
         if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
         part.rename(target)
-        _sync(target.parent)
+        sync_path(target.parent)
     except Exception as error:
-        # Of a full disk, safetensors raises an error of its own, and tokenizers a bare Exception.
-        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
-            raise RunFolderError(f"cannot write {target}: {failed or error}") from error
+        if is_of_disk(error):
+            raise DiskError(f"cannot write {target}: {failed or error}") from error
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder. Until it is gone, it has a name under which nobody takes it for whole. Logs a failure."""
+    part = folder.with_name(f"{folder.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        folder.rename(part)
+        shutil.rmtree(part)
+    except OSError as error:
+        log.warning("cannot delete %s: %s", folder, error)
+
+
+def recover(parent: Path, names: str) -> None:
+    """Clear up after ``replaced`` and ``remove`` were killed: ``NAME.old`` takes its name back, unless the new folder
+    has it; ``NAME.part`` is deleted.
+
+    Args:
+        parent: the folder that holds them.
+        names: a pattern of names.
+    """
+    for old in parent.glob(f"{names}.old"):
+        target = old.with_suffix("")
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
+    for part in parent.glob(f"{names}.part"):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Whether an error means that files cannot be written now. Of a full disk, safetensors raises an error of its own,
+    and tokenizers a bare ``Exception``. Writing also needs memory."""
+    return isinstance(error, OSError | SafetensorError) or type(error) is Exception or out_of_memory(error)
 
 
 def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[FileRecord]:
@@ -134,7 +175,7 @@ def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[
 
     def record(name: str) -> FileRecord:
         if sync:
-            _sync(folder / name)
+            sync_path(folder / name)
         with (folder / name).open("rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -142,10 +183,13 @@ def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[
         return list(threads.map(record, names))
 
 
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+def sync_path(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Some network file systems cannot do the latter."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

@@ -15,41 +15,37 @@ logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 
 from __future__ import annotations
 
+import errno
 import itertools
-import json
 import logging
-import math
 import shutil
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
-import pyarrow.parquet
-from torch import Tensor
 
 from cohort.config import GRPOConfig, load_config, to_toml
-from cohort.errors import RunFolderError
+from cohort.config.schema import RunConfig
+from cohort.errors import DiskError, RunFolderError
 from cohort.objective import explain
-from cohort.parallel import World, together
+from cohort.parallel import World, on_main
 from cohort.rewards.scores import Scores
+from cohort.runs import durable
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
-from cohort.runs.checkpoints import (
-    Models,
-    SavedState,
-    check_checkpoint,
-    save_checkpoint,
-    save_model,
-    saved_identity,
-)
-from cohort.runs.durable import replaced, write_atomically, write_file, write_manifest
+from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
+from cohort.runs.durable import write_atomically
+from cohort.runs.lines import append_line, as_json
+from cohort.runs.lock import LOCK, check_unlocked, lock, unlock
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
+from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start
+from cohort.runs.tables import advantage_columns, completion_columns, score_columns, write_table
 from cohort.runs.trust import check_files, remember
-from cohort.types import Completion, Episode, Group
+from cohort.runs.writer import Write, Writer
+from cohort.types import Group
 from cohort.watchdog import waiting
 
 WRITTEN = (
@@ -58,8 +54,6 @@ WRITTEN = (
 )
 """What a run writes beside its settings."""
 log = logging.getLogger("cohort.runs")
-NUMBERS = pyarrow.list_(pyarrow.float64())
-"""A column of lists of numbers; None is null."""
 
 
 class RunFolder:
@@ -67,27 +61,32 @@ class RunFolder:
 
     Args:
         path: the folder. It need not exist.
-        keep_checkpoints: the number of newest checkpoints to keep; None: all.
+        settings: when to write checkpoints, and which to keep. None: the defaults.
     """
 
-    def __init__(self, path: str | Path, *, keep_checkpoints: int | None = None) -> None:
+    def __init__(self, path: str | Path, settings: RunConfig | None = None) -> None:
         self.path = Path(path).expanduser()
-        self._keep = keep_checkpoints
+        self._settings = settings or RunConfig()
+        self._writer = Writer(self._settings.stop_when_unsaved_minutes)
         self._whole: int | None = None
+        self._started = False
+        self._saved = time.monotonic()
+        self._missed = False
 
     @classmethod
-    def next_free(cls, name: str, *, keep_checkpoints: int | None = None) -> RunFolder:
+    def next_free(cls, name: str) -> RunFolder:
         """``runs/NAME-001``, or the first number without a folder."""
         paths = (Path("runs") / f"{name}-{number:03d}" for number in itertools.count(1))
-        return cls(next(path for path in paths if not path.exists()), keep_checkpoints=keep_checkpoints)
+        return cls(next(path for path in paths if not path.exists()))
 
     def check_free(self) -> None:
         """Check that the folder is empty or does not exist.
 
         Raises:
-            RunFolderError: it is not.
+            RunFolderError: it is not, or another process writes it.
         """
         check_files(self.path)
+        check_unlocked(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file: choose another run.output_dir")
         if not self.path.exists() or all(_is_no_run(path) for path in self.path.iterdir()):
@@ -105,25 +104,34 @@ class RunFolder:
         return (self.path / "config.toml").is_file()
 
     def start(self, config: GRPOConfig, first_prompt: str, *, anew: bool = False) -> None:
-        """Create the folder of a new run.
+        """Create the folder of a new run, and lock it.
 
         Args:
             config: the settings.
             first_prompt: the first prompt as the model reads it.
             anew: replace a run that ended before its first checkpoint.
         """
-        if anew:
-            self._clear()
-        else:
-            self.check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.take()
+            self._clear() if anew else self.check_free()
             write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
             remember(config)
         except OSError as error:
-            raise RunFolderError(f"cannot write to run.output_dir: {error}") from None
+            raise DiskError(f"cannot write to run.output_dir: {error}") from None
+        self._started = True
+
+    def take(self) -> None:
+        """Lock the folder for this process, until ``close``, and clear up what a killed one has left half written.
+
+        Raises:
+            RunFolderError: another process writes the folder.
+        """
+        lock(self.path)
+        durable.recover(self.path / "checkpoints", "step-*")
+        durable.recover(self.path, "best")
 
     def _clear(self) -> None:
         """Remove what a run without a checkpoint has written, except its settings: until the new ones take their place,
@@ -136,11 +144,14 @@ class RunFolder:
 
     def check_resumable(self, config: GRPOConfig, allowed: Collection[str] = ()) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
-        is read.
+        is read. Takes the folder.
 
         Raises:
-            RunFolderError: there is no whole checkpoint, or a setting that changes results differs from the run's.
+            RunFolderError: there is no whole checkpoint, a setting that changes results differs from the run's, or
+                another process writes the folder.
         """
+        if self.is_run:
+            self.take()
         self.check_settings(config, allowed)
         if self._whole is None:
             self._whole = self._newest_whole()
@@ -208,6 +219,7 @@ class RunFolder:
             self.checkpoint(later).rename(aside)
         self.drop_metrics_after(step)
         write_atomically(self.path / "config.toml", to_toml(config))
+        self._started = True
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
@@ -219,13 +231,19 @@ class RunFolder:
 
     def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
         """Append a line to ``starts.jsonl``."""
-        with (self.path / STARTS).open("a", encoding="utf-8") as lines:
-            lines.write(as_json(start.line(step, facts)))
+        self._write(
+            "record of the start", step, partial(append_line, self.path / STARTS, as_json(start.line(step, facts)))
+        )
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(as_json(metrics))
+        """Append a line to ``metrics.jsonl``.
+
+        Raises:
+            DiskError: something could not be written for ``run.stop_when_unsaved_minutes``.
+        """
+        line = as_json(metrics)
+        self._write("metrics", metrics["step"], partial(append_line, self.path / "metrics.jsonl", line))
+        self._writer.check()
 
     def drop_metrics_after(self, step: int) -> None:
         """Remove the lines of steps that a resumed run repeats."""
@@ -244,7 +262,9 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
-        write_atomically(self.path / "summary.json", as_json(summary, indent=2))
+        write = partial(write_atomically, self.path / "summary.json", as_json(summary, indent=2))
+        self._write("summary", summary.get("steps", 0), write)
+        self._writer.settle()
 
     def write_rollout(
         self, step: int, groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float] | None]
@@ -257,16 +277,31 @@ class RunFolder:
             scores: their scores.
             advantages: of each completion, the advantages of its tokens; None if no update used it.
         """
-        columns = completion_columns(groups) | score_columns(scores)
-        means = [None if tokens is None else _mean(tokens) for tokens in advantages]
-        columns["advantage"] = pyarrow.array(means, pyarrow.float64())
-        if any(len(set(tokens or ())) > 1 for tokens in advantages):
-            columns["token_advantages"] = pyarrow.array(advantages, pyarrow.list_(pyarrow.float64()))
-        write_table(columns, self.path / "rollouts" / f"step-{step}.parquet")
+        columns = completion_columns(groups) | score_columns(scores) | advantage_columns(advantages)
+        self._write_table("completions", step, columns, self.path / "rollouts" / f"step-{step}.parquet")
 
     def write_evaluation(self, step: int, name: str, table: Any) -> None:
         """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
-        write_table(table, self.path / "evaluations" / f"step-{step}{name and '-' + name}.parquet")
+        file = f"step-{step}{name and '-' + name}.parquet"
+        self._write_table("evaluations", step, table, self.path / "evaluations" / file)
+
+    def _write_table(self, kind: str, step: int, columns: Any, file: Path) -> None:
+        table = pyarrow.table(columns) if isinstance(columns, dict) else columns
+        self._write(kind, step, partial(write_table, table, file), table.nbytes)
+
+    def _write(self, kind: str, step: int, function: Callable[[], None], num_bytes: int = 0) -> bool:
+        """Write now, or later if the disk fails. Returns whether it is written."""
+
+        def run() -> None:
+            self._check_there()
+            function()
+
+        return self._writer.now(Write(kind, step, run, num_bytes))
+
+    def _check_there(self) -> None:
+        """Check that the folder has not gone: where a disk was unmounted, its path is on another one."""
+        if self._started and not (self.path / "config.toml").exists():
+            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
@@ -276,12 +311,55 @@ class RunFolder:
         """The folder of a step's checkpoint."""
         return self.path / "checkpoints" / f"step-{step}"
 
+    def checkpoint_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step: by ``run.save_steps`` or ``run.save_minutes``, or because the last
+        one could not be written."""
+        every, minutes = self._settings.save_steps, self._settings.save_minutes
+        is_old = 0 < minutes * 60 <= time.monotonic() - self._saved
+        return self._missed or is_old or (every > 0 and step % every == 0)
+
     @waiting("checkpoint")
-    def save_checkpoint(self, models: Models, state: SavedState, world: World | None = None) -> None:
-        """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes."""
-        self._replace(self.checkpoint(state.step), partial(save_checkpoint, models=models, state=state), world)
-        for old in self.checkpoint_steps()[: -self._keep] if self._keep and (world is None or world.is_main) else []:
-            shutil.rmtree(self.checkpoint(old))
+    def save_checkpoint(
+        self, models: Models, state: SavedState, world: World | None = None, *, wait: bool = False
+    ) -> bool:
+        """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes: in the background,
+        from a copy, if the memory allows. If the disk fails, the write is repeated until a newer one takes its place.
+        Returns whether that is taken care of; if not, the next step writes one.
+
+        Args:
+            models, state: what to write.
+            world: the ranks.
+            wait: whether to return only when it is written.
+
+        Raises:
+            DiskError: with ``wait``, when the disk has failed for ``run.stop_when_unsaved_minutes``.
+        """
+        world, content = world or World(), content_of(models, state)
+        self._saved = time.monotonic()
+        save = (self._writer, "checkpoint", content, self._write_checkpoint, world)
+        self._missed = False
+        if not save_in_background(*save):
+            while (missed := not save_now(*save)) and wait:
+                on_main(world, self._writer.pause)
+            self._missed = missed
+        if wait:
+            on_main(world, self.settle)
+        return not self._missed
+
+    def settle(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            DiskError: the disk has failed for ``run.stop_when_unsaved_minutes``.
+        """
+        self._writer.settle()
+
+    def _write_checkpoint(self, content: Content, world: World) -> None:
+        self._replace(self.checkpoint(content.step), content, world)
+        keep, every = self._settings.save_total_limit, self._settings.keep_every
+        for old in self.checkpoint_steps()[:-keep] if keep and world.is_main else []:
+            if not every or old % every:
+                durable.remove(self.checkpoint(old))
 
     @property
     def best(self) -> Path:
@@ -289,145 +367,32 @@ class RunFolder:
         return self.path / "best"
 
     @waiting("saving the best model")
-    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
-        """Replace the best model. ``best/`` is always complete; ``best_record`` recovers it after a kill at the moment
-        when the new one takes its name. Every rank must call; rank 0 writes."""
-
-        def save(folder: Path, *, write: bool) -> None:
-            save_model(models.policy, models.tokenizer, folder, write=write)
-            if write:
-                write_manifest(folder, {"best.json": write_file(folder / "best.json", [as_json(record).encode()])})
-
-        self._replace(self.best, save, world)
-
-    def _replace(self, target: Path, save: Callable[..., None], world: World | None) -> None:
-        """Run ``save(folder, write=...)`` on every rank, for rank 0 with a folder that takes the target's name."""
+    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> bool:
+        """Replace the best model. ``best/`` is always complete. Every rank must call; rank 0 writes. If the disk fails,
+        a copy is kept if the memory allows, and its write repeated until a newer one takes its place. Returns whether
+        it is written."""
         world = world or World()
+        content = model_of(models, {"best.json": as_json(record).encode()}, step=record.get("step", 0))
+        save = (self._writer, "best model", content, partial(self._replace, self.best), world)
+        if save_now(*save):
+            return True
+        if not save_in_background(*save):
+            log.warning("the best model, of step %s, is lost: no memory for a copy of it", content.step)
+        return False
 
-        def replace() -> None:
-            with replaced(target) if world.is_main else nullcontext(target) as folder:
-                save(folder, write=world.is_main)
+    def _replace(self, target: Path, content: Content, world: World) -> None:
+        replace(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
 
-        together(world, replace)
+    def close(self) -> None:
+        """Wait for what is being written, try once more what failed, and unlock the folder."""
+        self._writer.close()
+        unlock(self.path)
 
     def best_record(self) -> dict[str, Any] | None:
-        """The contents of ``best/best.json``; None without a best model. Recovers what a killed ``save_best`` left."""
-        old = self.path / "best.old"
-        if old.exists() and not self.best.exists():
-            old.rename(self.best)
+        """The contents of ``best/best.json``; None without a best model."""
         return read_best(self.best / "best.json") if self.best.exists() else None
 
 
 def _is_no_run(path: Path) -> bool:
     """Whether a new run may find this in its folder: logs of ranks, or a file that a kill has left half written."""
-    return path.name == "logs" or path.name.endswith(".toml.part")
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    """Exact when all numbers are equal."""
-    return numbers[0] if len(set(numbers)) == 1 else math.fsum(numbers) / len(numbers)
-
-
-def as_json(value: Any, **settings: Any) -> str:
-    """A value as JSON with a line break; null for NaN and infinity, which JSON lacks. ``settings`` are those of
-    ``json.dumps``."""
-    return json.dumps(_finite(value), allow_nan=False, **settings) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:
-    """The sampled completions. ``full_logps`` only if some completion has them."""
-    prompts = [group.prompt for group in groups for _ in group.completions]
-    completions = [completion for group in groups for completion in group.completions]
-    columns: dict[str, Any] = {
-        "group": [prompt.uid for prompt in prompts],
-        "row": [prompt.row_index for prompt in prompts],
-        "prompt": [prompt.text for prompt in prompts],
-        "completion": [completion.text for completion in completions],
-        "finish_reason": [str(completion.finish_reason) for completion in completions],
-        "weights_version": [completion.weights_version for completion in completions],
-        "sampler_logps": pyarrow.array([completion.sampler_logps for completion in completions], NUMBERS),
-        **_token_columns(completions),
-    }
-    if any(prompt.source for prompt in prompts):
-        columns["source"] = [prompt.source for prompt in prompts]
-    if any(completion.episode for completion in completions):
-        columns |= _episode_columns([completion.episode for completion in completions])
-    if any(completion.full_logps is not None for completion in completions):
-        columns["full_logps"] = pyarrow.array([completion.full_logps for completion in completions], NUMBERS)
-    return columns
-
-
-def _token_columns(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The token ids of all segments; which of them were drawn, unless all were; the segments' lengths, if there are
-    several."""
-    ids = [[segment.token_ids for segment in completion.segments] for completion in completions]
-    columns = {"token_ids": _joined(ids, np.int64)}
-    if any(segment.drawn is not None for completion in completions for segment in completion.segments):
-        drawn = [[segment.is_drawn for segment in completion.segments] for completion in completions]
-        columns["drawn"] = _joined(drawn, np.bool_)
-    if any(len(some) != 1 for some in ids):
-        columns["segment_lengths"] = [[len(one) for one in some] for some in ids]
-    return columns
-
-
-def _joined(arrays: Sequence[Sequence[Any]], dtype: Any) -> Any:
-    """A column of lists, each the arrays of one completion end to end."""
-    joined = [np.concatenate([np.zeros(0, dtype), *some]) for some in arrays]
-    return pyarrow.array(joined, pyarrow.list_(pyarrow.from_numpy_dtype(dtype)))
-
-
-def _episode_columns(episodes: Sequence[Episode | None]) -> dict[str, Any]:
-    """The messages after the prompt as JSON, the environment's rewards, and why an episode is unusable."""
-    some = [episode or Episode(()) for episode in episodes]
-    return {
-        "messages": _text_column([json.dumps(one.messages, ensure_ascii=False, default=str) for one in some]),
-        "turn_lengths": [[turn.num_drawn for turn in one.turns] for one in some],
-        "turn_rewards": pyarrow.array([[turn.reward for turn in one.turns] for one in some], NUMBERS),
-        "environment_reward": pyarrow.array([one.reward for one in some], pyarrow.float64()),
-        "episode_error": _text_column([one.error or None for one in some]),
-    }
-
-
-def score_columns(scores: Scores) -> dict[str, Any]:
-    """The rewards; null when unscored."""
-    columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
-    for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        columns[f"rewards/{name}"] = _reward_column(column_S)
-    if scores.errors:
-        columns["reward_error"] = _text_column([scores.errors.get(s) for s in range(len(scores.rewards_S))])
-    return columns | {f"extra/{name}": _extra_column(values) for name, values in scores.extras.items()}
-
-
-def write_table(columns: Any, target: Path) -> None:
-    """Write columns or a table as Parquet, atomically."""
-    target.parent.mkdir(exist_ok=True)
-    table = pyarrow.table(columns) if isinstance(columns, dict) else columns
-    pyarrow.parquet.write_table(table, target.with_suffix(".part"))
-    target.with_suffix(".part").replace(target)
-
-
-def _reward_column(values_S: Tensor) -> Any:
-    """A column of numbers, even if every entry is null."""
-    return pyarrow.array(values_S.double().numpy(), from_pandas=True)  # which makes NaN null
-
-
-def _extra_column(values: Sequence[Any]) -> Any:
-    """A typed column if all values have one type, else text."""
-    try:
-        return pyarrow.array(values)
-    except (pyarrow.ArrowException, OverflowError, TypeError, UnicodeError):
-        return _text_column(values)
-
-
-def _text_column(values: Sequence[Any]) -> Any:
-    """Text; lone surrogates, which UTF-8 cannot encode, are escaped."""
-    texts = [None if value is None else str(value).encode("utf-8", "backslashreplace").decode() for value in values]
-    return pyarrow.array(texts, pyarrow.string())
+    return path.name in ("logs", LOCK) or path.name.endswith(".toml.part")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from typing import TypeVar
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
 from cohort.runs.folder import RunFolder
+
+T = TypeVar("T")
 
 
 def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> RunFolder:
@@ -17,11 +21,19 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
         ConfigError: ``resume`` without ``run.output_dir``.
     """
     if config.run.output_dir is not None:
-        return RunFolder(config.run.output_dir, keep_checkpoints=config.run.save_total_limit)
+        return RunFolder(config.run.output_dir, config.run)
     if resume:
         raise ConfigError("to resume a run, set run.output_dir to its folder")
     path = on_main(world, lambda: RunFolder.next_free("run").path)
-    return RunFolder(path, keep_checkpoints=config.run.save_total_limit)
+    return RunFolder(path, config.run)
+
+
+def closing(folder: RunFolder, steps: Iterator[T]) -> Iterator[T]:
+    """The steps of a run, after which its folder is closed, however they end."""
+    try:
+        yield from steps
+    finally:
+        folder.close()
 
 
 def log_to(folder: RunFolder, world: World) -> None:

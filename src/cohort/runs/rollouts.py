@@ -63,18 +63,45 @@ class Unstorable:
         return self.text
 
 
-def save_rollout(path: Path, rollout: StoredRollout) -> None:
-    """Write a rollout to ``path.json`` and ``path.safetensors``.
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Values as their two files hold them."""
+
+    text: str
+    arrays: Mapping[str, np.ndarray]
+
+
+def encode_rollout(rollout: StoredRollout) -> Encoded:
+    """A rollout in the form of its files.
 
     ``load_rollout`` returns an equal one: every array bit for bit, NaN and lone surrogates included. Values of columns,
     states and logged extras may be of Python's plain types, containers of them, dates, decimals, and NumPy or torch
     arrays of numbers. Any other object becomes an ``Unstorable``.
     """
-    save_values(path, {"groups": list(rollout.groups), "scores": rollout.scores, "facts": rollout.facts})
+    return encode_values({"groups": list(rollout.groups), "scores": rollout.scores, "facts": rollout.facts})
+
+
+def encode_values(values: Mapping[str, Any]) -> Encoded:
+    """As ``encode_rollout``, for any values by name."""
+    arrays = _Writer()
+    tree = {name: arrays.encode(value) for name, value in values.items()}
+    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
+    return Encoded(text + "\n", {name: np.concatenate(parts) for name, parts in arrays.parts.items()})
+
+
+def write_encoded(path: Path, encoded: Encoded) -> None:
+    """Write ``path.json`` and ``path.safetensors``."""
+    save_file(dict(encoded.arrays), _file(path, "safetensors"))
+    _file(path, "json").write_text(encoded.text, encoding="ascii")
+
+
+def save_rollout(path: Path, rollout: StoredRollout) -> None:
+    """Write a rollout to ``path.json`` and ``path.safetensors``; see ``encode_rollout``."""
+    write_encoded(path, encode_rollout(rollout))
 
 
 def load_rollout(path: Path) -> StoredRollout:
-    """Read what ``save_rollout`` has written.
+    """Read a rollout.
 
     Raises:
         RunFolderError: the files hold something else.
@@ -89,17 +116,8 @@ def load_rollout(path: Path) -> StoredRollout:
         return StoredRollout(groups, scores, facts)
 
 
-def save_values(path: Path, values: Mapping[str, Any]) -> None:
-    """As ``save_rollout``, for any values by name."""
-    arrays = _Writer()
-    tree = {name: arrays.encode(value) for name, value in values.items()}
-    save_file({name: np.concatenate(parts) for name, parts in arrays.parts.items()}, _file(path, "safetensors"))
-    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    _file(path, "json").write_text(text + "\n", encoding="ascii")
-
-
 def load_values(path: Path) -> dict[str, Any]:
-    """Read what ``save_values`` has written.
+    """Read values.
 
     Raises:
         RunFolderError: the files hold something else.

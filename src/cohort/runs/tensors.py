@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
+from cohort.policy.finite import check_finite_weights
 from cohort.runs.durable import FileRecord, write_file
 
 DTYPES = {
@@ -81,16 +82,19 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, write: bool = True) -> FileRecord | None:
-    """Write tensors as a safetensors file, each whole, one at a time.
+    """Write tensors as a safetensors file, each whole, one at a time, after a check that its numbers are finite.
 
     Args:
         path: the file.
         tensors: by name; sharded or not, of any device.
         write: whether this rank writes. The others only take part in gathering sharded tensors.
+
+    Raises:
+        NonFiniteError: a tensor holds NaN or infinity. The file is incomplete.
     """
     # Wider types first, as safetensors orders them: so every tensor is aligned. The order is the same on every rank.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    gathered = (whole(tensors[name]) for name in names)
+    gathered = ((name, whole(tensors[name])) for name in names)
     try:
         return write_file(path, _chunks(_header(tensors, names), gathered)) if write else None
     finally:
@@ -112,9 +116,10 @@ def _header(tensors: Mapping[str, Tensor], names: Iterable[str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _chunks(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
     yield header
-    for tensor in tensors:
+    for name, tensor in tensors:
+        check_finite_weights({name: tensor}, "what was to be saved")
         yield memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

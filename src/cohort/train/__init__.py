@@ -6,7 +6,7 @@ from cohort.train.guard import NonFiniteLog, check_finite
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
 from cohort.train.logps import policy_logps
 from cohort.train.loop import evaluate_step, run
-from cohort.train.memory import OutOfMemory, TokenBudget, find_budget
+from cohort.train.memory import TokenBudget, find_budget
 from cohort.train.optim import Optimizer
 from cohort.train.parts import TrainerParts
 from cohort.train.rollout import Rollout

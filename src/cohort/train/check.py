@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from cohort.errors import PolicyMismatchError
 from cohort.train.context import StepContext
+from cohort.train.guard import check_finite
 from cohort.train.layout import part_of
 from cohort.train.logps import token_logps
 from cohort.types import TokenBatch
@@ -36,6 +39,7 @@ def check_sampler_gap(context: StepContext, batch: TokenBatch, *, shared_weights
 
     Raises:
         PolicyMismatchError: they differ, so every ratio of this run would be wrong. Nothing has been updated yet.
+        NonFiniteError: see ``sampler_gap``.
     """
     gap = sampler_gap(context, batch)
     if not gap <= MAX_SAMPLER_GAP:
@@ -46,9 +50,16 @@ def check_sampler_gap(context: StepContext, batch: TokenBatch, *, shared_weights
 
 
 def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
-    """Mean |logps - sampler_logps| in nats over the first completions; 0 without any."""
+    """Mean |logps - sampler_logps| in nats over the first completions; 0 without any.
+
+    Raises:
+        NonFiniteError: a log-probability is NaN, which says nothing of the gap.
+    """
     checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
     logps_N = token_logps(context, context.policy, batch, checked).logps_N
     sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
-    gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
-    return float(gap_N.mean()) if gap_N.numel() else 0.0
+    sampler_logps_N = sampler_logps_N[checked.tokens_N]
+    gap = float((logps_N - sampler_logps_N).abs().mean()) if checked.num_tokens else 0.0
+    if math.isnan(gap):
+        check_finite(batch, checked, {"log-probability": logps_N, "sampler's log-probability": sampler_logps_N})
+    return gap

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Concatenate, ParamSpec, TypeVar
 
 from cohort.objective import Objective
 from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
+from cohort.policy.device import out_of_memory
 from cohort.rollout import Sampling
 from cohort.train.clock import PhaseClock
 from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,27 @@ class StepContext:
     layout: Layout = field(default_factory=Replicate)
     """How the ranks hold the policy."""
     clock: PhaseClock = field(default_factory=PhaseClock)
+
+    def within_memory(
+        self, passes: Callable[Concatenate[StepContext, P], T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """``passes(self, *arguments, **named)``; when memory runs out, halve the budget and call again: smaller passes
+        give the same result.
+
+        Args:
+            passes: makes passes of the model. What it changes before memory runs out must not matter to the next call.
+            arguments, named: its arguments after the context.
+
+        Raises:
+            ModelError: memory runs out with a budget of one token.
+        """
+        while True:
+            try:
+                return passes(self, *arguments, **named)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+            self.budget.halve()  # after the block: the error holds the failed pass's tensors
 
     @property
     def world(self) -> World:

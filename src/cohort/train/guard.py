@@ -14,6 +14,11 @@ from cohort.parallel import World, on_main
 from cohort.train.layout import Part
 from cohort.types import TokenBatch
 
+GO_ON = (
+    "To go on, start a new run from a checkpoint of this one (model.path) with a lower optim.learning_rate or "
+    "model.precision 'float32'"
+)
+
 
 def check_finite(batch: TokenBatch, part: Part, values: Mapping[str, Tensor | None]) -> None:
     """Check tensors on the axis N of a part.
@@ -80,8 +85,7 @@ class NonFiniteLog:
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"step {step}: {message}. No update was made, {self._in_a_row} in a row "
-                f"(optim.max_nonfinite_updates); the batch is in {path}. To go on, start a new run from a checkpoint "
-                "of this one (model.path) with a lower optim.learning_rate or model.precision 'float32'"
+                f"(optim.max_nonfinite_updates); the batch is in {path}. {GO_ON}"
             )
 
     def _write(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> Path:

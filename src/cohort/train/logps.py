@@ -20,21 +20,15 @@ from cohort.policy import (
 )
 from cohort.train.context import StepContext
 from cohort.train.layout import Microbatch, Part, microbatches
-from cohort.train.memory import OutOfMemory, out_of_memory
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable
 from cohort.types import TokenBatch
 
 
 @torch.no_grad()
-def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> Tensor | OutOfMemory:
+def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> Tensor:
     """Log-probs under a policy, the old one or the reference, shape ``[N]`` of the batch; NaN outside of ``part``."""
     logps_N = torch.full((batch.num_tokens,), torch.nan, dtype=policy.precision.master, device=batch.loss_N.device)
-    try:
-        logps_N[part.tokens_N] = token_logps(context, policy, batch, part).logps_N
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return OutOfMemory()
+    logps_N[part.tokens_N] = token_logps(context, policy, batch, part).logps_N
     return logps_N
 
 

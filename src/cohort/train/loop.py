@@ -42,7 +42,6 @@ from cohort.train.context import StepContext
 from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
-from cohort.train.memory import OutOfMemory
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
 from cohort.train.progress import Updates
@@ -58,8 +57,8 @@ from cohort.types import TokenBatch
 def run(
     parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder, *, first_step: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Train from ``first_step`` on. Yields each step's metrics after they, the completions and any due checkpoint are
-    written."""
+    """Train from ``first_step`` on. Yields each step's metrics after they and the completions are written, and any due
+    checkpoint has begun to be."""
     policy, adaptive, sampling = parts.policy, parts.adaptive, Sampling.of(config.rollout)
     nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
     if parts.metrics is not None:  # of a step after whose updates the run was stopped
@@ -80,7 +79,7 @@ def run(
         updates = parts.begin_updates(current)
         if step == first_step == current.weights_step and not updates.done:
             checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
-            check_sampler_gap(context, checked, shared_weights=parts.engine.capabilities.shared_weights)
+            context.within_memory(check_sampler_gap, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
         if config.vllm.sleep:  # free the memory of servers on this GPU for the update
             parts.engine.sleep()
@@ -94,8 +93,8 @@ def run(
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
         if minibatches and not updates.done and due(step + 1, config.report.term_norms_steps):
             with clock("measure"):
-                updates.term_norms = term_norms(
-                    context, batch, minibatches[0], adaptive.applied_entropy_coefficient(objective)
+                updates.term_norms = context.within_memory(
+                    term_norms, batch, minibatches[0], adaptive.applied_entropy_coefficient(objective)
                 )
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
@@ -103,8 +102,7 @@ def run(
             for minibatch in updates.left(minibatches * config.objective.num_iterations):
                 stop_point(parts, folder)
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
-                while isinstance(outcome := update(context, batch, minibatch, entropy_coefficient), OutOfMemory):
-                    context.budget.halve()  # and repeat: smaller passes give the same gradient
+                outcome = context.within_memory(update, batch, minibatch, entropy_coefficient)
                 updates.ended(outcome)
                 if isinstance(outcome, NonFinite):
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
@@ -113,7 +111,7 @@ def run(
                 adaptive.after_update(objective, outcome)
 
         with clock("measure"):
-            moved = policy_movement(context, batch, updates.results, config.report.update_kl_completions)
+            moved = context.within_memory(policy_movement, batch, updates.results, config.report.update_kl_completions)
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | updates.term_norms
         metrics |= step_metrics(rollout, batch, updates.results, objective, updates.version_before)
@@ -176,12 +174,10 @@ def with_advantages_and_logps(
 
 
 def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, part: Part) -> Tensor | None:
-    """``policy_logps``, repeated with smaller passes when memory runs out; None without a policy."""
+    """``policy_logps`` within memory; None without a policy."""
     if policy is None:
         return None
-    while isinstance(logps_N := policy_logps(context, policy, batch, part), OutOfMemory):
-        context.budget.halve()
-    return logps_N
+    return context.within_memory(policy_logps, policy, batch, part)
 
 
 def move_reference(parts: TrainerParts, config: GRPOConfig, version_before: int) -> None:
@@ -214,10 +210,15 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
         except CohortError as error:  # a failed evaluation must not cost the run its progress
             failed = error
         last |= parts.best.exhausted or failed is not None
-    on_main(parts.world, partial(folder.append_metrics, metrics))
+
+    def write() -> bool:
+        folder.append_metrics(metrics)
+        return folder.checkpoint_due(step)
+
+    is_due = on_main(parts.world, write)
     parts.metrics = None
-    if last or due(step, config.run.save_steps):
-        save_instant(parts, folder)
+    if last or is_due:
+        save_instant(parts, folder, wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
     if failed is not None:
@@ -241,10 +242,9 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
-    if parts.best.update(step, metrics):
-        folder.save_best(parts.models, parts.best.record(), parts.world)
-        if config.report.check_saved:
-            together(parts.world, partial(check_saved, parts.policy, folder.best))
+    is_saved = parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
+    if is_saved and config.report.check_saved:
+        together(parts.world, partial(check_saved, parts.policy, folder.best))
     return metrics
 
 

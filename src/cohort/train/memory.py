@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohort.errors import ModelError, RankError
+from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
-from cohort.policy.device import kind_of
+from cohort.policy.device import kind_of, out_of_memory, release_memory
 from cohort.rollout.budget import free_bytes
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -25,14 +24,7 @@ PROBED_TOKENS = (64, 192)
 FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """Memory ran out in a pass, and nothing was changed: halve the budget and repeat.
-
-    A value and not an exception, so that the failed pass's tensors are free before the next one begins.
-    """
+SMALLER = "set model.gradient_checkpointing, lower rollout.max_completion_length, or use a smaller model"
 
 
 @dataclass(slots=True)
@@ -52,14 +44,9 @@ class TokenBudget:
             ModelError: the budget is one token already, so that every pass has one prompt or one completion.
         """
         if self.tokens == 1:
-            raise ModelError(
-                "out of memory with one prompt or completion in a pass: set model.gradient_checkpointing, lower "
-                "rollout.max_completion_length, or use a smaller model"
-            )
+            raise ModelError(f"out of memory with one prompt or completion in a pass: {SMALLER}")
         self.tokens = max(1, self.tokens // 2)
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        release_memory()
         warnings.warn(
             f"out of memory: repeating with {self.tokens:,} tokens a pass. To begin with fewer, set "
             "optim.microbatch_tokens",
@@ -78,13 +65,6 @@ class TokenBudget:
         return text
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error of any device means that memory ran out."""
-    if isinstance(error, RankError):  # it may quote the error of a pass that cannot be repeated
-        return False
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
 def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
     """The budget of the settings, or the one that fills half of the free memory, with its predicted peak.
 
@@ -96,7 +76,22 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
         given: the setting; None: choose.
         longest_prompt: in tokens.
         longest_completion: in tokens.
+
+    Raises:
+        ModelError: memory runs out in one of these passes.
     """
+    try:
+        return _measured_budget(policy, given, longest_prompt, longest_completion)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        tokens = longest_prompt + longest_completion
+        raise ModelError(
+            f"out of memory in a pass over one prompt and completion, {tokens:,} tokens: {SMALLER}"
+        ) from error
+
+
+def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
     context = context_length(policy.model.config) or 2 * max(PROBED_TOKENS)
     small, large = (min(size, context * size // (2 * max(PROBED_TOKENS))) for size in PROBED_TOKENS)
     few, many = (peak_bytes(policy, size, size, forward_only=True) for size in (small, large))

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from cohort.config import OptimConfig
 from cohort.errors import ModelError, NonFiniteError, RunFolderError
 from cohort.parallel import Layout, Replicate
+from cohort.policy.finite import check_finite_weights
 from cohort.runs import fill
+from cohort.train.guard import GO_ON
 
 
 class Optimizer:
@@ -66,6 +68,36 @@ class Optimizer:
         for parameter in (*self._model.parameters(), *self.parameters):  # the latter may be shards of the former
             parameter.grad = None
 
+    def allocate_state(self) -> None:
+        """Allocate the state of parameters that have none, as their first step would, which could run out of memory
+        halfway. A gradient and a learning rate of 0 change nothing; steps are counted from 0 again afterwards.
+
+        Raises:
+            Exception: memory ran out. The states are as before.
+        """
+        for rule in self.rules:
+            new = [p for group in rule.param_groups for p in group["params"] if p not in rule.state]
+            if not new:
+                continue
+            rates = [group["lr"] for group in rule.param_groups]
+            try:
+                for group in rule.param_groups:
+                    group["lr"] = 0.0
+                for parameter in new:
+                    parameter.grad = torch.zeros_like(parameter)
+                rule.step()
+                for state in (rule.state[parameter] for parameter in new):
+                    state.update({key: 0 * count for key, count in state.items() if key == "step"})
+            except BaseException:
+                for parameter in new:
+                    rule.state.pop(parameter, None)
+                raise
+            finally:
+                for group, rate in zip(rule.param_groups, rates, strict=True):
+                    group["lr"] = rate
+                for parameter in new:
+                    parameter.grad = None
+
     def step(self, clip: Callable[[Sequence[nn.Parameter], float], Tensor] = nn.utils.clip_grad_norm_) -> float:
         """Clip, step, advance the schedule. Returns the gradient's norm before clipping.
 
@@ -89,6 +121,17 @@ class Optimizer:
             rule.step()
             schedule.step()
         return float(grad_norm)
+
+    def check_weights(self) -> None:
+        """Check that the weights are finite, or this rank's shards of them.
+
+        Raises:
+            NonFiniteError: names the first tensor that is not.
+        """
+        try:
+            check_finite_weights({name: parameter for parameter, name in self.names.items()}, "the updated model")
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}. {GO_ON}") from None
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the settings, by the names of parameters, so that parameters may be grouped

@@ -20,9 +20,9 @@ from cohort.objective import segment_sum
 from cohort.parallel import shares
 from cohort.parallel.shares import imbalance
 from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
+from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
 from cohort.train.layout import Pack, Part, level, packs
-from cohort.train.memory import out_of_memory
 from cohort.types import TokenBatch
 
 

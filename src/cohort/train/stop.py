@@ -26,7 +26,7 @@ def stop_point(parts: TrainerParts, folder: RunFolder) -> None:
     stop = next((reason for stops, _, reason in asked if stops), None)
     if stop is None and not any(saves for _, saves, _ in asked):
         return
-    save_instant(parts, folder)
+    save_instant(parts, folder, wait=True)
     requests.save.clear()
     on_main(world, lambda: save_answered(folder.path))
     if stop is not None:
@@ -34,8 +34,16 @@ def stop_point(parts: TrainerParts, folder: RunFolder) -> None:
         raise Stopped(f"stopped by {stop} {parts.where}; {folder.checkpoint(parts.complete_steps)} holds this instant")
 
 
-def save_instant(parts: TrainerParts, folder: RunFolder) -> None:
-    """Write a checkpoint of this instant, unless the newest one is. Every rank must call."""
+def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) -> None:
+    """Write a checkpoint of this instant, unless the newest one is. Every rank must call.
+
+    Args:
+        parts: the parts of the run.
+        folder: its folder.
+        wait: whether to return only when it is written.
+    """
     if parts.instant != parts.saved_instant:
-        folder.save_checkpoint(parts.models, parts.saved_state(), parts.world)
-        parts.saved_instant = parts.instant
+        if folder.save_checkpoint(parts.models, parts.saved_state(), parts.world, wait=wait):
+            parts.saved_instant = parts.instant
+    elif wait:
+        on_main(parts.world, folder.settle)

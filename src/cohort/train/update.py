@@ -4,8 +4,9 @@ weights    1/Z of every token, over the whole minibatch, before the first pass
 shares     each rank's sequences; one rank has all of them
 passes     per pack: read the prompts; per microbatch: forward, coefficients, backward; then the prompts backward
 exchange   gradients are added up over the ranks, results of tokens are gathered
-step       clip, step, count
-outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``, ``OutOfMemory``
+statistics of the tokens, so that nothing after the step needs memory
+step       clip, step, count, check that the weights are finite
+outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cohort.errors import NonFiniteError
+from cohort.errors import NonFiniteError, StepError
 from cohort.objective import (
     Coefficients,
     Objective,
@@ -31,14 +32,14 @@ from cohort.objective import (
     top_entropy_tokens,
     vocabulary_kl,
 )
-from cohort.parallel import agreed
+from cohort.parallel import agreed, together
 from cohort.parallel.full import released
 from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
+from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
 from cohort.train.logps import expert_balance, states_of, token_logps
-from cohort.train.memory import OutOfMemory, out_of_memory
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
 from cohort.types import TokenBatch
 
@@ -69,18 +70,23 @@ class NonFinite:
 
 def update(
     context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0
-) -> UpdateResult | NonFinite | OutOfMemory:
+) -> UpdateResult | NonFinite:
     """Make one optimizer step.
 
     Every denominator and threshold is computed over the whole minibatch before the first backward pass, and a
     microbatch takes its tokens' share. So neither the token budget nor the number of ranks changes the gradient. What
-    prevents the step on one rank prevents it on all.
+    prevents the step on one rank prevents it on all. When memory runs out, nothing has changed yet, and the update may
+    be repeated (``StepContext.within_memory``).
 
     Args:
         context: policy, optimizer, objective and the rest of the step.
         batch: the rollout, with advantages.
         minibatch: its sequences that this step uses.
         entropy_coefficient: weight of the entropy bonus in this update.
+
+    Raises:
+        StepError: memory ran out in the optimizer's step, so that the update cannot be repeated.
+        NonFiniteError: the step has made a weight NaN or infinite.
     """
     policy, optimizer = context.policy, context.optimizer
     optimizer.zero_grad()
@@ -98,24 +104,44 @@ def update(
         weights = weights.at(active.positions_N)
         balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
         shared = share(context, batch, active)
+        together(context.world, optimizer.allocate_state)
         forwards = shared_passes(context, batch, shared, weights, entropy_coefficient, balance)
+
+        def statistics_of_tokens() -> TokenStatistics:
+            tokens = update_tokens(batch, active, weights, forwards)
+            logps_N[active.tokens_N] = tokens.logps_N
+            return token_statistics(context.objective, tokens) + idle
+
+        statistics = together(context.world, statistics_of_tokens)
+        grad_norm = step(context)
     except NonFiniteError as error:
         return NonFinite(str(error))
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        return OutOfMemory()
-    try:
-        context.layout.sum_gradients(optimizer.parameters)  # from here on, no rank can repeat the update alone
-        grad_norm = optimizer.step(context.layout.clip_gradients)
-        context.layout.stepped()
-    except NonFiniteError as error:
-        return NonFinite(str(error))
-    policy.version += grad_norm > 0
-    tokens = update_tokens(batch, active, weights, forwards)
-    logps_N[active.tokens_N] = tokens.logps_N
-    statistics = token_statistics(context.objective, tokens) + idle
+    together(context.world, optimizer.check_weights)
     return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient, shared.load)
+
+
+def step(context: StepContext) -> float:
+    """Add up the ranks' gradients, clip and step. Returns the gradient's norm; 0: no step was made.
+
+    Raises:
+        NonFiniteError: the gradient is not finite; the weights are unchanged.
+        StepError: memory ran out, so that some weights may be stepped and others not.
+    """
+    layout, optimizer = context.layout, context.optimizer
+    try:
+        layout.sum_gradients(optimizer.parameters)  # from here on, no rank can repeat the update alone
+        grad_norm = optimizer.step(layout.clip_gradients)
+        layout.stepped()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error) or context.world.size > 1:  # the other ranks see this one end
+            raise
+        raise StepError(
+            "out of memory in the optimizer's step, which cannot be repeated: some weights may be stepped and others "
+            "not. Resume from the newest checkpoint with more free memory, or set optim.microbatch_tokens lower, or "
+            "start a new run from it (model.path) with optim.optimizer 'adamw_8bit' or [model.lora]"
+        ) from error
+    context.policy.version += grad_norm > 0
+    return grad_norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ class _Expression:
         is_method = isinstance(node.func, ast.Attribute)  # allowed by ``_attribute``
         if not (is_method or any(function is allowed for allowed in FUNCTIONS) or self._is_remote(function)):
             raise ValueError(f"eval of the tests does not call a {type(function).__name__}")
-        named = {keyword.arg: self.value(keyword.value) for keyword in node.keywords if keyword.arg}
+        named = {str(keyword.arg): self.value(keyword.value) for keyword in node.keywords}
         return function(*map(self.value, node.args), **named)
 
 

@@ -30,6 +30,7 @@ STANDARD = _table(
         "math": "inf isclose isfinite isinf isnan nan pi tau",
         "random": "randint randrange uniform",
         "string": "ascii_letters ascii_lowercase ascii_uppercase punctuation",
+        "unittest": "TestCase",
     }
 )
 """Names of the standard library that tests use to make inputs and to judge results, often without importing them."""
@@ -44,6 +45,7 @@ STANDARD_OF_RESULTS = _table(
 """Names that are also the names of exercises. They are the standard library's where every call has a result of the
 program among its arguments: ``floor(f(2))``, and not ``gcd(4, 6)``."""
 PACKAGES = {"np": "numpy", "pd": "pandas"}
+PACKAGES |= {name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy", "torch")}
 
 
 def free_names(task: dict[str, Any]) -> list[tuple[str, str]]:
@@ -53,6 +55,9 @@ def free_names(task: dict[str, Any]) -> list[tuple[str, str]]:
     uses the program's ``total``. Names of built-ins, of the standard library's modules, and those in the tables above
     are not the program's, so that a program that defines ``all`` or ``isclose`` changes no test, unless there are no
     other names: then the tested function itself has such a name.
+
+    Raises:
+        UnclearError: the tests neither define nor import a function ``assert...``: a program could define it.
     """
     entry = {"Solution": False} if "calls" in task else {}
     if task.get("entry_point"):
@@ -74,6 +79,10 @@ def free_names(task: dict[str, Any]) -> list[tuple[str, str]]:
                     used[name] = used.get(name, False) or symbol.is_assigned()
     used = {name: assigned for name, assigned in used.items() if name not in defined and name not in entry}
     free = [name for name, assigned in used.items() if not assigned]
+    if judging := next(
+        (name for name in free if name.lower().startswith("assert") and name not in vars(builtins)), None
+    ):
+        raise plan.UnclearError(f"the tests use {judging} without importing it")
     sources = _sources(free, trees, defined)
     others = [name for name in free if not (name in sources or hasattr(builtins, name))]
     imports = any("solution" in plan.imported(node) for tree in trees for node in ast.walk(tree))

@@ -1,0 +1,36 @@
+"""Weights that are NaN or infinite are found before anything is computed with them or written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cohort.errors import NonFiniteError
+
+
+@torch.no_grad()
+def check_finite_weights(weights: Mapping[str, Tensor], where: str) -> None:
+    """Check this rank's part of some tensors. Reads each once, and allocates nothing of their size.
+
+    Args:
+        weights: by name; sharded or not. Those whose numbers take one byte, as quantized ones, are skipped.
+        where: what the weights belong to, for the error.
+
+    Raises:
+        NonFiniteError: names the first tensor that holds a NaN or an infinity.
+    """
+    own = {name: _own(tensor) for name, tensor in weights.items()}
+    own = {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    if bool(nn.utils.get_total_norm(list(own.values()), math.inf).isfinite()):
+        return
+    for name, tensor in own.items():
+        if count := int((~tensor.isfinite()).sum()):
+            raise NonFiniteError(f"{name} of {where} has {count:,} NaN or infinite values of {tensor.numel():,}")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local

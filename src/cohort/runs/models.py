@@ -1,0 +1,145 @@
+"""Models in files: weights, config and tokenizer as ``transformers`` loads them; reading them back, and comparing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from cohort.errors import RunFolderError
+from cohort.parallel.full import class_before_sharding
+from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
+from cohort.runs.durable import FileRecord
+from cohort.runs.tensors import is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
+
+
+def save_model(
+    policy: Policy,
+    tokenizer: Any,
+    path: str | Path,
+    *,
+    merge: bool = False,
+    write: bool = True,
+    copies: Mapping[str, Tensor] | None = None,
+) -> dict[str, FileRecord]:
+    """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
+
+    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged. The
+    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call, unless
+    ``copies`` are given, which are written in place of the model's weights. Returns what is known of the files.
+    """
+    model = policy.model
+    weights = named_weights(model) if copies is None else copies
+    more: dict[str, Any] = {} if copies is None else {"state_dict": dict(copies)}
+    if any(is_sharded(tensor) for tensor in weights.values()):
+        more["state_dict"] = _gathered(model, weights, keep=write)
+    if not write:
+        return {}
+    adapters = has_adapters(model)
+    if adapters:
+        chosen = {"selected_adapters": list(model.active_adapters)}
+        model, more = (merged(model), {}) if merge else (model, more | chosen)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None and generation_config.do_sample is not True:
+        # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
+        sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+        if any(getattr(generation_config, name, None) is not None for name in sampling):
+            generation_config.do_sample = True
+    records: dict[str, FileRecord] = {}
+    with without_progress_bars():
+        if copies is None or adapters:
+            model.save_pretrained(path, **more)
+        else:
+            # safetensors holds the interpreter while it writes, so that training would wait: it is not asked to.
+            model.save_pretrained(path, state_dict={})
+            records |= _write_weights(Path(path), model, copies)
+    tokenizer.save_pretrained(path)
+    return records
+
+
+def _write_weights(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> dict[str, FileRecord]:
+    """Write weights under the names and in the shapes that ``save_pretrained`` gives them."""
+    omitted = model._keys_to_ignore_on_save or ()
+    kept = {name: tensor for name, tensor in weights.items() if name not in omitted}
+    record = write_tensors(folder / "model.safetensors", revert_weight_conversion(model, kept))
+    return {"model.safetensors": record} if record else {}
+
+
+def _gathered(model: nn.Module, weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The whole tensors of a sharded model's state on the CPU, tied ones as one tensor under each of their names, as
+    transformers needs them to choose the name to save; nothing unless ``keep``."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        values = whole(tensor)
+        if keep:
+            found[name] = values.cpu()
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return found | {name: found[names[name]] for name in names if keep}
+
+
+def check_saved(policy: Policy, folder: Path) -> None:
+    """Read a saved model's weights back and compare each with the policy's, bit for bit.
+
+    One tensor is in memory at a time. Of a model with adapters, the adapter is compared. When transformers writes an
+    architecture's weights under other names or shapes than the model has them, as for mixtures of experts, the model is
+    loaded through transformers instead, a second time in memory.
+
+    Args:
+        policy: the policy as it was saved.
+        folder: a checkpoint, or ``best/``.
+
+    Raises:
+        RunFolderError: a tensor differs or is missing.
+    """
+    trained = trained_weights(policy)
+    saved = saved_weights(policy, folder, trained)
+    for name, tensor in trained.items():
+        if name in saved and not _bit_equal(share(saved[name], tensor), own(tensor)):
+            raise RunFolderError(
+                f"the weights saved in {folder} are not the trained ones: {name} differs. Is the disk full or failing? "
+                "report.check_saved = false saves without checking"
+            )
+    if missing := [name for name in trained if name not in saved]:
+        raise RunFolderError(f"{folder} lacks {missing[0]}, which the trained model has: {len(missing)} in all")
+
+
+def trained_weights(policy: Policy) -> Mapping[str, Tensor]:
+    """What is saved of a policy: its weights; of a model with adapters, the adapter's. In the model's memory."""
+    return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors in a model's files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+
+
+def saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
+    writes the architecture's weights in another form, through transformers."""
+    saved = _read_weights(folder)
+    as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
+    return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
+
+
+def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:
+    """A saved model's weights, through transformers, which knows how it wrote each architecture's weights."""
+    model: Any = class_before_sharding(policy.model)
+    with without_progress_bars():
+        weights: dict[str, Tensor] = model.from_pretrained(
+            folder, dtype=policy.precision.master, use_safetensors=True
+        ).state_dict()
+    return weights
+
+
+def _bit_equal(saved: Tensor, trained: Tensor) -> bool:
+    """Bitwise, so that NaN equals NaN: a broken model must be saved as it is."""
+    if saved.dtype != trained.dtype or saved.shape != trained.shape:
+        return False
+    bits = (one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (saved, trained))
+    return torch.equal(*bits)

@@ -1,0 +1,87 @@
+"""``cohort verify``: what of a run folder is whole. Nothing is changed, and nothing but the files' bytes is read."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from cohort.errors import RunFolderError
+from cohort.runs.checkpoints import check_checkpoint
+from cohort.runs.durable import MANIFEST, check_whole
+from cohort.runs.folder import RunFolder
+from cohort.runs.lock import check_unlocked
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found of a file or folder."""
+
+    name: str
+    """Its path in the run's folder."""
+    problem: str = ""
+    """Empty: it is whole."""
+
+
+def verify(path: Path) -> Iterator[Verdict]:
+    """The verdicts on what a run folder holds, or on one checkpoint or best model.
+
+    Raises:
+        RunFolderError: the path is neither.
+    """
+    if (path / MANIFEST).is_file():
+        yield _checked(path.name, check_checkpoint if (path / "state").exists() else check_whole, path)
+        return
+    if not (path / "config.toml").is_file():
+        raise RunFolderError(f"{path} is neither a run folder nor a checkpoint: it has no config.toml, no {MANIFEST}")
+    try:
+        check_unlocked(path)
+    except RunFolderError as error:
+        yield Verdict("run.lock", f"{error}: what is being written now may look broken")
+    yield _checked("config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), path / "config.toml")
+    run = RunFolder(path)
+    for step in run.checkpoint_steps():
+        yield _checked(f"checkpoints/step-{step}", check_checkpoint, run.checkpoint(step))
+    if run.best.exists():
+        yield _checked("best", check_whole, run.best)
+    for left in sorted([*path.glob("best.*"), *path.glob("checkpoints/step-*.*")]):
+        yield Verdict(str(left.relative_to(path)), "left by a process that was killed, or set aside: nothing reads it")
+    if (path / "metrics.jsonl").exists():
+        yield _checked("metrics.jsonl", _check_metrics, path / "metrics.jsonl")
+    if (path / "summary.json").exists():
+        yield _checked("summary.json", lambda file: json.loads(file.read_bytes()), path / "summary.json")
+    for table in sorted([*path.glob("rollouts/*.parquet"), *path.glob("evaluations/*.parquet")]):
+        yield _checked(str(table.relative_to(path)), _check_table, table)
+
+
+def _checked(name: str, check: Callable[[Path], object], path: Path) -> Verdict:
+    try:
+        check(path)
+    except (RunFolderError, OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
+        return Verdict(name, str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return Verdict(name)
+
+
+def _check_table(path: Path) -> None:
+    pyarrow.parquet.read_table(path, page_checksum_verification=True)
+
+
+def _check_metrics(path: Path) -> None:
+    """Check that each line is whole and that no step is missing or doubled."""
+    before: int | None = None
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            step = json.loads(line)["step"]
+            whole = line.endswith(b"\n") and isinstance(step, int)
+        except (ValueError, LookupError, TypeError):
+            whole = False
+        if not whole:
+            raise RunFolderError(f"line {number} is damaged")
+        if before is not None and step != before + 1:
+            raise RunFolderError(f"line {number} is of step {step}; the line before it is of step {before}")
+        before = step
