@@ -77,6 +77,7 @@ def test_a_healthy_run_passes_in_one_finding(name):
 
 
 ILL = [
+    ("schedule", "warn", "rollout.lag is 1", lambda: check_schedule(Schedule.of(config(lag=1), 80))),
     ("schedule", "warn", "groups of 2", lambda: check_schedule(Schedule.of(config(num_generations=2), 80))),
     ("sampling", "fail", "rollout.top_k is 1: all 8 completions", lambda: check_sampling(config(top_k=1))),
     ("sampling", "fail", "temperature is 0.01: all 8", lambda: check_sampling(config(temperature=0.01))),

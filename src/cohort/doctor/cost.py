@@ -100,11 +100,17 @@ def check_time(time: Time, prompts: int) -> list[Finding]:
     phases = {name: seconds for name, seconds in time.phases.items() if seconds > 0}
     check = Check("time", {"step": time.step, "run": time.run, **{f"step/{name}": s for name, s in phases.items()}})
     words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
+    more = [
+        f"{_count(count, noun)} of {duration(each)}"
+        for count, noun, each in (
+            (time.evaluations, "evaluation", time.evaluation),
+            (time.checkpoints, "checkpoint", time.checkpoint),
+        )
+        if count
+    ]
     found = (
-        f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {time.steps:,} steps, "
-        f"{_count(time.evaluations, 'evaluation')} of {duration(time.evaluation)} and "
-        f"{_count(time.checkpoints, 'checkpoint')} of {duration(time.checkpoint)}: {duration(time.run)} in all. Longer "
-        "completions take longer"
+        f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {_count(time.steps, 'step')}, "
+        f"{', '.join(more)}: {duration(time.run)} in all. Longer completions take longer"
     )
     total = sum(phases.values())
     if total and phases.get("reward", 0.0) > SLOW_REWARDS * total and not time.lag:
