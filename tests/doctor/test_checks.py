@@ -157,6 +157,7 @@ ILL = [
     ("cut", "fail", "100% of completions are cut at 256 tokens, and", lambda: check_cut(16, 16, 256, masked=True)),
     ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=100)),
     ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=75)),
+    ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=65, copy=7)),
     ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
     ("time", "warn", "days in all", lambda: time(steps=10**5)),
     ("disk", "fail", "grows to 370 bytes; 300 bytes free (3 x 100", lambda: disk(free=300)),
