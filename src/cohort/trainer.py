@@ -370,7 +370,7 @@ class GRPOTrainer:
             again = " (it has no checkpoint: the run starts again)" if anew else ""
             announce(self.describe(), f"run folder: {folder.path}{again}")
             if missing := ", ".join(f"{name} ({what})" for name, what in self.started_by.missing.items()):
-                announce(f"to resume, run this script with train(resume='auto'): the folder does not name {missing}")
+                announce(f"without a name in the run folder, so to be given again to resume: {missing}")
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:

@@ -416,6 +416,7 @@ def test_assignments_that_are_not_parts(assignment, message):
         ({"num_generations": 10**9}, "rollout.num_generations: .* less than or equal to 65536, got 1000000000"),
         ({"num_generations": 65_536, "prompts_per_step": 64}, "4,194,304; a rollout has at most 1,000,000 completions"),
         ({"bootstrap_samples": 10**12}, "eval.bootstrap_samples: .* less than or equal to 1000000"),
+        ({"retries": 10**12}, "reward.retries: .* less than or equal to 1000"),
         ({"workers": 10**6}, "reward.workers: .* less than or equal to 1024"),
         ({"chat_template": "/dev/zero"}, "cannot read /dev/zero: more than 16,777,216 bytes"),
         ({"json_schema": "[" * 100_000}, "expected a JSON schema"),

@@ -139,7 +139,7 @@ ILL = [
     ("reference", "fail", "by up to 0.3 nats", lambda: check_reference(0.3, "float32")),
     ("reference", "fail", "by up to nan nats", lambda: check_reference(NAN, "float32")),
     ("signal", "fail", "88% of groups (7 of 8) have equal", lambda: check_signal([DEAD] * 7 + [HALF], 1.0)),
-    ("signal", "warn", "50% of groups (1 of 2) have equal", lambda: check_signal([DEAD, HALF], 1.0)),
+    ("signal", "warn", "67% of groups (2 of 3) have equal", lambda: check_signal([DEAD, HALF, DEAD], 1.0)),
     ("signal", "warn", "will use most of its 10 rounds", lambda: check_signal([DEAD], 1.0, rounds=10)),
     ("signal", "fail", "all completions have equal", lambda: check_signal([[1.0], [1.0]], 1.0, group_relative=False)),
     ("signal", "fail", "no completion was scored", lambda: check_signal([[NAN, NAN]], 1.0)),

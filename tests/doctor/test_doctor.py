@@ -229,8 +229,8 @@ def test_an_unknown_check_is_an_error(folder, capsys):
 def test_text_for_people(folder, capsys):
     assert main(["doctor", str(folder / "run.toml"), *STATIC, "--rollout.top_k", "1"]) == 1
     output = capsys.readouterr().out
-    assert "  FAIL  sampling   rollout.top_k is 1: all 4 completions of a prompt are the same" in output
-    assert "set rollout.top_k to 0 and rollout.temperature to 1" in output
+    assert "  FAIL  sampling    rollout.top_k is 1: all 4 completions of a prompt are the same" in output
+    assert "-> set rollout.top_k to 0 and rollout.temperature to 1" in output
     assert "first prompt (row 0, " in output
     assert output.endswith("9 pass, 1 fail, 9 skip\n")
 
@@ -238,7 +238,7 @@ def test_text_for_people(folder, capsys):
 def test_the_short_form_is_silent_when_all_is_well(folder, capsys):
     assert "look at this" not in small_trainer(folder).describe()
     described = small_trainer(folder, "--data.format", "auto").describe()
-    assert "  warn  text       the prompts are plain text, and the model has a chat template" in described
+    assert "  warn  text        the prompts are plain text, and the model has a chat template" in described
     assert (
         "look at this" not in small_trainer(folder, "--data.format", "auto", "--report.skip_checks", "text").describe()
     )

@@ -351,6 +351,8 @@ def main() -> int:
                 print(f"the time is over: {len(plans) - len(done)} runs were not started")
                 break
             done.append(harness.carry_out(plan))
+            if len(done) % 20 == 0:
+                print(f"{len(done)} of {len(plans)} runs", file=sys.stderr, flush=True)
             if plan.problems:
                 print(f"{plan.command}\n  " + "\n  ".join(plan.problems[:8]).replace("\n", "\n  "), flush=True)
         used = os.times()

@@ -126,18 +126,21 @@ def test_the_command(pair, capsys):
     assert capsys.readouterr().out == "no difference in what both runs have, up to step 2\n"
     shutil.rmtree(pair[1].path / "checkpoints" / "step-2")
     config = pair[1].path / "config.toml"
-    config.write_text(config.read_text().replace("seed = 0", "seed = 1"))
+    config.write_text(config.read_text().replace("seed = 0", "seed = 1").replace("[reward]", "[reward]\ntimeout = 9"))
     change_metrics(pair[1], 1, **{"reward/mean": 0.25, "grad_norm": 7.0})
     assert main(["diff", a, b]) == 1
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "settings that differ:\n  run.seed: 0 and 1\nthe runs part in step 1, metrics: reward/mean: "
-    )
+    assert shown.startswith("settings that differ:\n  ")
+    assert "  reward.timeout: absent and 9\n" in shown
+    assert "  run.seed: 0 and 1\n" in shown
+    assert "\nthe runs part in step 1, metrics: reward/mean: " in shown
     assert "then in step 1:\n  metrics: grad_norm: " in shown
     assert shown.endswith("only A has checkpoints/step-2\n")
 
 
-@pytest.mark.parametrize("text", ["[]\n{}\n", '{"step": 1}\n{"step"\n{"step": 2}\n', "[" * 100_000 + "\n1\n"])
+@pytest.mark.parametrize(
+    "text", ["[]\n{}\n", '{"step": 1e999}\n{}\n', '{"step": 1}\n{"step"\n{"step": 2}\n', "[" * 100_000 + "\n1\n"]
+)
 def test_metrics_that_are_none(pair, text):
     (pair[1].path / "metrics.jsonl").write_text(text)
     with pytest.raises(RunFolderError, match="line [12]: expected the metrics of a step"):
@@ -148,6 +151,14 @@ def test_a_line_that_is_being_written(pair):
     with (pair[1].path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "rew')
     assert again(pair) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[[1]]", "3", "[" * 100_000, '{"a":' * 700 + "1" + "}" * 700, "\udc80"])
+@pytest.mark.parametrize("name", ["best/best.json", "summary.json", "checkpoints/step-1/state/loop.json"])
+def test_files_that_are_no_tables(pair, name, text):
+    (pair[1].path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(RunFolderError, match="cannot read .*json"):
+        again(pair)
 
 
 def test_no_run_folder(pair, tmp_path):

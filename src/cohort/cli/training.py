@@ -63,12 +63,17 @@ def train(
     """
     from cohort.config import load_config, setting_names
 
+    if allow_changed and not resume:
+        raise ConfigError("--allow-changed is for a run that goes on: add --resume")
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
     names = setting_names(overrides)
     if resume:
         from cohort.runs import with_overrides_of_start
 
         settings, names = with_overrides_of_start(settings, overrides, trust)
+        again = ", ".join(name for name in names if name not in setting_names(overrides))
+        if again and settings.report.progress and os.environ.get("RANK", "0") == "0":
+            print(f"settings that earlier command lines of the run gave apply again: {again}")
     run_training(settings, resume, allow_changed, overrides=names)
 
 

@@ -1,7 +1,7 @@
 """``cohort doctor``: checks of a run before it starts, and the short form of them before every run.
 
 A check is a plain function of plain values (``settings``, ``prompts``, ``answers``, ``signal``, ``agreement``,
-``cost``) and returns findings. ``known`` and ``trial`` collect the values from a run's parts; ``examine`` has the
+``cost``) and returns findings. ``known``, ``trial`` and ``predict`` collect the values from a run; ``examine`` has the
 order.
 """
 

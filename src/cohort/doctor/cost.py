@@ -157,14 +157,22 @@ def check_disk(disk: Disk) -> list[Finding]:
     return check.findings(found)
 
 
-def checkpoints_of(steps: int, every: int, limit: int | None) -> tuple[int, int]:
-    """How many checkpoints a run writes, and how many there are at most at a time.
+def times_due(steps: int, every: int) -> int:
+    """How often something happens that is due every ``every`` steps (0: never) and at the end.
 
-    >>> checkpoints_of(120, 50, None), checkpoints_of(120, 50, 1), checkpoints_of(100, 0, None)
-    ((3, 3), (3, 2), (1, 1))
+    >>> times_due(120, 50), times_due(100, 50), times_due(100, 0)
+    (3, 2, 1)
     """
-    written = (steps // every if every else 0) + (1 if not every or steps % every else 0)
-    return written, written if limit is None else min(written, limit + 1)
+    return (steps // every if every else 0) + (1 if not every or steps % every else 0)
+
+
+def kept_of(written: int, limit: int | None, exempt: int) -> int:
+    """Checkpoints that are there at a time: the limit, the one that is being written, and those exempt from the limit.
+
+    >>> kept_of(9, None, 0), kept_of(9, 2, 0), kept_of(9, 2, 3), kept_of(1, 2, 0)
+    (9, 3, 6, 1)
+    """
+    return written if limit is None else min(written, limit + 1 + exempt)
 
 
 def rounds_expected(live_share: float, most: int) -> float:

@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 Numbers = Mapping[str, float | int | None]
-NAME_WIDTH, TEXT_WIDTH = 11, 100
+NAME_WIDTH, TEXT_WIDTH = 12, 98
 
 
 class Status(StrEnum):
@@ -42,7 +42,7 @@ class Finding:
     def show(self) -> str:
         """The finding for a terminal."""
         indent = " " * (8 + NAME_WIDTH)
-        words = [*_wrapped(self.found), *(f"  {line}" for line in _wrapped(self.advice))]
+        words = [*_wrapped(self.found), *_wrapped(self.advice, "-> ")]
         status = self.status.upper() if self.status is Status.FAIL else str(self.status)
         return "\n".join([f"  {status:<5} {self.check:<{NAME_WIDTH}}{words[0]}", *(indent + one for one in words[1:])])
 
@@ -135,6 +135,10 @@ def _two_digits(number: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _wrapped(text: str) -> list[str]:
-    """Lines of at most ``TEXT_WIDTH``; line breaks stay."""
-    return [line for part in text.splitlines() for line in wrap(part, TEXT_WIDTH, subsequent_indent=" ") or [""]]
+def _wrapped(text: str, mark: str = "") -> list[str]:
+    """Lines of at most ``TEXT_WIDTH``; line breaks and indents stay. The first line begins with ``mark``."""
+    lines = []
+    for part in text.splitlines():
+        indent = " " * (len(mark) + len(part) - len(part.lstrip()))
+        lines += wrap(mark + part, TEXT_WIDTH, subsequent_indent=indent) or [""]
+    return lines

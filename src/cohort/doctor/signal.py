@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from cohort.doctor.finding import Check, Finding
 
-MOST_DEAD, MANY_DEAD = 0.8, 0.5
+MOST_DEAD, MANY_DEAD = 0.8, 0.6
 """Shares of groups with equal rewards above which almost nothing, or little, is learned."""
 MANY_CUT, ALL_CUT = 0.25, 0.95
 FEW_DISTINCT = 2.0
@@ -62,7 +62,7 @@ def _deviation(numbers: Sequence[float]) -> float:
 def _advice(dead: Sequence[Sequence[float]], most: float, mean: float) -> str:
     """What helps, by where the equal rewards lie."""
     solved = sum(1 for group in dead if group and group[0] >= most - SAME)
-    if dead and solved > len(dead) / 2:
+    if dead and solved >= 0.75 * len(dead):
         return "most of these groups have the full reward: use harder prompts, or raise rollout.temperature"
     if mean < 0.1 * most:
         return (

@@ -139,13 +139,13 @@ def _ends(a: Run, b: Run, step: int) -> Iterator[Difference]:
     """The differences of the best models and of the summaries."""
     best = (a.path / "best", b.path / "best")
     if all(path.exists() for path in best):
-        records = [_parsed(path / "best.json", json.loads) for path in best]
-        changed = _changed(*records)
-        yield from (Difference(records[0]["step"], f"best model: {key}", text) for key, text in changed)
-        yield from _models(records[0]["step"], "best model", best)
+        records = [_table(path / "best.json") for path in best]
+        step_of_best = records[0].get("step", step)
+        yield from (Difference(step_of_best, f"best model: {key}", text) for key, text in _changed(*records))
+        yield from _models(step_of_best, "best model", best)
     summaries = (a.path / "summary.json", b.path / "summary.json")
     if all(path.exists() for path in summaries):
-        pair = [_timeless(_parsed(path, json.loads)) for path in summaries]
+        pair = [_timeless(_table(path)) for path in summaries]
         yield from (Difference(step, f"summary: {key}", text) for key, text in _changed(*pair))
 
 
@@ -156,7 +156,7 @@ def _metrics(path: Path) -> dict[int, dict[str, Any]]:
         try:
             metrics = dict(json.loads(line))
             found[int(metrics["step"])] = metrics
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             if number < len(lines):  # a run that is being written, or was killed, may end within a line
                 raise RunFolderError(f"{path}, line {number}: expected the metrics of a step") from None
     return found
@@ -167,6 +167,20 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"cannot read {path}: {error}") from None
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """The entries of a JSON file, without the times, at any depth."""
+    table = _parsed(path, lambda text: _without_times(json.loads(text)))
+    if not isinstance(table, dict):
+        raise RunFolderError(f"cannot read {path}: expected names with values, got {type(table).__name__}")
+    return table
+
+
+def _without_times(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_times(value) for key, value in tree.items() if not key.startswith(OF_THE_CLOCK)}
+    return [_without_times(one) for one in tree] if isinstance(tree, list) else tree
 
 
 def _step_of(path: Path) -> tuple[int, str]:
@@ -224,7 +238,9 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
     """The columns in which two tables differ."""
     try:
         a, b = (pyarrow.parquet.read_table(path) for path in paths)
-    except (OSError, pyarrow.ArrowException) as error:
+        for table in (a, b):
+            table.select(table.column_names)  # which fails if two columns have one name
+    except (OSError, KeyError, pyarrow.ArrowException) as error:
         raise RunFolderError(f"cannot read {paths[0]} and {paths[1]}: {error}") from None
     if a.num_rows != b.num_rows:
         yield Difference(step, f"{what}: rows", f"{a.num_rows} and {b.num_rows}")
@@ -262,11 +278,11 @@ def _within_a_step(checkpoint: Path) -> bool:
     """Whether a checkpoint holds a part of the next step, as a signal writes it: no other run has the same instant."""
     if not (checkpoint / LOOP).exists():
         return False
-    state, loop = checkpoint / "state", dict(_parsed(checkpoint / LOOP, json.loads))
-    if loop.get("metrics") is not None or (state / f"{UPDATES}.json").exists():
+    state = checkpoint / "state"
+    if _table(checkpoint / LOOP).get("metrics") is not None or (state / f"{UPDATES}.json").exists():
         return True
-    facts = [_parsed(path, json.loads).get("facts", {}) for path in state.glob(f"{ROLLOUT}*.json")]
-    return any("samples" in one or not one.get("in_background", True) for one in facts)
+    facts = [dict(_flat(_table(path))) for path in state.glob(f"{ROLLOUT}*.json")]
+    return any("facts.samples" in one or not one.get("facts.in_background", True) for one in facts)
 
 
 def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
@@ -279,7 +295,7 @@ def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Differ
         elif files[0].exists() != files[1].exists():
             yield Difference(step, f"{what}: {name}", "only one run has it")
     if all((folder / LOOP).exists() for folder in folders):
-        pair = [dict(_parsed(folder / LOOP, json.loads)) for folder in folders]
+        pair = [_table(folder / LOOP) for folder in folders]
         for loop in pair:
             loop.pop("identity", None)  # facts, which ``changed_facts`` compares
         yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(_flat, pair))))
@@ -293,17 +309,10 @@ def _pending(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Diffe
         yield Difference(step, f"{what}: pending rollouts", f"{len(names[0])} and {len(names[1])}")
         return
     for name in names[0]:
-        trees = [_without_times(_parsed(folder / "state" / name, json.loads)) for folder in folders]
+        trees = [_table(folder / "state" / name) for folder in folders]
         files = [folder / "state" / name.replace(".json", ".safetensors") for folder in folders]
         yield from (Difference(step, f"{what}: {name}: {key}", text) for key, text in _changed(*trees))
         yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
-
-
-def _without_times(tree: Any) -> Any:
-    """A tree of JSON without the entries that are times."""
-    if isinstance(tree, dict):
-        return {key: _without_times(value) for key, value in tree.items() if not key.startswith(OF_THE_CLOCK)}
-    return [_without_times(one) for one in tree] if isinstance(tree, list) else tree
 
 
 def _tensors(step: int, quantity: str, files: Sequence[Iterable[Path]]) -> Iterator[Difference]:
