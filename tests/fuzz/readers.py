@@ -1,4 +1,4 @@
-"""What the fuzzing reads: for each reader, strategies for changed and torn input, and the check that the answer is a
+"""What the fuzzing reads: for each reader, changed and torn input, and the check that the answer is a
 value or one of Cohort's errors.
 
 A change replaces, removes or adds a node in a valid document; a tear cuts, repeats or overwrites bytes of its text.
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import tomli_w
-from hypothesis import strategies as st
 
 from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
 from cohort.data.source import read_file
@@ -45,6 +44,7 @@ from cohort.runs.generators import set_random_state
 from cohort.runs.verify import verify
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
 from tests.conftest import DEMO_MODEL
+from tests.fuzz import inputs as st
 from tests.train.harness import make_trainer
 
 NUMBERS = [0, -1, 1, 2, 10**9, 2**63, -(2**63) - 1, 10**30, 0.5, -0.0, 1e-320, 1e308, math.inf, math.nan]
@@ -76,7 +76,6 @@ ODD = st.sampled_from(
 TREES = st.recursive(
     ODD | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=5,
 )
 BYTES = [b"", b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"{", b"}", b"[", b",", b":", b"null", b"NaN", b"-1", b"1e999",
          b"9" * 5000, b"[" * 4_000, b'{"a":' * 2_000, b"\\ud800", b"[[x]]\n", b"a.b.c = 1\n", b"\xef\xbb\xbf", b"true"]  # fmt: skip
