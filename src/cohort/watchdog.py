@@ -7,7 +7,7 @@
 After a while, a thread logs "scoring: 214 s so far, at most 3.1 s before; reward judge: 212 s, sample 41". Entering and
 leaving a block takes a few microseconds, and the thread wakes up every few seconds.
 
-A function that holds the interpreter lock stops this thread too. SIGQUIT prints the stacks in that case as well.
+A function that holds the interpreter lock stops this thread too. Then a thread of ``faulthandler`` prints the stacks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ FIRST_SECONDS = 300.0
 """What has never ended before is reported after this time."""
 TICK = 2.0
 """Seconds between looks."""
+HELD_SECONDS = 300.0
+"""Stacks are printed when the interpreter lock is held for this time, or for ``ARM_SECONDS`` less."""
+ARM_SECONDS = 60.0
 SHARED_SECONDS = 10.0
 """Other ranks are told of what takes longer than this."""
 MAX_NAMED = 5
@@ -108,9 +111,17 @@ def _watch(process: int) -> None:
 
 
 def _look_forever() -> None:
+    armed: float | None = None
     while True:
         time.sleep(TICK)
-        _look(time.monotonic())
+        now = time.monotonic()
+        if _threads and (armed is None or now - armed >= ARM_SECONDS):
+            faulthandler.dump_traceback_later(HELD_SECONDS, file=2)
+            armed = now
+        elif not _threads and armed is not None:
+            faulthandler.cancel_dump_traceback_later()
+            armed = None
+        _look(now)
 
 
 def _look(now: float) -> None:

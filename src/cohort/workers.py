@@ -189,7 +189,9 @@ class _Process:
         if number not in self._loaded:  # what is imported to load them does not count towards the timeout of the call
             self._request((number, encoded, sent), LOAD_SECONDS)
             self._loaded.add(number)
-            watchdog.dumping.add(self._process.pid if self._process else 0)
+            with self._lock:
+                if self._process is not None:
+                    watchdog.dumping.add(self._process.pid)
         return dill.loads(self._request((number, None, sent), timeout))
 
     def _request(self, message: tuple[int, bytes | None, bytes], timeout: float | None) -> bytes:

@@ -416,6 +416,7 @@ def test_assignments_that_are_not_parts(assignment, message):
         ({"num_generations": 10**9}, "rollout.num_generations: .* less than or equal to 65536, got 1000000000"),
         ({"num_generations": 65_536, "prompts_per_step": 64}, "4,194,304; a rollout has at most 1,000,000 completions"),
         ({"bootstrap_samples": 10**12}, "eval.bootstrap_samples: .* less than or equal to 1000000"),
+        ({"retries": 10**12}, "reward.retries: .* less than or equal to 1000"),
         ({"workers": 10**6}, "reward.workers: .* less than or equal to 1024"),
         ({"chat_template": "/dev/zero"}, "cannot read /dev/zero: more than 16,777,216 bytes"),
         ({"json_schema": "[" * 100_000}, "expected a JSON schema"),
@@ -432,3 +433,12 @@ def test_a_config_file_without_an_end(tmp_path):
     (tmp_path / "c.toml").write_text("a = " + "9" * 5000)
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_config(tmp_path / "c.toml")
+
+
+def test_text_that_is_not_utf_8():
+    for give in (
+        lambda text: apply_overrides({}, ["--data.chat_template", text]),
+        lambda text: to_toml(GRPOConfig(chat_template=text)),
+    ):
+        with pytest.raises(ConfigError, match="UTF-8"):
+            give("{\udcff")

@@ -13,6 +13,7 @@ from cohort.environments import Acting, Step
 from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
+from tests.train.test_stop import assert_stops_change_nothing
 
 FAMILY = FAMILIES["qwen2_5"]
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus 2?"}], "answer": n + 2} for n in range(4)]
@@ -69,13 +70,13 @@ class Shop:
         return float(self.left)
 
 
-def model(family=FAMILY):
+def model(family=FAMILY, hidden_size=32):
     torch.manual_seed(0)
     size = len(family.tokenizer)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=size,
-            hidden_size=32,
+            hidden_size=hidden_size,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -87,11 +88,13 @@ def model(family=FAMILY):
     )
 
 
-def trainer(folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, eval_rows=None, **settings):
+def trainer(
+    folder, reward_funcs=None, tools=(), environment_factory=None, family=FAMILY, eval_rows=None, hidden=32, **settings
+):
     defaults = {"prompts_per_step": 2, "num_generations": 3, "max_steps": 2, "max_completion_length": 256}
     config = GRPOConfig(**defaults | {"output_dir": str(folder), "progress": False, "learning_rate": 1e-3} | settings)
     return GRPOTrainer(
-        model(family),
+        model(family, hidden),
         reward_funcs,
         config,
         ROWS,
@@ -188,6 +191,16 @@ def test_a_resumed_run_is_the_run(tmp_path):
         trainer(tmp_path / "b", **others).train(resume=True)
     for one, other in zip(straight.policy.model.parameters(), again.policy.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_it_plays(tmp_path):
+    """Episodes that have ended are kept with their turns; the others begin anew."""
+
+    def make(folder):
+        return trainer(folder, environment_factory=Count, regex="[0-9]", hidden=64, max_steps=1)
+
+    assert_stops_change_nothing(make, tmp_path, lambda total: (total // 3, total // 2, 3 * total // 4))
 
 
 def test_evaluation_plays_episodes(tmp_path):

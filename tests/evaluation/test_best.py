@@ -198,6 +198,14 @@ def test_a_kill_changes_neither_the_best_nor_the_end():
                 assert judged(values, saved, record)[-1] == straight[-1]
 
 
+def test_a_best_model_that_was_never_written_can_be_replaced(caplog):
+    history = judged([0.1, 0.3])
+    (_, older), (saved, _) = history
+    (_, record), *_ = judged([0.1, 0.3, 0.2], saved, older)
+    assert "best/ holds the model after step 1: that after step 2 was lost" in caplog.text
+    assert (record["step"], record["value"]) == (3, 0.2)
+
+
 def by_step(values):
     """A reward whose value in an evaluation depends on the step only."""
 

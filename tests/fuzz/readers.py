@@ -1,4 +1,4 @@
-"""What the fuzzing reads: for each reader, strategies for changed and torn input, and the check that the answer is a
+"""What the fuzzing reads: for each reader, changed and torn input, and the check that the answer is a
 value or one of Cohort's errors.
 
 A change replaces, removes or adds a node in a valid document; a tear cuts, repeats or overwrites bytes of its text.
@@ -7,26 +7,45 @@ A change replaces, removes or adds a node in a valid document; a tear cuts, repe
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
-from hypothesis import strategies as st
 
 from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
 from cohort.data.source import read_file
 from cohort.errors import CohortError
-from cohort.policy import context_length, load_tokenizer
+from cohort.evaluation.command import Request, model_of
+from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
+from cohort.report.compare import Run, changed_facts, changed_settings, differences
 from cohort.rewards.names import split_spec
-from cohort.runs import RunFolder, StoredRollout, load_rollout, read_best, save_rollout
+from cohort.runs import (
+    RunFolder,
+    StoredRollout,
+    damage_named,
+    last_start,
+    load_checkpoint,
+    load_rollout,
+    random_state,
+    read_best,
+    save_rollout,
+    saved_identity,
+)
 from cohort.runs.durable import check_whole, write_file, write_manifest
+from cohort.runs.generators import set_random_state
+from cohort.runs.verify import verify
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
 from tests.conftest import DEMO_MODEL
+from tests.fuzz import inputs as st
+from tests.train.harness import make_trainer
 
 NUMBERS = [0, -1, 1, 2, 10**9, 2**63, -(2**63) - 1, 10**30, 0.5, -0.0, 1e-320, 1e308, math.inf, math.nan]
 TEXTS = [
@@ -57,7 +76,6 @@ ODD = st.sampled_from(
 TREES = st.recursive(
     ODD | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=5,
 )
 BYTES = [b"", b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"{", b"}", b"[", b",", b":", b"null", b"NaN", b"-1", b"1e999",
          b"9" * 5000, b"[" * 4_000, b'{"a":' * 2_000, b"\\ud800", b"[[x]]\n", b"a.b.c = 1\n", b"\xef\xbb\xbf", b"true"]  # fmt: skip
@@ -267,8 +285,6 @@ def prepare_rollout(folder: Path) -> None:
 
 
 def stored_seed(suffix: str) -> bytes:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         prepare_rollout(Path(folder))
         return (Path(folder) / f"whole.{suffix}").read_bytes()
@@ -342,8 +358,11 @@ def torn_text(seeds: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
 def prepare_model(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+    for name in MODEL_FILES:
         shutil.copy(DEMO_MODEL / name, folder)
 
 
@@ -352,23 +371,101 @@ def read_model(folder: Path, given: tuple[str, bytes]) -> None:
     try:
         (folder / name).write_bytes(data)
         config = model_config(str(folder))
-        load_tokenizer(str(folder)).decode([1])
+        tokenizer = load_tokenizer(str(folder))
+        tokenizer.decode([1])
+        assert all(isinstance(end, int) for end in end_token_ids(str(folder), tokenizer))
         assert context_length(config) is None or context_length(config) > 0
     finally:
         shutil.copy(DEMO_MODEL / name, folder)
 
 
 def _model_files() -> st.SearchStrategy[Any]:
-    files = {
-        name: (DEMO_MODEL / name).read_bytes() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
-    }
+    files = {name: (DEMO_MODEL / name).read_bytes() for name in MODEL_FILES}
     return st.one_of(
         *(st.tuples(st.just(name), changed(json.loads(data)).map(as_json) | torn(data)) for name, data in files.items())
     )
 
 
+@cache
+def some_run() -> tuple[Any, Path]:
+    """The parts of a run of one step, and its checkpoint."""
+    folder, settings = Path(tempfile.mkdtemp()), {"max_steps": 1, "metric_for_best_model": "eval/reward/mean"}
+    tokenizer = load_tokenizer(str(DEMO_MODEL))
+    trainer = make_trainer(
+        tokenizer, folder / "run", eval_rows=[{"prompt": "1+1"}], max_completion_length=2, **settings
+    )
+    trainer.train()
+    return trainer._parts, folder / "run" / "checkpoints" / "step-1"
+
+
+def read_state(folder: Path, data: bytes) -> None:
+    parts, checkpoint = some_run()
+    whole, before = (checkpoint / "state" / "loop.json").read_bytes(), random_state()
+    try:
+        (checkpoint / "state" / "loop.json").write_bytes(data)
+        assert isinstance(saved_identity(checkpoint), dict)
+        with damage_named(checkpoint):  # as train.resume does
+            parts.restore(load_checkpoint(checkpoint, parts.models), None)
+    finally:
+        (checkpoint / "state" / "loop.json").write_bytes(whole)
+        set_random_state(before)
+
+
+def _states() -> st.SearchStrategy[bytes]:
+    def changes() -> st.SearchStrategy[Any]:
+        real = json.loads((some_run()[1] / "state" / "loop.json").read_bytes())
+        generators = {"random": real.pop("random")}  # thousands of numbers, of which a few are changed
+        few = {"random": [{**generators["random"][0], "torch": "00", "numpy": ["MT19937", [1, 2], 0, 0, 0.0]}]}
+        others = changed(real).map(lambda tree: {**generators, **tree} if isinstance(tree, dict) else tree)
+        return others | changed(few).map(lambda tree: {**real, **tree} if isinstance(tree, dict) else tree)
+
+    return st.deferred(changes).map(as_json) | torn(as_json({"step": 1, "identity": {"threads": "1"}}))
+
+
+FILES = ("config.toml", "starts.jsonl", "summary.json", "metrics.jsonl", "run.lock", "rollouts/step-1.parquet",
+         "best/best.json", "best/manifest.json", "best/config.json", "checkpoints/step-1/manifest.json",
+         "checkpoints/step-1/model.safetensors", "checkpoints/step-1/state/loop.json")  # fmt: skip
+
+
+def read_folder(folder: Path, given: tuple[str, bytes]) -> None:
+    """Every command that reads a run folder; what a stranger's folder names may run."""
+    name, data = given
+    run, source = folder / "run", some_run()[1].parents[1]
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(source, run)
+    (run / name).write_bytes(data)
+    answers = []
+    for read_it in (
+        lambda: list(verify(run)),
+        lambda: list(differences(Run.read(run), Run.read(source))),
+        lambda: changed_settings(Run.read(run), Run.read(source)),
+        lambda: changed_facts(Run.read(run), Run.read(source)),
+        lambda: Request(str(run), trust=str(run), data=("rows.jsonl",), reward=("math",)).settings(),
+        lambda: model_of(str(run)),
+        lambda: last_start(run),
+        lambda: RunFolder(run).check_resumable(load_config(run / "config.toml")),
+        lambda: RunFolder(run).evaluations(),
+    ):
+        with suppress(CohortError):
+            answers.append(read_it())
+    assert answers
+
+
+def _folders() -> st.SearchStrategy[Any]:
+    def files() -> st.SearchStrategy[Any]:
+        run = some_run()[1].parents[1]
+        every = [(name, (run / name).read_bytes()) for name in FILES if (run / name).exists()]
+        return st.one_of(*(st.tuples(st.just(name), torn(data)) for name, data in every))
+
+    return st.deferred(files)
+
+
 READERS = _readers()
-SLOW = {"model": Reader(_model_files(), read_model, prepare_model)}
+SLOW = {
+    "folder": Reader(_folders(), read_folder),
+    "model": Reader(_model_files(), read_model, prepare_model),
+    "state": Reader(_states(), read_state),
+}
 """Readers of about 20 ms."""
 
 

@@ -54,6 +54,18 @@ def test_ranks_without_prompts_are_for_memory(config):
         assert main(f"launch --ranks 5 --dry-run {layout}".split()) == 0
 
 
+def test_a_run_is_resumed_on_ranks(config, capsys):
+    (config / "out").mkdir()
+    (config / "c.toml").rename(config / "out" / "config.toml")
+    assert (
+        main(["launch", "--ranks", "2", "--max-restarts", "1", "--dry-run", "resume", "out", "--run.max_steps", "9"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert f"run folder: {config / 'out'}\n" in shown
+    assert "each rank runs: cohort resume out --run.max_steps 9\n" in shown
+
+
 def test_several_machines(config, capsys):
     command = (
         "launch --ranks 2 --nnodes 2 --rdzv-endpoint a:29400 --rdzv-id 7 --max-restarts 3 --dry-run "

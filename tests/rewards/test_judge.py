@@ -9,47 +9,48 @@ from cohort.rewards.code import code, parse_tests
 from tests.rewards.test_code import score
 from tests.sandbox.needs import needs_bwrap
 
-CATCHES = "try:\n    f(-1)\n    assert False\nexcept Err:\n    pass"
-READS = "def f(x): return \"__import__('sys').modules['tests'].expected\""
-FORGED = {  # a program that is wrong, and tests that it passed
-    "its exception class is Exception": ("Err = Exception\ndef f(x): return 0", CATCHES),
-    "its exception class claims to be AssertionError": (
-        "class Err(Exception): pass\nErr.__module__, Err.__name__ = 'builtins', 'AssertionError'\ndef f(x): return 0",
-        CATCHES,
+CATCHES = "try:\n    f(-1)\n    assert False\nexcept {}:\n    pass"
+FAILS = (
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        try:\n            f(-1)\n"
+    "            self.fail()\n        except Failure:\n            pass"
+)
+READS = "__import__('sys').modules['tests'].expected"
+FORGED = {  # a program that is wrong, and tests each of which it passed
+    "exception classes that catch the test's own": (
+        "Err = Exception\nFailure = AssertionError\nclass Named(Exception): pass\n"
+        "Named.__module__, Named.__name__ = 'builtins', 'AssertionError'\ndef f(x): return 0",
+        [CATCHES.format("Err"), CATCHES.format("Named"), FAILS],
     ),
-    "a method of unittest fails": (
-        "Err = AssertionError\ndef f(x): return 0",
-        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        try:\n            f(-1)\n"
-        "            self.fail()\n        except Err:\n            pass",
+    "the end of the program": ("import os\nErr = ConnectionError\ndef f(x): os._exit(0)", [CATCHES.format("Err")]),
+    "names of the standard library": (
+        "def isclose(*a): return True\ninf = 0\nclass deque(list):\n    def __init__(self, *a): pass\n"
+        "def floor(x): return 3\ndef f(x): return 0\ndef g(x): return []",
+        [
+            "assert isclose(f(1), 3)",
+            "assert f(1) == inf",
+            "assert g(1) == deque([3])",
+            "r = f(1)\nassert floor(r) == 3",
+        ],
     ),
-    "the program is gone": ("import os\nErr = ConnectionError\ndef f(x): os._exit(0)", CATCHES),
-    "defines isclose": ("def isclose(*a): return True\ndef f(x): return 0", "assert isclose(f(1), 3)"),
-    "defines inf": ("inf = 0\ndef f(x): return 0", "assert f(1) == inf"),
-    "defines deque": (
-        "class deque(list):\n    def __init__(self, *a): pass\ndef f(x): return []",
-        "assert f(1) == deque([3])",
-    ),
-    "defines floor": ("def floor(x): return 3\ndef f(x): return 0", "result = f(1)\nassert floor(result) == 3"),
-    "defines all": (
+    "a built-in beside an import": (
         "def all(x): return True\ndef f(x): return 0",
-        "from solution import f\nassert all(f(i) == 1 for i in range(3))",
+        ["from solution import f\nassert all([f(i) == 1 for i in range(3)])"],
     ),
-    "returns the name of what is expected": (
-        "def f(x): return 'expected'",
-        "expected = 3\nassert eval(f(1)) == expected",
+    "texts that are evaluated": (
+        f"def f(x): return 'expected'\ndef g(x): return {READS!r}",
+        [
+            "expected = 3\nassert eval(f(1)) == expected",
+            "expected = 3\nassert eval(g(1)) == expected",
+            "import builtins\nexpected = 3\nassert builtins.eval(g(1)) == expected",
+        ],
     ),
-    "returns a text that reads what is expected": (READS, "expected = 3\nassert eval(f(1)) == expected"),
-    "returns such a text to the built-in eval": (
-        READS,
-        "import builtins\nexpected = 3\nassert builtins.eval(f(1)) == expected",
-    ),
-    "returns a pickle that calls a function": (
-        'import pickle\nclass P:\n    def __reduce__(self): return eval, ("3",)\ndef f(x): return pickle.dumps(P())',
-        "import pickle\nassert pickle.loads(f(1)) == 3",
-    ),
-    "returns a pickle that changes a class": (
-        "import pickle\ndef f(x):\n    return b'ccollections\\nCounter\\n(N}V__eq__\\ncbuiltins\\nset\\nstb.'",
-        "import pickle\nfrom collections import Counter\npickle.loads(f(1))\nassert Counter('a') == Counter('b')",
+    "pickles that call a function or change a class": (
+        'import pickle\nclass P:\n    def __reduce__(self): return eval, ("3",)\ndef f(x): return pickle.dumps(P())\n'
+        "def g(x): return b'ccollections\\nCounter\\n(N}V__eq__\\ncbuiltins\\nset\\nstb.'",
+        [
+            "import pickle\nassert pickle.loads(f(1)) == 3",
+            "import pickle\nfrom collections import Counter\npickle.loads(g(1))\nassert Counter('a') == Counter('b')",
+        ],
     ),
 }
 
@@ -58,8 +59,7 @@ FORGED = {  # a program that is wrong, and tests that it passed
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_result_fails(name):
     program, tests = FORGED[name]
-    value, _, why = score(program, tests)
-    assert (value, bool(why)) == (0.0, True)
+    assert score(program, tests, partial=True)[:2] == (0.0, f"0/{len(tests)}")
 
 
 RIGHT = {  # what the same tests are for
@@ -112,7 +112,7 @@ def test_the_right_program_passes(name):
 
 
 RAISES = "def f(x): raise ImportError('no', name='pytest')"
-UNSCORED = {  # a program that could choose to be unscored
+UNSCORED = {  # tests that left this program unscored, or might have
     "an ImportError that is raised again": "try:\n    f(1)\nexcept ImportError as e:\n    raise ImportError(str(e), name=e.name)",
     "an ImportError before another": (
         "errors = []\nfor _ in range(2):\n    try:\n        f(1)\n    except ImportError as e:\n        errors.append(e)\n"
@@ -124,9 +124,9 @@ UNSCORED = {  # a program that could choose to be unscored
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", UNSCORED)
-def test_a_program_does_not_choose_to_be_unscored(name):
-    assert score(RAISES, UNSCORED[name])[0] == 0.0
+def test_a_program_does_not_choose_to_be_unscored():
+    tests = list(UNSCORED.values())
+    assert score(RAISES, tests, partial=True)[:2] == (0.0, f"0/{len(tests)}")
 
 
 def test_tests_that_may_run_a_text_of_the_program_are_refused():

@@ -2,6 +2,8 @@
 
 import math
 import resource
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.config import OptimConfig
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
+from cohort.parallel import World
 from cohort.policy import Policy, Precision
-from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state, save_model
+from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state, save_model, saving
 from cohort.train import Optimizer, loop
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION
@@ -121,3 +124,47 @@ def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp
     checked.clear()
     make_trainer(demo_tokenizer, tmp_path / "off", check_saved=False, **settings).train()
     assert checked == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({}, [1, 2, 3, 4, 5]), ({"save_total_limit": 2}, [4, 5]), ({"save_total_limit": 1, "keep_every": 2}, [2, 4, 5])],
+)
+def test_which_checkpoints_are_kept(tmp_path, monkeypatch, settings, kept):
+    monkeypatch.setattr(saving, "write_content", lambda folder, content, **_: None)
+    folder = RunFolder(tmp_path, RunConfig(**settings))
+    for step in range(1, 6):
+        folder._write_checkpoint(SimpleNamespace(step=step), World())
+    assert folder.checkpoint_steps() == kept
+
+
+def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    folder = RunFolder(tmp_path, RunConfig(save_steps=3, save_minutes=2))
+    assert [folder.checkpoint_due(step) for step in range(1, 7)] == [False, False, True, False, False, True]
+    now += 119
+    assert not folder.checkpoint_due(1)
+    now += 1
+    assert folder.checkpoint_due(1)
+
+
+def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(demo_tokenizer, tmp_path, monkeypatch, caplog):
+    """And if the disk fails then, after the next step."""
+    monkeypatch.setattr(saving, "free_bytes", lambda _: 1000)
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1)
+    real, steps = saving.replaced, []
+
+    def fails_once(target):
+        steps.append(target.name)
+        if len(steps) == 1:
+            raise DiskError("cannot write") from OSError(28, "No space left on device")
+        return real(target)
+
+    monkeypatch.setattr(saving, "replaced", fails_once)
+    for metrics in trainer.steps():
+        assert trainer.folder.checkpoint_steps() == list(range(2, metrics["step"] + 1))
+    assert steps == ["step-1", "step-2", "step-3"]
+    first, second = caplog.messages
+    assert first.startswith("not written yet: checkpoint of step 1: No space left on device. Training goes on")
+    assert second.startswith("everything is written again")

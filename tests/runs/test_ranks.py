@@ -50,7 +50,7 @@ class Run:
     def save(self, path):
         random = self.world.gather(random_state())
         state = SavedState(2, self.optimizer.state_dict(), {}, {}, {}, {"prompts": "some"}, random)
-        RunFolder(path).save_checkpoint(self.models, state, self.world)
+        RunFolder(path).save_checkpoint(self.models, state, self.world, wait=True)
         together(self.world, lambda: check_saved(self.models.policy, RunFolder(path).checkpoint(2)))
 
     def load(self, path):

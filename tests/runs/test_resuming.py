@@ -217,8 +217,12 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(project, capsys):
             "model is not a run folder: it has no config.toml. It holds a model: to train it, set model.path" in error
         )
         assert "remove" not in error
+    assert main(["resume", "out/checkpoints/step-1"]) == 2
+    assert f"Its run is {project}/out." in capsys.readouterr().err
     assert main(["resume", "nowhere"]) == 2
     assert "there is no run folder" in capsys.readouterr().err
+    assert main(["train", "c.toml", "--allow-changed", "code"]) == 2
+    assert "--allow-changed is for a run that goes on: add --resume" in capsys.readouterr().err
 
 
 def script_reward(completions, **_):

@@ -91,6 +91,55 @@ def test_a_completion_that_a_function_failed_on_is_left_out_of_the_update(demo_t
     assert "picky failed on" in caplog.text
 
 
+@pytest.mark.slow
+def test_a_run_with_a_hostile_function_is_one_without_the_scores_that_it_does_not_give(demo_tokenizer, tmp_path):
+    def kind_of(ids):
+        return (sum(ids) + 7) % 12
+
+    def score(text):  # of this test: a worker need not import the module
+        return sum(character.isdigit() for character in text) / (len(text) + 1)
+
+    def hostile(completion, completion_ids):
+        import os
+        import signal
+        import sys
+        import time
+
+        match kind_of(completion_ids):
+            case 0:
+                os._exit(3)
+            case 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case 2:
+                raise type("Stop", (BaseException,), {})
+            case 3:
+                return float("nan")
+            case 4:
+                sys.exit()
+            case 5:
+                time.sleep(60)
+            case 6:
+                os.fork()
+        print("x" * 10_000)
+        return score(completion)
+
+    def gentle(completion, completion_ids):
+        return score(completion) if kind_of(completion_ids) > 5 else ValueError("unscored")
+
+    runs = []
+    for name, function, settings in (("a", hostile, {"workers": 2, "timeout": 1.0}), ("b", gentle, {})):
+        trainer = make_trainer(demo_tokenizer, tmp_path / name, rewards=function, max_steps=1, **settings)
+        trainer.train()
+        runs.append(
+            (trainer, [(row["reward"], row["advantage"], row["token_ids"]) for row in rows_of(tmp_path / name)])
+        )
+    assert runs[0][1] == runs[1][1]
+    assert same_parameters(runs[0][0], runs[1][0])
+    found = {kind_of(ids) for _, _, ids in runs[0][1]}
+    assert len(found & set(range(6))) >= 3
+    assert found & set(range(6, 12))
+
+
 def test_functions_receive_the_progress_of_the_run(demo_tokenizer, tmp_path):
     seen = []
 

@@ -23,8 +23,7 @@ def save(run: str, /, *, timeout: float = 600.0) -> None:
     from cohort.runs.save_request import request_save, save_answered
 
     folder = RunFolder(Path(run))
-    if not (folder.path / "config.toml").exists():
-        raise RunFolderError(f"{run} is not a run folder: it has no config.toml")
+    folder.check_is_run()
     if (folder.path / "summary.json").exists():
         raise RunFolderError(f"{run} is complete: its last checkpoint is of step {folder.checkpoint_steps()[-1:]}")
     file, until = request_save(folder.path), time.monotonic() + timeout

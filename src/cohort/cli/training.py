@@ -63,6 +63,8 @@ def train(
     """
     from cohort.config import load_config, setting_names
 
+    if allow_changed and not resume:
+        raise ConfigError("--allow-changed is for a run that goes on: add --resume")
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
     names = setting_names(overrides)
     if resume:

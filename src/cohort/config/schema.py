@@ -28,6 +28,7 @@ from cohort.config.section import (
 MAX_GENERATIONS = 65_536
 """Maximum number of completions of a prompt. A run with more would fill the memory before its first step."""
 Workers = Annotated[int, Field(ge=0, le=1024)]
+Retries = Annotated[int, Field(ge=0, le=1000)]
 
 
 class LoraConfig(Section):
@@ -179,7 +180,7 @@ class EnvironmentConfig(Section):
     be killed. Unset: no limit."""
     episode_timeout: PositiveFloat | None = None
     """Time limit of an episode in seconds, sampling included (finish reason "timeout"). Unset: no limit."""
-    call_retries: Count = 0
+    call_retries: Retries = 0
     """How often a tool call is repeated when its worker dies or it exceeds `call_timeout`. Environments are not
     repeated."""
     tool_workers: Workers = 0
@@ -223,7 +224,7 @@ class RewardConfig(Section):
     timeout: PositiveFloat | None = None
     """Time limit of a call in seconds; a call scores one completion, a group or the rollout, depending on the function.
     The worker of a call that exceeds it is killed. Unset: no limit."""
-    retries: Count = 0
+    retries: Retries = 0
     """How often a failed call is repeated, after the other calls have ended."""
     on_error: Literal["unscored", "stop"] = "unscored"
     """What to do when a function raises, exceeds the timeout or returns a number that is not finite. "unscored"

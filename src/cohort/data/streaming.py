@@ -15,6 +15,7 @@ from cohort.data.prompts import PromptSet
 from cohort.data.rows import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
+from cohort.watchdog import waiting
 
 DRAWS = 1024
 """Random numbers drawn at a time."""
@@ -35,6 +36,7 @@ class StreamingLoader(PromptLoader):
         self._is_conversation = prompts.prompt(0, uid=0).is_conversation
         self._begin(DataCursor())
 
+    @waiting("data")
     def fetch(self, cursor: DataCursor, count: int, skip: int = 0) -> list[Prompt]:
         """See ``PromptLoader``."""
         self._seek(cursor, cursor.position + skip)

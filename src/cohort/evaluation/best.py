@@ -109,7 +109,10 @@ class Best:
             in_folder = record["step"], record["value"]
         if old == new and (step is None or in_folder is not None):
             self.step, self.value, self.evaluations_since = step, state["value"], state["evaluations_since"]
-            if in_folder is not None and in_folder != (step, self.value):
+            if in_folder is not None and step is not None and in_folder[0] < step:  # a full disk, then a kill
+                log.warning("best/ holds the model after step %s: that after step %s was lost", in_folder[0], step)
+                self.step, self.value = in_folder
+            elif in_folder is not None and in_folder != (step, self.value):
                 self.ahead = in_folder
                 log.warning(
                     "best/ holds the model after step %s, which the checkpoint does not know; kept", in_folder[0]

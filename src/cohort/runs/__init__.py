@@ -11,7 +11,7 @@ from cohort.runs.folder import RunFolder
 from cohort.runs.generators import random_state, seeded, set_seed
 from cohort.runs.lines import as_json
 from cohort.runs.models import check_saved, save_model
-from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
+from cohort.runs.reading import damage_named, read_best, read_metrics, read_object, steps_of
 from cohort.runs.rollouts import StoredRollout, Unstorable, load_rollout, save_rollout
 from cohort.runs.starts import Start, last_start, with_overrides_of_start
 from cohort.runs.tables import completion_columns, score_columns

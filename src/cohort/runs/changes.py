@@ -19,11 +19,14 @@ from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunFolderError
 
 MAY_CHANGE_ON_RESUME = {
-    *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels")),
+    *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "lora.save_merged")),
+    *(f"model.{name}" for name in ("trust_remote_code", "allow_pickled_weights")),
+    *(f"data.{name}" for name in ("eval", "eval_rows", "eval_split")),
     *(f"rollout.{name}" for name in ("max_batch_size", "cache_tokens", "lag")),
     *("vllm", "eval", "parallel", "report"),
-    *(f"reward.{name}" for name in ("workers", "timeout", "retries", "on_error", "max_concurrent")),
-    "optim.microbatch_tokens",
+    *(f"environment.{name}" for name in ("tool_workers", "max_environments", "call_timeout", "call_retries")),
+    *(f"reward.{name}" for name in ("workers", "timeout", "retries", "on_error", "cache", "max_concurrent")),
+    *(f"optim.{name}" for name in ("microbatch_tokens", "max_nonfinite_updates")),
     *(f"run.{name}" for name in RunConfig.model_fields if name not in ("seed", "deterministic")),
 }
 """Settings, and sections, that do not change what a step computes: where, how long and how fast a run goes, and how it

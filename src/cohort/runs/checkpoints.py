@@ -29,6 +29,7 @@ from cohort.policy import Policy
 from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.models import save_model, saved_weights, trained_weights
+from cohort.runs.reading import damage_named, read_object
 from cohort.runs.rollouts import (
     Encoded,
     StoredRollout,
@@ -220,7 +221,7 @@ def check_checkpoint(folder: Path) -> None:
     """
     _refuse_earlier(folder)
     check_whole(folder)
-    step = _read_loop(folder)["step"]
+    step = _read_loop(folder).get("step")
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
         raise RunFolderError(f"{folder} is the checkpoint of step {step}")
 
@@ -240,15 +241,12 @@ def saved_identity(folder: Path) -> Mapping[str, str]:
         RunFolderError: it cannot be read, or an earlier version of Cohort wrote it.
     """
     _refuse_earlier(folder)
-    try:
-        return dict(_read_loop(folder)["identity"])
-    except (OSError, ValueError, TypeError, LookupError):
-        raise RunFolderError(f"{folder / LOOP} cannot be read") from None
+    with damage_named(folder / LOOP):
+        return {str(name): str(fact) for name, fact in _read_loop(folder)["identity"].items()}
 
 
 def _read_loop(folder: Path) -> dict[str, Any]:
-    loop: dict[str, Any] = json.loads((folder / LOOP).read_bytes())
-    return loop
+    return read_object(folder / LOOP)
 
 
 def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedState:

@@ -77,8 +77,11 @@ def check_whole(folder: Path) -> None:
     Raises:
         RunFolderError: a file is missing or not as it was written.
     """
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if MANIFEST not in files:
+            raise FileNotFoundError
+        manifest = json.loads(files[MANIFEST].read_bytes())
         form, expected = manifest["format"], {str(name): dict(record) for name, record in manifest["files"].items()}
     except FileNotFoundError:
         raise RunFolderError(f"{folder} has no {MANIFEST}") from None
@@ -87,17 +90,15 @@ def check_whole(folder: Path) -> None:
     if form != FORMAT:
         raise RunFolderError(f"{folder} is of format {form!r}, which this version of Cohort does not read")
     for name, record in expected.items():
-        path = folder / name
-        if not path.is_file():
-            raise RunFolderError(f"{folder} lacks {name}")
-        if (size := path.stat().st_size) != record.get("bytes"):
+        if name not in files:  # nor is a name of a file outside the folder
+            raise RunFolderError(f"{folder} lacks {name:.200}")
+        if (size := files[name].stat().st_size) != record.get("bytes"):
             raise RunFolderError(f"{folder}: {name} has {size:,} bytes; {record.get('bytes')} were written")
     for name, found in zip(expected, _records(folder, expected), strict=True):
         if found != expected[name]:
             raise RunFolderError(f"{folder}: {name} is not what was written: its SHA-256 differs")
-    for path in folder.rglob("*.safetensors*"):
-        if (name := path.relative_to(folder).as_posix()) not in expected:
-            raise RunFolderError(f"{folder}: {name} was not written with it")
+    if added := [name for name in files if ".safetensors" in name and name not in expected]:
+        raise RunFolderError(f"{folder}: {added[0]} was not written with it")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,7 +56,7 @@ def take_threads(saved: Mapping[str, str], ranks: int) -> str:
     With another number of ranks, the threads of this process remain: its share of the work is another.
     """
     threads, before = saved.get("threads", ""), torch.get_num_threads()
-    if not threads.isdecimal() or saved.get("ranks") != str(ranks) or int(threads) in (0, before):
+    if not re.fullmatch("[1-9][0-9]{0,2}", threads) or saved.get("ranks") != str(ranks) or int(threads) == before:
         return ""
     torch.set_num_threads(int(threads))
     return f"threads: {threads}, as the run had, not {before}; --allow-changed threads computes with {before}"

@@ -93,10 +93,8 @@ class RunFolder:
             return
         if not self.is_run:
             raise RunFolderError(f"{self.path} is not empty: choose another run.output_dir")
-        raise RunFolderError(
-            f"{self.path} already holds a run: continue it with 'cohort resume {self.path}', or train(resume=True); or "
-            "choose another run.output_dir"
-        )
+        how = f"continue it with 'cohort resume {self.path}' or train(resume=True), or choose another run.output_dir"
+        raise RunFolderError(f"{self.path} already holds a run: {how}")
 
     @property
     def is_run(self) -> bool:
@@ -183,9 +181,12 @@ class RunFolder:
         if not self.path.exists():
             raise RunFolderError(f"there is no run folder {self.path} to resume")
         if not self.is_run:
-            model = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
-            has_model = any((self.path / name).exists() for name in ("config.json", "adapter_config.json"))
-            raise RunFolderError(f"{self.path} is not a run folder: it has no config.toml.{model if has_model else ''}")
+            hint, above = "", self.path.parent.parent
+            if (above / "config.toml").exists():
+                hint = f" Its run is {above}."
+            elif any((self.path / name).exists() for name in ("config.json", "adapter_config.json")):
+                hint = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
+            raise RunFolderError(f"{self.path} is not a run folder: it has no config.toml.{hint}")
 
     def _facts_known(self) -> bool:
         """Whether the run has stored the facts that stand for names in its settings."""

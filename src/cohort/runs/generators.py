@@ -29,10 +29,17 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse of ``random_state``."""
-    torch.set_rng_state(_from_hex(state["torch"]))
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_from_hex(one) for one in state["cuda"]])
+    """The inverse of ``random_state``.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not a state of these generators.
+    """
+    try:
+        torch.set_rng_state(_from_hex(state["torch"]))
+        if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_from_hex(one) for one in state["cuda"]])
+    except RuntimeError as error:
+        raise ValueError(error) from None
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     version, numbers, gauss = state["python"]

@@ -85,7 +85,7 @@ def holder(folder: Path) -> dict[str, Any]:
     """What the lock file says of the process that holds it: ``pid``, ``host``, ``since``; empty if it says nothing."""
     try:
         found = json.loads((folder / LOCK).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     types = {"pid": int, "host": str, "since": str}
     sound = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in types.items())
@@ -128,7 +128,7 @@ def _is_running(owner: dict[str, Any]) -> bool:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it runs, as another user
+    except (OSError, OverflowError):  # it runs, as another user; or the file names no process
         return True
     return True
 

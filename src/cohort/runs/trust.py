@@ -216,7 +216,7 @@ def _entries(folder: Path) -> Iterator[tuple[Path, int]]:
                 yield Path(entry.path), mode
                 if stat.S_ISDIR(mode):
                     yield from _entries(Path(entry.path))
-    except FileNotFoundError:  # the folder does not exist yet, or another process has removed the entry
+    except (FileNotFoundError, NotADirectoryError):  # no folder yet, or another process has removed the entry
         return
     except OSError as error:
         raise RunFolderError(f"cannot read the run folder: {error}") from None

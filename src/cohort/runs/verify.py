@@ -16,6 +16,7 @@ from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.lock import check_unlocked
+from cohort.runs.reading import DAMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def verify(path: Path) -> Iterator[Verdict]:
 def _checked(name: str, check: Callable[[Path], object], path: Path) -> Verdict:
     try:
         check(path)
-    except (RunFolderError, OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
+    except (RunFolderError, pyarrow.ArrowException, *DAMAGE) as error:
         return Verdict(name, str(error).splitlines()[0] if str(error) else type(error).__name__)
     return Verdict(name)
 
@@ -78,7 +79,7 @@ def _check_metrics(path: Path) -> None:
         try:
             step = json.loads(line)["step"]
             whole = line.endswith(b"\n") and isinstance(step, int)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             whole = False
         if not whole:
             raise RunFolderError(f"line {number} is damaged")

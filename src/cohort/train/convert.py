@@ -6,7 +6,6 @@ tensors, NumPy arrays and plain values, and refuses everything else.
 
 from __future__ import annotations
 
-import pickle
 import random
 import shutil
 from collections.abc import Mapping
@@ -76,7 +75,7 @@ def _load(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(SAFE):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch's reader raises errors of many kinds for damaged files
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RunFolderError(f"{path} is damaged, or holds more than tensors and plain values: {reason[0]}") from None
 

@@ -164,7 +164,7 @@ class TrainerParts:
         """Keep what is complete of the next rollout, which was cancelled or failed, if its weights are the present
         ones: the rest can be drawn later."""
         one = self.pending[0] if self.pending else None
-        if one and one.unfinished and not one.in_background:
+        if one and one.unfinished and one.unfinished.holds_something and not one.in_background:
             self.pending.popleft()
             self.unfinished[one.step] = one.unfinished
 

@@ -108,10 +108,12 @@ def reads_trained(engine: Engine) -> TypeGuard[LocalEngine]:
     return isinstance(engine, LocalEngine) and engine.trained is engine.policy
 
 
-def may_draw_apart(engine: Engine) -> bool:
-    """Whether a part of a rollout may be drawn without the rest. On a CPU, where a run repeats bit for bit, not if the
-    bits of a completion depend on what is drawn beside it."""
-    return not isinstance(engine, LocalEngine) or engine.policy.device.type != "cpu" or engine.backend.exact_rows
+def may_draw_apart(engine: Engine, *, deterministic: bool) -> bool:
+    """Whether a part of a rollout may be drawn without the rest. Where a run repeats bit for bit, which is on a CPU and
+    where the settings say so, not if the bits of a completion depend on what is drawn beside it."""
+    if not isinstance(engine, LocalEngine) or engine.backend.exact_rows:
+        return True
+    return engine.policy.device.type != "cpu" and not deterministic
 
 
 def update_engine(engine: Engine, policy: Policy, layout: Layout) -> None:

@@ -13,6 +13,7 @@ from cohort.errors import ConfigError
 from cohort.parallel import on_main, together
 from cohort.runs import (
     RunFolder,
+    damage_named,
     describe_changes,
     fact_changes,
     load_checkpoint,
@@ -46,8 +47,15 @@ def resume(
     step = on_main(parts.world, partial(folder.check_resumable, config, allowed))
     checkpoint = folder.checkpoint(step)
     changes = together(parts.world, lambda: _changes(folder, checkpoint, parts, config, allowed))
-    saved = together(parts.world, lambda: load_checkpoint(checkpoint, parts.models, rank=parts.world.rank))
-    parts.restore(saved, on_main(parts.world, folder.best_record))
+    best = on_main(parts.world, folder.best_record)
+
+    def restore() -> None:
+        with damage_named(checkpoint):
+            parts.restore(load_checkpoint(checkpoint, parts.models, rank=parts.world.rank), best)
+
+    together(parts.world, restore)
+    if parts.updates and parts.reference is None:  # ``objective.beta`` was allowed to become 0 within a step
+        parts.updates.ref_logps_N = None
     schedule = schedule.resumed(step, parts.cursor.position)
     drop_resized(parts, schedule)
     # Without a summary, the process was killed after the last step: the end is made now.

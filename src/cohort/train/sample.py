@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from itertools import takewhile
@@ -84,14 +84,15 @@ def sample(
     ``max_rounds`` rounds; otherwise there is one round. What a stopped run has sampled and scored of it is kept.
     """
     before = parts.unfinished.pop(step, Unfinished())
-    rollout = before.rollout
+    apart = may_draw_apart(parts.engine, deterministic=config.run.deterministic)
+    ahead.unfinished, rollout, spent = before, before.rollout, before.metrics if apart or before.drawn else {}
     world, clock, metrics = ahead.world, PhaseClock(), None
     sampler = parts.sampler.on(world) if isinstance(parts.sampler, DividedSampler) else parts.sampler
     target, state = schedule.prompts_of(step), trainer_state(schedule, step, cursor)
     while rollout is None or another_round(rollout, target, parts.objective):
         used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
         prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
-        begun, before = before.round_of(prompts, apart=may_draw_apart(parts.engine)), Unfinished()
+        begun, before = before.round_of(prompts, apart=apart), Unfinished()
         with parts.rewards.begin(prompts, config.rollout.num_generations, state, world, ahead.cancelled) as scoring:
             begun.begin(scoring)
             with clock("generate", scoring.progress):
@@ -113,12 +114,21 @@ def sample(
                 with clock("reward"):
                     scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
             except Exception as error:
-                calls = scoring.ended_calls() if isinstance(error, CancelledError) else ()  # else: all ranks are to fix
-                ahead.unfinished = Unfinished.of(rollout, groups, calls)
+                everywhere = isinstance(error, CancelledError)  # else one rank may have failed, by a function to repair
+                calls = scoring.ended_calls() if everywhere else ()
+                if metrics is None and (everywhere or world.size == 1):
+                    metrics = sampler.metrics()
+                ahead.unfinished = Unfinished.of(rollout, groups, calls, added(spent, metrics or {}))
                 raise
         rollout = scored if rollout is None else rollout + scored
     rollout.check_drawn()
-    return Sampled(rollout, clock.seconds, sampler.metrics() if metrics is None else metrics)
+    ahead.unfinished = None
+    return Sampled(rollout, clock.seconds, added(spent, sampler.metrics() if metrics is None else metrics))
+
+
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of both, added up."""
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
 def drop_resized(parts: TrainerParts, schedule: Schedule) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cohort.rewards.runner import EndedCall, Scoring
 from cohort.runs import StoredRollout
@@ -25,9 +25,17 @@ class Unfinished:
     """The calls of reward functions that have ended."""
     drawn: bool = False
     """Whether every completion of the round has ended."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the sampler."""
 
     @classmethod
-    def of(cls, rollout: Rollout | None, groups: Sequence[Group], calls: Sequence[EndedCall] = ()) -> Unfinished:
+    def of(
+        cls,
+        rollout: Rollout | None,
+        groups: Sequence[Group],
+        calls: Sequence[EndedCall],
+        metrics: Mapping[str, float],
+    ) -> Unfinished:
         """What is complete, of whole rounds and the groups of a cancelled one."""
         samples = [
             [g for g, one in enumerate(group.completions) if one.finish_reason is not FinishReason.CANCELLED]
@@ -38,7 +46,12 @@ class Unfinished:
             for group, some in zip(groups, samples, strict=True)
         ]
         drawn = all(len(some) == len(group.completions) for group, some in zip(groups, samples, strict=True))
-        return cls(rollout, ended, samples, calls, drawn)
+        return cls(rollout, ended, samples, calls, drawn, metrics)
+
+    @property
+    def holds_something(self) -> bool:
+        """Whether anything is complete."""
+        return self.rollout is not None or any(self.samples)
 
     def round_of(self, prompts: Sequence[Prompt], *, apart: bool) -> Unfinished:
         """The cancelled round, if it was of these prompts, and all of it is drawn or the rest may be drawn ``apart``;
@@ -74,7 +87,8 @@ class Unfinished:
     def to_store(self) -> StoredRollout:
         """It, as files hold it."""
         rounds = self.rollout
-        facts = {"samples": self.samples, "calls": self.calls, "drawn": self.drawn, "rounds": 0, "is_used": ()}
+        facts = {"samples": self.samples, "calls": self.calls, "drawn": self.drawn, "metrics": self.metrics}
+        facts |= {"rounds": 0, "is_used": ()}
         if rounds:
             facts |= {"rounds": rounds.rounds, "is_used": rounds.is_used_P}
         sampled = rounds.sampled if rounds else []
@@ -92,7 +106,7 @@ class Unfinished:
         rounds = None
         if stored.scores is not None:
             rounds = Rollout(list(stored.groups[:whole]), stored.scores, facts["is_used"], facts["rounds"])
-        return cls(rounds, stored.groups[whole:], facts["samples"], facts["calls"], facts["drawn"])
+        return cls(rounds, stored.groups[whole:], *(facts[name] for name in ("samples", "calls", "drawn", "metrics")))
 
 
 def _merged(old: Group, samples: Sequence[int], new: Group) -> tuple[Completion, ...]:
