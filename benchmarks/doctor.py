@@ -72,7 +72,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     predicted = {
         "step": found["time"]["step"],
         "run": found["time"]["run"],
-        "memory": found["memory"]["needed"] / MEBI,
+        "memory": (found["memory"]["needed"] + found["memory"]["copy"]) / MEBI,
         "disk": found["disk"]["needed"] / MEBI,
     }
     return {

@@ -433,3 +433,12 @@ def test_a_config_file_without_an_end(tmp_path):
     (tmp_path / "c.toml").write_text("a = " + "9" * 5000)
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_config(tmp_path / "c.toml")
+
+
+def test_text_that_is_not_utf_8():
+    for give in (
+        lambda text: apply_overrides({}, ["--data.chat_template", text]),
+        lambda text: to_toml(GRPOConfig(chat_template=text)),
+    ):
+        with pytest.raises(ConfigError, match="UTF-8"):
+            give("{\udcff")

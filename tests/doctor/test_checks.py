@@ -77,6 +77,7 @@ def test_a_healthy_run_passes_in_one_finding(name):
 
 
 ILL = [
+    ("schedule", "warn", "rollout.lag is 1", lambda: check_schedule(Schedule.of(config(lag=1), 80))),
     ("schedule", "warn", "groups of 2", lambda: check_schedule(Schedule.of(config(num_generations=2), 80))),
     ("sampling", "fail", "rollout.top_k is 1: all 8 completions", lambda: check_sampling(config(top_k=1))),
     ("sampling", "fail", "temperature is 0.01: all 8", lambda: check_sampling(config(temperature=0.01))),
@@ -156,6 +157,7 @@ ILL = [
     ("cut", "fail", "100% of completions are cut at 256 tokens, and", lambda: check_cut(16, 16, 256, masked=True)),
     ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=100)),
     ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=75)),
+    ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=65, copy=7)),
     ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
     ("time", "warn", "days in all", lambda: time(steps=10**5)),
     ("disk", "fail", "grows to 370 bytes; 300 bytes free (3 x 100", lambda: disk(free=300)),

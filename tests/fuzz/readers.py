@@ -4,6 +4,7 @@ value or one of Cohort's errors.
 A change replaces, removes or adds a node in a valid document; a tear cuts, repeats or overwrites bytes of its text.
 """
 
+import hashlib
 import json
 import math
 import shutil
@@ -23,7 +24,7 @@ from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config
 from cohort.data.source import read_file
 from cohort.errors import CohortError
 from cohort.evaluation.command import Request, model_of
-from cohort.policy import context_length, load_tokenizer
+from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
 from cohort.report.compare import Run, changed_facts, changed_settings, differences
 from cohort.rewards.names import split_spec
@@ -240,14 +241,11 @@ def prepare_manifest(folder: Path) -> None:
     write_manifest(folder / "step-1", {})
 
 
-MANIFEST = {
-    "format": 1,
-    "files": {
-        "a.safetensors": {"bytes": 13, "sha256": "7c1dd1e0ab3c7b5ad1a0d1b8d0fbf9f64d6bb2d2d2b66ff8f6ba83d6ac0f4f4c"},
-        "state/loop.json": {"bytes": 15, "sha256": "0" * 64},
-        "../../x": {"bytes": 1, "sha256": ""},
-    },
-}
+def _record(text: str) -> dict[str, Any]:
+    return {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+MANIFEST = {"format": 1, "files": {name: _record(name) for name in ("a.safetensors", "state/loop.json")}}
 
 
 def read_metrics(folder: Path, data: bytes) -> None:
@@ -358,8 +356,11 @@ def torn_text(seeds: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
 def prepare_model(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+    for name in MODEL_FILES:
         shutil.copy(DEMO_MODEL / name, folder)
 
 
@@ -368,16 +369,16 @@ def read_model(folder: Path, given: tuple[str, bytes]) -> None:
     try:
         (folder / name).write_bytes(data)
         config = model_config(str(folder))
-        load_tokenizer(str(folder)).decode([1])
+        tokenizer = load_tokenizer(str(folder))
+        tokenizer.decode([1])
+        assert all(isinstance(end, int) for end in end_token_ids(str(folder), tokenizer))
         assert context_length(config) is None or context_length(config) > 0
     finally:
         shutil.copy(DEMO_MODEL / name, folder)
 
 
 def _model_files() -> st.SearchStrategy[Any]:
-    files = {
-        name: (DEMO_MODEL / name).read_bytes() for name in ("config.json", "tokenizer_config.json", "tokenizer.json")
-    }
+    files = {name: (DEMO_MODEL / name).read_bytes() for name in MODEL_FILES}
     return st.one_of(
         *(st.tuples(st.just(name), changed(json.loads(data)).map(as_json) | torn(data)) for name, data in files.items())
     )

@@ -1,10 +1,13 @@
 """Ranks, their exchanges and their agreement, in processes."""
 
+import logging
 import os
+import time
 
 import pytest
 import torch
 
+from cohort import watchdog
 from cohort.errors import ConfigError, RankError, RewardError
 from cohort.parallel import Replicate, World, agreed, layout_of, on_main, shares, together
 from cohort.parallel.shares import imbalance
@@ -142,3 +145,27 @@ def test_a_rank_that_dies_ends_the_others():
     assert "--resume" in text
     assert ".cc" not in text
     assert died[:2] == ("died", 7)
+
+
+def waited_for():
+    """What each rank says while rank 1 keeps the others waiting."""
+    watchdog.TICK = watchdog.SHARED_SECONDS = 0.05
+    watchdog.LEAST_SECONDS = watchdog.FIRST_SECONDS = 0.4
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    watchdog.log.addHandler(handler)
+    world = World.of_environment()
+    world.gather(0)
+    if world.rank == 1:
+        with watchdog.waiting("reward judge", lambda: "sample 41"):
+            time.sleep(1.5)
+    world.gather(0)
+    world.close()
+    return said
+
+
+def test_a_rank_that_waits_says_what_the_other_one_does():
+    first, second = on_ranks(2, waited_for)
+    assert any("the other ranks: " in text and "rank 1 in reward judge: " in text for text in first), first
+    assert any("reward judge: " in text and "sample 41" in text for text in second), second

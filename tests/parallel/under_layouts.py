@@ -85,7 +85,7 @@ def updates(layout, *, optimizer="adamw", budget=20, few=False, poison=False, fu
     rule = Optimizer(policy.model, config, UPDATES, layout)
     context = StepContext(policy, rule, objective, Sampling(8), TokenBudget(budget), reference, layout)
     minibatch = part_of(batch, range(6 if few else batch.num_sequences))
-    results = [update(context, batch, minibatch, 0.01) for _ in range(UPDATES)]
+    results = [context.within_memory(update, batch, minibatch, 0.01) for _ in range(UPDATES)]
     assert policy.passes.description == described
     norms = [getattr(result, "grad_norm", type(result).__name__) for result in results]
     logps = None if poison else results[-1].logps_N.numpy()
@@ -156,7 +156,9 @@ def failure_on_one_rank(name, failure):
         return states(*arguments, **settings)
 
     Policy.states = fails
-    return updates(LAYOUTS[name](world))[0]
+    with warnings.catch_warnings(record=True) as warned:
+        norms = updates(LAYOUTS[name](world))[0]
+    return norms, [str(each.message) for each in warned]
 
 
 def out_of_memory_in_the_sum(name):

@@ -166,6 +166,7 @@ def test_a_state_allocated_ahead_is_that_of_the_first_step(name, monkeypatch):
 def test_weights_that_are_not_finite_are_named():
     module = model()
     optimizer = Optimizer(module, OptimConfig(), 1)
+    module[0].weight.data[0] = 3e38  # finite, though their sum is not
     optimizer.check_weights()
     module[0].weight.data[1, 1:] = torch.tensor([float("nan"), float("-inf")])
     with pytest.raises(

@@ -1,11 +1,16 @@
 """The names under which what a trainer is given in Python stands in the settings."""
 
+import importlib.util
+import sys
 from functools import partial
+
+import pytest
 
 from cohort import GRPOConfig
 from cohort.config import Source
 from cohort.rewards.mathematics import math
 from cohort.rewards.names import resolve_reward
+from cohort.runs import code_hash
 from cohort.train.record import name_of, recorded
 from tests.train.harness import ROWS, digits_reward
 
@@ -30,6 +35,30 @@ def test_names_of_functions(tmp_path):
         assert resolve_reward(name)
     for unnamed in (Environment.method, lambda **_: 1, partial(digits_reward, 1), partial(digits_reward, of=object())):
         assert name_of(unnamed) is None
+
+
+SCRIPT = """
+'A script.'
+import json
+LIMIT = 2
+def score(completions, **_): return [LIMIT] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "named"),
+    [("if __name__ == '__main__': print('training')", True), ("print('training')", False), ("", False)],
+)
+def test_functions_of_a_script_have_a_name_if_it_can_be_imported(tmp_path, monkeypatch, end, named):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + end)
+    spec = importlib.util.spec_from_file_location("__main__", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    assert name_of(module.score) == (f"{script}:score" if named else None)
+    if named:
+        assert code_hash(resolve_reward(name_of(module.score))) == code_hash(module.score) != "unknown"
 
 
 def test_what_is_recorded_and_what_is_missing(tmp_path):

@@ -27,8 +27,9 @@ def resume(
 ) -> None:
     """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
 
-    The run's settings are used, and relative names in them belong to the folder that the run was started in. What
-    differs from the run so far is printed, and what changes its results is refused.
+    The run's settings are used; relative names in them belong to the folder that the run was started in.
+
+    What differs from the run so far is printed; what changes its results is refused.
 
     Args:
         run: The run folder.

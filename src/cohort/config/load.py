@@ -207,6 +207,8 @@ def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         value = text if has_value else next(rest, None)
         if value is None:
             raise ConfigError(f"--{name} needs a value")
+        if any("\ud800" <= character <= "\udfff" for character in name + value):
+            raise ConfigError(f"--{name!r:.80} {value!r:.80} is not UTF-8 text")
         yield name, value
 
 
@@ -257,8 +259,15 @@ def _check_sections(table: Mapping[str, Any]) -> None:
 
 def to_toml(config: GRPOConfig) -> str:
     """The settings as a TOML file that reads back as the same settings, apart from secrets, which are ``***``. Unset
-    ones are omitted: TOML has no null."""
-    return tomli_w.dumps(hide_secrets(config.model_dump(exclude_none=True)))
+    ones are omitted: TOML has no null.
+
+    Raises:
+        ConfigError: a setting is not UTF-8 text.
+    """
+    text = tomli_w.dumps(hide_secrets(config.model_dump(exclude_none=True)))
+    with explain_errors(GRPOConfig):
+        text.encode()
+    return text
 
 
 def annotated_toml() -> str:

@@ -92,6 +92,8 @@ def explain_errors(schema: type[BaseModel], source: str = "") -> Iterator[None]:
     except (ValidationError, ConfigError) as error:
         lines = explanations(error, schema) if isinstance(error, ValidationError) else str(error).splitlines()
         raise ConfigError("\n".join(prefix + line for line in lines)) from None
+    except UnicodeEncodeError as error:  # a lone surrogate, as of an undecodable byte on the command line
+        raise ConfigError(f"{prefix}not UTF-8 text: {error.object!r:.80}") from None
 
 
 def explanations(error: ValidationError, schema: type[BaseModel], path: str = "") -> list[str]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from cohort.doctor.finding import Check, Finding, duration, size
 
-NEAR = 0.9
-"""Share of the free memory or disk that is close to all of it."""
+NEAR_MEMORY, NEAR_DISK = 0.8, 0.9
+"""Shares of the free memory and disk that are close to all of it: predictions of memory were off by up to 15%."""
 SLOW_REWARDS = 0.5
 LONG_RUN = 7 * 86400
 
@@ -32,21 +32,26 @@ class Memory:
     """The largest pass of the update, with the gradients."""
     cache: int
     """Keys and values of a full rollout at the maximum length."""
+    copy: int = 0
+    """The copy from which a checkpoint is written in the background, if it is on this device and fits."""
 
     @property
     def needed(self) -> int:
-        """What the run adds to what is used now, at its peak."""
+        """What the run adds to what is used now, at its peak, without the copy of a checkpoint."""
         return self.optimizer + max(self.passes, self.gradients + self.cache)
 
 
 def check_memory(memory: Memory) -> list[Finding]:
     """The predicted peak against the free memory."""
     needed = memory.needed
-    check = Check("memory", {"needed": needed, "free": memory.free, "optimizer": memory.optimizer})
+    numbers = {"needed": needed, "free": memory.free, "optimizer": memory.optimizer, "copy": memory.copy}
+    check = Check("memory", numbers)
     parts = (
         f"optimizer {size(memory.optimizer)}, the longest update pass with gradients {size(memory.passes)}, "
         f"keys and values of a rollout {size(memory.cache)}"
     )
+    if memory.copy:
+        parts += f"; {size(memory.copy)} on top while a checkpoint is written"
     free = "unknown" if memory.free is None else size(memory.free)
     found = f"estimate: the run needs {size(needed)} more; {free} free ({parts})"
     advice = (
@@ -56,7 +61,7 @@ def check_memory(memory: Memory) -> list[Finding]:
     ) + ", train adapters (model.lora.rank), or use a smaller model"
     if memory.free is not None and needed > memory.free:
         check.fail(found, advice)
-    elif memory.free is not None and needed > NEAR * memory.free:
+    elif memory.free is not None and needed > NEAR_MEMORY * memory.free:
         check.warn(found, advice)
     return check.findings(found)
 
@@ -100,11 +105,17 @@ def check_time(time: Time, prompts: int) -> list[Finding]:
     phases = {name: seconds for name, seconds in time.phases.items() if seconds > 0}
     check = Check("time", {"step": time.step, "run": time.run, **{f"step/{name}": s for name, s in phases.items()}})
     words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
+    more = [
+        f"{_count(count, noun)} of {duration(each)}"
+        for count, noun, each in (
+            (time.evaluations, "evaluation", time.evaluation),
+            (time.checkpoints, "checkpoint", time.checkpoint),
+        )
+        if count
+    ]
     found = (
-        f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {time.steps:,} steps, "
-        f"{_count(time.evaluations, 'evaluation')} of {duration(time.evaluation)} and "
-        f"{_count(time.checkpoints, 'checkpoint')} of {duration(time.checkpoint)}: {duration(time.run)} in all. Longer "
-        "completions take longer"
+        f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {_count(time.steps, 'step')}, "
+        f"{', '.join(more)}: {duration(time.run)} in all. Longer completions take longer"
     )
     total = sum(phases.values())
     if total and phases.get("reward", 0.0) > SLOW_REWARDS * total and not time.lag:
@@ -152,7 +163,7 @@ def check_disk(disk: Disk) -> list[Finding]:
     advice = "set run.save_total_limit, raise run.save_steps, or choose another run.output_dir"
     if disk.free is not None and disk.needed > disk.free:
         check.fail(found, advice)
-    elif disk.free is not None and disk.needed > NEAR * disk.free:
+    elif disk.free is not None and disk.needed > NEAR_DISK * disk.free:
         check.warn(found, advice)
     return check.findings(found)
 

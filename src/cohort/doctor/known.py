@@ -19,7 +19,7 @@ from cohort.doctor.prompts import check_columns, check_ends, check_lengths, chec
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
 from cohort.environments import Acting
 from cohort.parallel import World
-from cohort.policy import context_length
+from cohort.policy import context_length, has_adapters
 from cohort.report.console import describe_prompt
 from cohort.rewards.contract import parameters_of
 from cohort.rewards.functions import Function
@@ -27,6 +27,7 @@ from cohort.rollout import LocalEngine
 from cohort.rollout.budget import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
+from cohort.runs.saving import COPY_SHARE
 from cohort.runs.tensors import own
 from cohort.train import TrainerParts
 from cohort.types import RESERVED_COLUMNS, Prompt
@@ -201,13 +202,18 @@ def memory_of(run: Run) -> Memory:
     trained: dict[str, int] = {}
     for name, count in rules:
         trained[name] = trained.get(name, 0) + count
-    free = free_bytes(parts.policy.device)
+    free, state = free_bytes(parts.policy.device), optimizer_bytes(trained)
+    gradients = sum(own(parameter).nbytes for parameter in parts.optimizer.parameters)
+    weights = sum(own(parameter).nbytes for parameter in parts.policy.model.parameters())
+    copy = state + (gradients if has_adapters(parts.policy.model) else weights)
+    on_device = parts.policy.device.type == "cpu" and free is not None and copy < free * COPY_SHARE
     return Memory(
         free=free,
-        optimizer=optimizer_bytes(trained),
-        gradients=sum(own(parameter).nbytes for parameter in parts.optimizer.parameters),
+        optimizer=state,
+        gradients=gradients,
         passes=parts.budget.predicted_bytes or 0,
         cache=_cache_bytes(run, free),
+        copy=copy if on_device else 0,
     )
 
 
@@ -253,4 +259,6 @@ def problem_lines(trainer: Trainer) -> list[str]:
     run, skip = Run.of(trainer), trainer.args.report.skip_checks
     found = [finding for name, check in CHECKS.items() if name not in skip for finding in check(run)]
     problems = [finding.show() for finding in found if finding.advice]
-    return ["look at this first (cohort doctor checks more, report.skip_checks less):", *problems] if problems else []
+    return (
+        ["warnings (cohort doctor checks more; report.skip_checks leaves checks out):", *problems] if problems else []
+    )

@@ -15,13 +15,20 @@ HIGH_RATE, LARGE = 1e-4, 10**8
 
 
 def check_schedule(schedule: Schedule) -> list[Finding]:
-    """The batch arithmetic in words; groups of two."""
+    """The batch arithmetic in words; groups of two, and a lag that the objective does not see."""
     check = Check("schedule", {"steps": schedule.steps, "updates": schedule.updates})
     if schedule.config.rollout.num_generations == 2 and schedule.objective.group_relative:
         check.warn(
             "groups of 2: a prompt teaches only if one completion is better than the other. Of prompts that the policy "
             "solves half of the time, half teach nothing",
             "raise rollout.num_generations to 8: then 1 in 128 of these prompts teaches nothing",
+        )
+    objective, lag = schedule.objective, schedule.config.rollout.lag
+    if lag and objective.ratio_anchor != "sampler" and not objective.mismatch:
+        check.warn(
+            f"rollout.lag is {lag}: a step trains on what older weights have drawn, and nothing in the objective looks "
+            "at the difference",
+            "set objective.mismatch (docs/scale.md), or rollout.lag to 0",
         )
     return check.findings(schedule.describe().removeprefix("schedule: "))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cohort.errors import NonFiniteError
+from cohort.policy.device import kind_of
 
 
 @torch.no_grad()
@@ -24,11 +25,18 @@ def check_finite_weights(weights: Mapping[str, Tensor], where: str) -> None:
     """
     own = {name: _own(tensor) for name, tensor in weights.items()}
     own = {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
-    if bool(nn.utils.get_total_norm(list(own.values()), math.inf).isfinite()):
+    if not own or bool(_some_norm(list(own.values())).isfinite()):
         return
     for name, tensor in own.items():
         if count := int((~tensor.isfinite()).sum()):
             raise NonFiniteError(f"{name} of {where} has {count:,} NaN or infinite values of {tensor.numel():,}")
+
+
+def _some_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """A number that is finite only if all numbers in the tensors are; it may overflow otherwise."""
+    if kind_of(tensors[0].device) == "cuda":
+        return nn.utils.get_total_norm(tensors, math.inf)  # one kernel for many tensors
+    return torch.stack([tensor.sum().double() for tensor in tensors]).sum()  # ten times as fast on a CPU
 
 
 def _own(tensor: Tensor) -> Tensor:

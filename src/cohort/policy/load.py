@@ -242,11 +242,17 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     Args:
         model: a loaded model, or a folder or hub id, whose configs are read.
         tokenizer: its tokenizer.
+
+    Raises:
+        ModelError: a config cannot be read, or names something else than tokens.
     """
     found: set[int] = set()
     for holder in (*(_configs(model) if isinstance(model, str) else _configs_of(model)), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
+        listed = [ids] if isinstance(ids, int) else ids or []
+        if not isinstance(listed, list | tuple) or not all(isinstance(one, int) for one in listed):
+            raise ModelError(f"eos_token_id of {type(holder).__name__}: expected token ids, got {ids!r:.80}")
+        found.update(listed)
     return tuple(sorted(found))
 
 
@@ -258,9 +264,14 @@ def _configs(name: str) -> tuple[Any, Any]:
     from transformers import GenerationConfig
 
     path = _base_of(_check_folder(name))
-    with contextlib.suppress(OSError):  # a model need not have one
-        return GenerationConfig.from_pretrained(path), read_config(name)
-    return None, read_config(name)
+    is_folder, found = Path(path).is_dir(), None
+    if not is_folder:
+        with contextlib.suppress(OSError):  # a model need not have one
+            found = GenerationConfig.from_pretrained(path)
+    elif (Path(path) / "generation_config.json").is_file():
+        with _errors(f"cannot read the generation config of {name!r}", path):
+            found = GenerationConfig.from_pretrained(path)
+    return found, read_config(name)
 
 
 def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:

@@ -83,17 +83,37 @@ def name_of(function: Any) -> str | None:
 def _plain_name(function: Any) -> str | None:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     found = sys.modules.get(str(module))
-    if module == "__main__" or getattr(found, name, None) is not function:
+    file = getattr(found, "__file__", None) or ""
+    if getattr(found, name, None) is not function or (module == "__main__" and not _is_importable(file)):
         return None
     row = BUILTIN_REWARDS.get(name)
     if row is not None and module == f"cohort.rewards.{row.module}":
         return name
     if module in file_modules():
         return f"{file_modules()[module][0]}:{name}"
-    file = getattr(found, "__file__", None) or ""
     if "." not in str(module) and file.endswith(".py") and "site-packages" not in Path(file).parts:
         return f"{Path(file).resolve()}:{name}"
     return f"{module}:{name}"
+
+
+def _is_importable(script: str) -> bool:
+    """Whether importing a script only defines things: it trains under ``if __name__ == "__main__"``."""
+    try:
+        body = ast.parse(Path(script).read_text(encoding="utf-8")).body
+    except (OSError, UnicodeDecodeError, SyntaxError):
+        return False
+    guards = [one for one in body if isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)]
+    texts = [one for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)]
+    defines = (
+        ast.Import,
+        ast.ImportFrom,
+        ast.FunctionDef,
+        ast.AsyncFunctionDef,
+        ast.ClassDef,
+        ast.Assign,
+        ast.AnnAssign,
+    )
+    return bool(guards) and all(isinstance(one, defines) or one in (*guards, *texts) for one in body)
 
 
 def _is_literal(value: Any) -> bool:
