@@ -259,4 +259,6 @@ def problem_lines(trainer: Trainer) -> list[str]:
     run, skip = Run.of(trainer), trainer.args.report.skip_checks
     found = [finding for name, check in CHECKS.items() if name not in skip for finding in check(run)]
     problems = [finding.show() for finding in found if finding.advice]
-    return ["look at this first (cohort doctor checks more, report.skip_checks less):", *problems] if problems else []
+    return (
+        ["warnings (cohort doctor checks more; report.skip_checks leaves checks out):", *problems] if problems else []
+    )
