@@ -236,7 +236,7 @@ def folder(run: Run) -> list[Finding]:
     check, path = Check("folder"), run.folder
     if path.exists() and (not path.is_dir() or any(one.name != "logs" for one in path.iterdir())):
         holds = "holds a run" if (path / "config.toml").exists() else "is not empty"
-        check.fail(f"{path} {holds}", "choose another run.output_dir, or continue that run: cohort train --resume")
+        check.fail(f"{path} {holds}", f"choose another run.output_dir, or continue that run: cohort resume {path}")
     elif not os.access(existing_parent(path), os.W_OK):
         check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
