@@ -14,7 +14,6 @@ from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
 from cohort.doctor import problem_lines
 from cohort.environments import Acting
-from cohort.environments.setup import reward_functions
 from cohort.errors import (
     ConfigError,
     DataError,
@@ -31,13 +30,13 @@ from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
-from cohort.rewards import RewardFunction, RewardRunner, TrainerState, as_reward_function
+from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
 from cohort.runs.output import closing, log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
-from cohort.train.inputs import checked_settings, load_rows, model_name, part_without_negative_rewards
+from cohort.train.inputs import checked_settings, load_rows, model_name, reward_runner
 from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
@@ -135,7 +134,7 @@ class GRPOTrainer:
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
-        self.rewards = self._reward_runner(reward_funcs)
+        self.rewards = reward_runner(reward_funcs, config, objective, self.acting, self.world)
         data, eval_data = load_rows(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
 
@@ -379,26 +378,6 @@ class GRPOTrainer:
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {step}", *changes)
         return step
-
-    def _reward_runner(self, given: Any) -> RewardRunner:
-        """The reward functions: those given, those of the settings, or the environment's reward."""
-        config, objective = self.args, self.objective
-        of_environment = self.acting is not None and self.acting.gives_rewards
-        if of_environment and objective.credit == "process":
-            raise ConfigError(
-                "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
-                "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
-            )
-        functions = config.reward.functions if given is None else given
-        listed = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
-        return RewardRunner(
-            [as_reward_function(item) for item in reward_functions(self.acting, listed)],
-            config.reward.weights,
-            config.reward,
-            per_token=objective.credit in ("process", "given"),
-            not_negative=part_without_negative_rewards(objective),
-            world=self.world,
-        )
 
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""

@@ -4,6 +4,7 @@ value or one of Cohort's errors.
 A change replaces, removes or adds a node in a valid document; a tear cuts, repeats or overwrites bytes of its text.
 """
 
+import hashlib
 import json
 import math
 import shutil
@@ -240,14 +241,11 @@ def prepare_manifest(folder: Path) -> None:
     write_manifest(folder / "step-1", {})
 
 
-MANIFEST = {
-    "format": 1,
-    "files": {
-        "a.safetensors": {"bytes": 13, "sha256": "7c1dd1e0ab3c7b5ad1a0d1b8d0fbf9f64d6bb2d2d2b66ff8f6ba83d6ac0f4f4c"},
-        "state/loop.json": {"bytes": 15, "sha256": "0" * 64},
-        "../../x": {"bytes": 1, "sha256": ""},
-    },
-}
+def _record(text: str) -> dict[str, Any]:
+    return {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+MANIFEST = {"format": 1, "files": {name: _record(name) for name in ("a.safetensors", "state/loop.json")}}
 
 
 def read_metrics(folder: Path, data: bytes) -> None:

@@ -48,7 +48,7 @@ def test_the_same_command_goes_on_after_a_rank_was_killed(tmp_path):
     assert output.count("step 1/") == 1
     last = errors.splitlines()[-1]
     assert last.startswith("cohort: error: rank 1 was ended by SIGKILL, so all ranks were ended; ")
-    assert re.search(r"has a checkpoint of step \d+: continue with --resume$", last)
+    assert re.search(r"has a checkpoint of step \d+: continue with 'resume .*'$", last)
     assert "Traceback" not in errors
 
     steps = max(int(path.name.split("-")[1]) for path in checkpoints.glob("step-*[0-9]")) + 2

@@ -152,3 +152,12 @@ def test_verify_of_one_checkpoint_and_of_something_else(run, tmp_path, capsys):
     assert capsys.readouterr().out == "whole   step-3\n"
     assert main(["verify", str(tmp_path)]) == 2
     assert "is neither a run folder nor a checkpoint" in capsys.readouterr().err
+
+
+def test_verify_follows_no_link_that_leads_out_of_the_run(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder, ignore=shutil.ignore_patterns("checkpoints"))
+    (folder / "summary.json").unlink()
+    (folder / "summary.json").symlink_to("/dev/zero")
+    assert main(["verify", str(folder)]) == 2
+    assert "summary.json is a symbolic link to /dev/zero" in capsys.readouterr().err

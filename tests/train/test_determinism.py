@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cohort.policy.device import forced_kind, use_deterministic_algorithms
-from tests.train.harness import make_trainer, untimed_metrics_of
+from tests.train.harness import break_after, make_trainer, untimed_metrics_of
 
 
 @pytest.fixture
@@ -28,6 +28,17 @@ def test_two_runs_write_the_same_bytes(demo_tokenizer, tmp_path, two_threads):
     assert len(files) == 3 + 3  # model, optimizer, reference; a rollout per step
     assert [path for path in files if (one / path).read_bytes() != (two / path).read_bytes()] == []
     assert untimed_metrics_of(one) == untimed_metrics_of(two)
+
+
+def test_a_resumed_run_cuts_its_passes_as_before(demo_tokenizer, tmp_path, monkeypatch):
+    """Whatever memory is free then: the order of sums stays."""
+    before = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1)
+    break_after(before, 1)
+    monkeypatch.setattr("cohort.train.memory.free_bytes", lambda device: 1)
+    after = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1)
+    assert (before.budget.tokens, after.budget.tokens) == (1024, 256)
+    after.train(resume=True)
+    assert after.budget.tokens == 1024
 
 
 def test_a_clock_that_goes_back_changes_no_duration(demo_tokenizer, tmp_path, monkeypatch):

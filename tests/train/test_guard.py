@@ -71,6 +71,11 @@ def test_the_batch_is_saved_and_several_in_a_row_end_the_run(tmp_path, float64_p
     assert [value for row in rows for value in row["advantages"]] == batch.advantages_N.tolist()
     two = pyarrow.parquet.read_table(tmp_path / "nonfinite/step-3-1.parquet").to_pylist()
     assert two == [rows[4], rows[2]]
+    (tmp_path / "file").touch()
+    failing = NonFiniteLog(tmp_path / "file", limit=2)  # as when the disk is full
+    failing.skipped("a value", batch, all_sequences(batch), 1)
+    with pytest.raises(NonFiniteError, match=r"the batch could not be written \(Not a directory\)"):
+        failing.skipped("a value", batch, all_sequences(batch), 2)
 
 
 def spoil(monkeypatch, steps):

@@ -236,7 +236,7 @@ def folder(run: Run) -> list[Finding]:
     check, path = Check("folder"), run.folder
     if path.exists() and (not path.is_dir() or any(one.name != "logs" for one in path.iterdir())):
         holds = "holds a run" if (path / "config.toml").exists() else "is not empty"
-        check.fail(f"{path} {holds}", "choose another run.output_dir, or continue that run: cohort train --resume")
+        check.fail(f"{path} {holds}", f"choose another run.output_dir, or continue that run: cohort resume {path}")
     elif not os.access(existing_parent(path), os.W_OK):
         check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
@@ -259,4 +259,6 @@ def problem_lines(trainer: Trainer) -> list[str]:
     run, skip = Run.of(trainer), trainer.args.report.skip_checks
     found = [finding for name, check in CHECKS.items() if name not in skip for finding in check(run)]
     problems = [finding.show() for finding in found if finding.advice]
-    return ["look at this first (cohort doctor checks more, report.skip_checks less):", *problems] if problems else []
+    return (
+        ["warnings (cohort doctor checks more; report.skip_checks leaves checks out):", *problems] if problems else []
+    )

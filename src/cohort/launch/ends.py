@@ -104,7 +104,7 @@ def _log_and_checkpoint(job: Job, log: Path) -> str:
     parts = [f"its log is {log}"] if log.exists() else []
     names = (path.name.removeprefix("step-") for path in (job.folder / "checkpoints").glob("step-*"))
     if steps := [int(name) for name in names if name.isdigit()]:
-        parts.append(f"{job.folder} has a checkpoint of step {max(steps)}: continue with --resume")
+        parts.append(f"{job.folder} has a checkpoint of step {max(steps)}: continue with 'resume {job.folder}'")
     else:
         parts.append(f"{job.folder} has no checkpoint yet")
     return "; ".join(parts)

@@ -248,7 +248,7 @@ class World:
             raise RankError(
                 f"rank {self.rank} of {self.size} lost the others: another rank has ended, or has not answered for "
                 f"{self.timeout:g} s (parallel.rank_timeout). Its log says why (logs/ in the run folder). Continue "
-                "from the last checkpoint with --resume"
+                "from the last checkpoint with 'resume RUN'"
             ) from error
         self.exchanged.waiting += met - start
         self.exchanged.seconds += time.perf_counter() - met

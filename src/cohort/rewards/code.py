@@ -83,9 +83,7 @@ async def code(
         raise RewardError(f"the reward code cannot run programs: {error}") from None
     if continues and not isinstance(prompt, str):
         raise RewardError(f"code(continues=True) needs prompts that are strings, got {type(prompt).__name__}")
-    task = parse_tests(tests, entry_point)
-    if continues and task.python is not None:
-        task = replace(task, python={**task.python, "helpers": helpers_of(prompt, dict(task.python))})
+    task = with_helpers(parse_tests(tests, entry_point), prompt if continues else "")
     program = extract_program(prefill + completion_text(completion), unfenced=unfenced)
     errors: list[str | None] = []
     failure = "no program in the completion"
@@ -98,6 +96,13 @@ async def code(
         log_extra("passed", f"{passed}/{task.count}")
         log_extra("failure", failure)
     return passed / task.count if partial else float(passed == task.count)
+
+
+def with_helpers(task: Task, prompt: str) -> Task:
+    """A task whose tests may use the functions that a continued prompt defines completely."""
+    if not prompt or task.python is None:
+        return task
+    return replace(task, python={**task.python, "helpers": helpers_of(prompt, dict(task.python))})
 
 
 def extract_program(text: str, *, unfenced: bool = True) -> str | None:

@@ -84,6 +84,8 @@ class SavedState:
     """The updates of the step in progress; None between two steps."""
     metrics: Mapping[str, Any] | None = None
     """Metrics of the last complete step, when its evaluation is still to be made and they are not written yet."""
+    microbatch_tokens: int = 0
+    """Tokens of a pass, which decide the order of sums; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def content_of(models: Models, state: SavedState) -> Content:
         "optimizer": state.optimizer["numbers"],
         "random": state.random,
         "metrics": state.metrics,
+        "microbatch_tokens": state.microbatch_tokens,
     }
     values = {f"{ROLLOUT}{step}": encode_rollout(rollout) for step, rollout in state.rollouts.items()}
     if state.updates is not None:
@@ -287,6 +290,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         rollouts=_loaded_rollouts(folder / "state"),
         updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
         metrics=loop.get("metrics"),
+        microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
     )
 
 

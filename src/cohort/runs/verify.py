@@ -17,6 +17,7 @@ from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.lock import check_unlocked
 from cohort.runs.reading import DAMAGE
+from cohort.runs.trust import check_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,14 @@ def verify(path: Path) -> Iterator[Verdict]:
     """The verdicts on what a run folder holds, or on one checkpoint or best model.
 
     Raises:
-        RunFolderError: the path is neither.
+        RunFolderError: the path is neither, or something in it leads elsewhere.
     """
     if (path / MANIFEST).is_file():
         yield _checked(path.name, check_checkpoint if (path / "state").exists() else check_whole, path)
         return
     if not (path / "config.toml").is_file():
         raise RunFolderError(f"{path} is neither a run folder nor a checkpoint: it has no config.toml, no {MANIFEST}")
+    check_files(path)
     try:
         check_unlocked(path)
     except RunFolderError as error:

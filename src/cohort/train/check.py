@@ -53,13 +53,13 @@ def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
     """Mean |logps - sampler_logps| in nats over the first completions; 0 without any.
 
     Raises:
-        NonFiniteError: a log-probability is NaN, which says nothing of the gap.
+        NonFiniteError: the trainer's log-probs are NaN, which says nothing of the sampler.
     """
     checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
     logps_N = token_logps(context, context.policy, batch, checked).logps_N
     sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
-    sampler_logps_N = sampler_logps_N[checked.tokens_N]
-    gap = float((logps_N - sampler_logps_N).abs().mean()) if checked.num_tokens else 0.0
+    gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
+    gap = float(gap_N.mean()) if gap_N.numel() else 0.0
     if math.isnan(gap):
-        check_finite(batch, checked, {"log-probability": logps_N, "sampler's log-probability": sampler_logps_N})
+        check_finite(batch, checked, {"log-probability": logps_N})
     return gap

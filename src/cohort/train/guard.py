@@ -81,12 +81,19 @@ class NonFiniteLog:
             NonFiniteError: it was the last one in a row that is tolerated.
         """
         self._in_a_row += 1
-        path = on_main(self._world, lambda: self._write(batch, minibatch, step, message))
+        kept = on_main(self._world, lambda: self._kept(batch, minibatch, step, message))
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"step {step}: {message}. No update was made, {self._in_a_row} in a row "
-                f"(optim.max_nonfinite_updates); the batch is in {path}. {GO_ON}"
+                f"(optim.max_nonfinite_updates); {kept}. {GO_ON}"
             )
+
+    def _kept(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> str:
+        """Write the batch; returns where it is. A failing disk does not end the run."""
+        try:
+            return f"the batch is in {self._write(batch, minibatch, step, message)}"
+        except OSError as error:
+            return f"the batch could not be written ({error.strerror or error})"
 
     def _write(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> Path:
         import pyarrow

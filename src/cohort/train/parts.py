@@ -116,6 +116,7 @@ class TrainerParts:
             rollouts,
             self.updates.to_store() if self.updates and self.updates.done else None,
             self.metrics,
+            self.budget.tokens,
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:

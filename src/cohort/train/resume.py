@@ -51,7 +51,10 @@ def resume(
 
     def restore() -> None:
         with damage_named(checkpoint):
-            parts.restore(load_checkpoint(checkpoint, parts.models, rank=parts.world.rank), best)
+            saved = load_checkpoint(checkpoint, parts.models, rank=parts.world.rank)
+            parts.restore(saved, best)
+        if config.optim.microbatch_tokens is None:  # sums in the order of the run, whatever memory is free now
+            parts.budget.tokens = saved.microbatch_tokens or parts.budget.tokens
 
     together(parts.world, restore)
     if parts.updates and parts.reference is None:  # ``objective.beta`` was allowed to become 0 within a step
