@@ -47,7 +47,7 @@ LEFT_BEHIND = (".part", ".old", ".broken")
 """How the names of files and folders end that a continued run has to have completed or removed."""
 TIMEOUT = 120.0
 """Seconds for one process."""
-AGAIN = 0.3
+AGAIN = 0.5
 RESUME_EVENTS = 5_000
 """Fewer than the events of a run's phase "resume", which no undisturbed run has."""
 STOPPED = 75
