@@ -1,4 +1,4 @@
-"""Starting a run again in its folder: only if it ended before its first checkpoint, so that nothing of worth is lost."""
+"""Starting a run again in its folder: only if it ended before its first checkpoint, so that nothing is lost."""
 
 from __future__ import annotations
 
