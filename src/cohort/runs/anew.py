@@ -37,8 +37,8 @@ def _best_is_later(run: Path) -> bool:
     """Whether the best model is of a step by which a checkpoint was written. The first may be written in the background
     until the second is due."""
     every = load_config(run / "config.toml").run.save_steps
-    best = (read_best(run / "best" / "best.json") or {}) if (run / "best").exists() else {}
-    return 0 < 2 * every < best.get("step", 0)
+    step: int = read_best(run / "best" / "best.json")["step"] if (run / "best").exists() else 0
+    return 0 < 2 * every < step
 
 
 def clear(run: Path) -> None:
