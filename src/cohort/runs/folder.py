@@ -361,6 +361,7 @@ class RunFolder:
         it is written."""
         world = world or World()
         content = model_of(models, {"best.json": as_json(record).encode()}, step=record.get("step", 0))
+        on_main(world, partial(self._writer.free, "best model"))  # an older one may be on its way into the same folder
         save = (self._writer, "best model", content, partial(self._replace, self.best), world)
         if save_now(*save):
             return True
