@@ -188,3 +188,13 @@ def test_helpers_are_those_of_the_prompt():
     assert asyncio.run(code("    return 2.0\n", **row)) == 1.0
     assert asyncio.run(code("    return 1.0\ndef poly(xs, x): return 0\n", **row)) == 0.0
     assert asyncio.run(code("    return 1.0\ndef square(x): return 4\n", **row)) == 0.0
+
+
+@needs_bwrap
+def test_sympy_parses_symbols_and_strings_of_the_tests_only():
+    tests = [
+        "import sympy\nx = sympy.Symbol('x')\nassert sympy.simplify('x + x') == 2 * x and (x + f(1)).subs('x', 1) == 2",
+        "assert sympy.simplify(g(1)) == 1",
+        "assert sympy.expand(g(1)) == 1",
+    ]
+    assert score("def f(x): return 1\ndef g(x): return '1'", tests, packages=True, partial=True)[1] == "1/3"

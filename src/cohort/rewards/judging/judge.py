@@ -179,7 +179,7 @@ class Link:
             return self._name(answer["exception"])
         if answer.get("changed") is not None:
             for ours, theirs in zip([*arguments, *keywords.values()], self._decode(answer["changed"]), strict=True):
-                _restore(ours, theirs)
+                wire.restore(ours, theirs)
         return self._decode(answer["value"])
 
     def _decode(self, data: Any) -> Any:
@@ -316,21 +316,6 @@ def _safe_builtins() -> dict[str, Any]:
         return (item for item in iterable if (item if function is None else function(item)))
 
     return vars(builtins) | {"map": mapped, "filter": filtered}
-
-
-def _restore(ours: Any, theirs: Any) -> None:
-    """Change a container of the tests as the program has changed its copy. Nested containers keep their identity."""
-    if type(ours) is not type(theirs):
-        return
-    if isinstance(ours, list) and len(ours) == len(theirs):
-        for index, (old, new) in enumerate(zip(ours, theirs, strict=True)):
-            if isinstance(old, (list, dict, set)) and type(old) is type(new):
-                _restore(old, new)
-            else:
-                ours[index] = new
-    elif isinstance(ours, wire.MUTABLE):
-        ours.clear()
-        (ours.update if isinstance(ours, (dict, set)) else ours.extend)(theirs)
 
 
 def main(source: bytes, reads: int, writes: int) -> None:
