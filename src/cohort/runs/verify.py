@@ -15,7 +15,7 @@ from cohort.errors import RunFolderError
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
-from cohort.runs.lock import check_unlocked
+from cohort.runs.lock import Lock
 from cohort.runs.reading import DAMAGE
 from cohort.runs.trust import check_files
 
@@ -43,7 +43,7 @@ def verify(path: Path) -> Iterator[Verdict]:
         raise RunFolderError(f"{path} is neither a run folder nor a checkpoint: it has no config.toml, no {MANIFEST}")
     check_files(path)
     try:
-        check_unlocked(path)
+        Lock(path).check()
     except RunFolderError as error:
         yield Verdict("run.lock", f"{error}: what is being written now may look broken")
     yield _checked("config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), path / "config.toml")
