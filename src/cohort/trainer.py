@@ -13,7 +13,7 @@ from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
-from cohort.doctor import problem_lines
+from cohort.doctor import check_names, problem_lines
 from cohort.environments import Acting
 from cohort.errors import (
     ConfigError,
@@ -97,6 +97,7 @@ class GRPOTrainer:
         self._parts: TrainerParts | None = None
         self._requests = Requests()
         self.args = config = checked_settings(args)
+        check_names(config.report.skip_checks)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)

@@ -7,11 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from functools import partial
 
 import pytest
 
+from cohort.cli import main
 from cohort.errors import RunFolderError
 from cohort.runs.lock import LOCK, Lock, holder
 from tests.train.harness import make_trainer
@@ -99,6 +101,24 @@ def test_trainers_of_one_process(demo_tokenizer, tmp_path):
         refused.steps(resume=True)
     rest.close()  # before it has begun
     assert make().train(resume=True)["steps"] == 2
+
+
+def test_a_checkpoint_is_asked_of_a_run_that_goes_on(tmp_path, capsys, monkeypatch):
+    """No other run answers, and none is waited for: ``cohort save``."""
+    (tmp_path / "config.toml").touch()
+    (tmp_path / "checkpoints" / "step-12").mkdir(parents=True)
+    message = f"no process writes {tmp_path}: its last checkpoint is of step 12"
+    assert main(["save", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    lock = Lock(tmp_path)
+    lock.take()
+    monkeypatch.setattr(time, "sleep", lambda _: lock.release())  # the run ends meanwhile
+    assert main(["save", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "config.toml"]
+    (tmp_path / "summary.json").write_text("{}")
+    assert main(["save", str(tmp_path)]) == 2
+    assert "is complete: its last checkpoint is of step 12" in capsys.readouterr().err
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path):

@@ -77,17 +77,18 @@ class Lock:
             (self._folder / LOCK).unlink()  # while it is locked: whoever waits for it finds that the file has gone
         self.drop()
 
-    def check(self) -> None:
-        """Check that no other owner writes the folder.
+    def check(self) -> bool:
+        """Check that no other owner writes the folder. Returns whether that is certain: not on a file system without
+        locks.
 
         Raises:
             RunFolderError: one does.
         """
         if self._is_held() or not (self._folder / LOCK).is_file():
-            return
+            return True
         descriptor = os.open(self._folder / LOCK, os.O_RDWR)
         try:
-            _lock_file(descriptor, self._folder.resolve())
+            return _lock_file(descriptor, self._folder.resolve())
         finally:
             os.close(descriptor)
 
@@ -114,6 +115,14 @@ class Lock:
         return held
 
 
+def is_written(folder: Path) -> bool:
+    """Whether a process writes a folder, or may do so: on a file system without locks, one of another machine."""
+    try:
+        return not Lock(folder).check()
+    except RunFolderError:
+        return True
+
+
 def holder(folder: Path) -> dict[str, Any]:
     """What the lock file says of the process that holds it: ``pid``, ``host``, ``since``; empty if it says nothing."""
     try:
@@ -125,7 +134,8 @@ def holder(folder: Path) -> dict[str, Any]:
     return found if sound else {}
 
 
-def _lock_file(descriptor: int, folder: Path) -> None:
+def _lock_file(descriptor: int, folder: Path) -> bool:
+    """Lock the file. Returns whether the file system has locks."""
     owner, status = holder(folder), os.fstat(descriptor)
     if any(lock.is_of(status) for lock in _held):
         raise RunFolderError(
@@ -145,6 +155,8 @@ def _lock_file(descriptor: int, folder: Path) -> None:
                 f"{folder} is being written by {who}: wait for its end, stop it, or choose another run.output_dir{how}"
             ) from None
         log.warning("%s is on a file system without locks: start no other run there from another machine", folder)
+        return False
+    return True
 
 
 def _is_running(owner: dict[str, Any]) -> bool:

@@ -28,6 +28,8 @@ class Verdict:
     """Its path in the run's folder."""
     problem: str = ""
     """Empty: it is whole."""
+    note: str = ""
+    """What is to be said of it, though it is no damage."""
 
 
 def verify(path: Path) -> Iterator[Verdict]:
@@ -45,7 +47,7 @@ def verify(path: Path) -> Iterator[Verdict]:
     try:
         Lock(path).check()
     except RunFolderError as error:
-        yield Verdict("run.lock", f"{error}: what is being written now may look broken")
+        yield Verdict("run.lock", note=f"{str(error).partition(':')[0]}. What is written now may look broken")
     yield _checked("config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), path / "config.toml")
     run = RunFolder(path)
     for step in run.checkpoint_steps():
@@ -53,7 +55,7 @@ def verify(path: Path) -> Iterator[Verdict]:
     if run.best.exists():
         yield _checked("best", check_whole, run.best)
     for left in sorted([*path.glob("best.*"), *path.glob("checkpoints/step-*.*")]):
-        yield Verdict(str(left.relative_to(path)), "left by a process that was killed, or set aside: nothing reads it")
+        yield Verdict(str(left.relative_to(path)), note="being written, left by a killed process, or set aside")
     if (path / "metrics.jsonl").exists():
         yield _checked("metrics.jsonl", _check_metrics, path / "metrics.jsonl")
     if (path / "summary.json").exists():
