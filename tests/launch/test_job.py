@@ -179,7 +179,9 @@ def test_a_failure_is_explained(tmp_path):
     job.log(1).parent.mkdir()
     job.log(1).write_text("one\ncohort: error: no disk\n\n")
     _, text = explain_failure(job, [End(1, -signal.SIGSEGV, 1.0), End(0, TERMINATED, 2.0)])
-    assert text.endswith(f"log is {job.log(1)}; {tmp_path} has a checkpoint of step 7: continue with 'resume {tmp_path}'")
+    assert text.endswith(
+        f"log is {job.log(1)}; {tmp_path} has a checkpoint of step 7: continue with 'resume {tmp_path}'"
+    )
     assert explain_failure(job, [End(1, 2, 1.0), End(0, 2, 1.1)]) == (2, None)  # rank 0 has said it
     assert explain_failure(job, [End(1, 2, 1.0), End(0, 1, 1.1)]) == (2, f"rank 1: no disk; its log is {job.log(1)}")
 
