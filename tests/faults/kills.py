@@ -47,6 +47,9 @@ LEFT_BEHIND = (".part", ".old", ".broken")
 """How the names of files and folders end that a continued run has to have completed or removed."""
 TIMEOUT = 120.0
 """Seconds for one process."""
+AGAIN = 0.5
+RESUME_EVENTS = 5_000
+"""Fewer than the events of a run's phase "resume", which no undisturbed run has."""
 STOPPED = 75
 """Exit code of a run that a signal has stopped."""
 
@@ -267,8 +270,8 @@ def problems(reference: Path, folder: Path, strict: bool) -> list[str]:
 
 
 def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed: float) -> list[Kill]:
-    """Seeded kills, spread over the phases and the variants. Every fourth run is killed again when it is continued,
-    every twelfth a third time.
+    """Seeded kills, spread over the phases and the variants. A share of the runs, ``AGAIN``, is killed again when it is
+    continued, the same share of these a third time.
 
     Args:
         harness: measures how many events a phase has.
@@ -294,12 +297,11 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
             instants = [f"time:{chance.uniform(0, reference.seconds):.3f}"]
         else:
             instants = [f"{phase}:{chance.randint(1, reference.events[phase])}"]
-        for again in range((number % 4 == 3) + (number % 12 == 11)):
-            # Of a run that goes on, only the rest is left; it begins with "start" and "resume".
-            later = "resume" if again == 0 and number % 8 == 3 else chance.choice(phases)
-            instants.append(
-                f"{later}:{chance.randint(1, max(1, reference.events[later] // 2, 2000 * (later == 'resume')))}"
-            )
+        while chance.random() < AGAIN and len(instants) < 4:
+            # Of a run that goes on, only the rest is left, which begins with "start" and "resume".
+            later = chance.choice(["start", "resume", *phases])
+            events = RESUME_EVENTS if later == "resume" else reference.events[later] // 4
+            instants.append(f"{later}:{chance.randint(1, max(1, events))}")
         plans.append(Kill(variant, instants))
     return plans
 

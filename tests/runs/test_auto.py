@@ -5,6 +5,8 @@ import json
 import pytest
 
 from cohort.cli import main
+from cohort.config import GRPOConfig, to_toml
+from cohort.runs import RunFolder, find_run
 from tests.conftest import DEMO_MODEL
 
 
@@ -71,3 +73,15 @@ def test_auto_leaves_other_folders_alone(command, tmp_path, capsys):
     (tmp_path / "c.toml").write_text("[model]\npath='x'\n")
     assert main(command) == 2
     assert "to resume a run, set run.output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stopped_early", [True, False])
+def test_another_patience_lets_a_run_that_stopped_early_go_on(tmp_path, stopped_early):
+    settings = {"output_dir": str(tmp_path), "metric_for_best_model": "eval/reward/mean"}
+    folder, saved = RunFolder(tmp_path), GRPOConfig(**settings, early_stopping_patience=2)
+    (tmp_path / "config.toml").write_text(to_toml(saved))
+    (tmp_path / "summary.json").write_text(json.dumps({"stopped_early": stopped_early}))
+    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+    assert find_run(folder, saved, "auto") is None
+    assert find_run(folder, GRPOConfig(**settings), "auto") is (True if stopped_early else None)
+    folder.close()

@@ -28,6 +28,7 @@ FACTS = {
         ({"lora": {"rank": 4}}, "model.lora.rank: the run has 0, now 4"),
         ({"seed": 1}, "run.seed: the run has 0, now 1"),
         ({"max_prompt_length": 9}, "data.max_prompt_length: the run has unset, now 9"),
+        ({"lag": 1}, "rollout.lag: the run has 0, now 1"),
         ({"epsilon": 0.3}, "objective.epsilon: the run has unset, now 0.3"),
     ],
 )

@@ -95,6 +95,29 @@ def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):
     assert Path("out/notes.md").read_text() == "mine"
 
 
+@pytest.mark.parametrize("left", ["summary.json", "merged", "best", "step-2.broken", "step-2.pickled"])
+def test_a_run_whose_checkpoints_were_removed_is_not_started_again(project, capsys, left):
+    """To save disk, say: what it has beside them is not to be lost."""
+    shutil.rmtree("out/checkpoints")
+    Path("out/checkpoints/step-3.part").mkdir(parents=True)
+    if left == "summary.json":
+        Path("out", left).write_text("{}")
+    elif left == "best":
+        Path("out/best").mkdir()
+        Path("out/best/best.json").write_text('{"step": 3, "metric": "m", "value": 1, "measured": {}}')
+    else:
+        Path("out", "checkpoints" if "step" in left else "", left).mkdir()
+    before = Path("out/metrics.jsonl").read_bytes()
+    for command in (["train", "c.toml", "--resume"], ["resume", "out", "--run.max_steps", "4"]):
+        assert main(command) == 2
+        assert f"it is not started again over what it has: {'checkpoints/' * ('step' in left)}{left}" in (
+            capsys.readouterr().err
+        )
+    assert Path("out/metrics.jsonl").read_bytes() == before
+    if left == "summary.json":
+        assert main(["resume", "out"]) == 0  # it is complete
+
+
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "save_merged": True}])
 def test_a_run_killed_after_its_last_checkpoint_is_completed(demo_tokenizer, tmp_path, lora):
     """Before the summary, and the model with its adapter merged, are written."""

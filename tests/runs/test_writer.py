@@ -7,6 +7,8 @@ import threading
 import pytest
 
 from cohort.errors import DiskError
+from cohort.runs import RunFolder
+from cohort.runs import folder as folders
 from cohort.runs import writer as module
 from cohort.runs.writer import Write, Writer
 
@@ -82,6 +84,31 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(disk):
     threading.Timer(0.05, go.set).start()
     writer.free("checkpoint")
     assert disk.written == [("metrics", 2), "slow"]
+
+
+def test_a_write_that_is_being_repeated_is_waited_for(disk, tmp_path, monkeypatch):
+    """Otherwise two writers fill one folder."""
+    folder, attempts, begun, go = RunFolder(tmp_path), [], threading.Event(), threading.Event()
+
+    def slow():
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        begun.set()
+        go.wait()
+        disk.written.append("repeated")
+
+    def save_now(*_):
+        disk.written.append("newer")
+        return True
+
+    monkeypatch.setattr(folders, "model_of", lambda models, files, step: None)
+    monkeypatch.setattr(folders, "save_now", save_now)
+    folder._writer.in_background(Write("best model", 1, slow))
+    begun.wait()
+    threading.Timer(0.05, go.set).start()
+    folder.save_best(None, {"step": 2})
+    assert disk.written == ["repeated", "newer"]
 
 
 def test_the_run_ends_when_the_disk_fails_for_too_long(disk, caplog):

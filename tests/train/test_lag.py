@@ -189,7 +189,7 @@ def test_the_lag_may_change_when_a_run_resumes(demo_tokenizer, tmp_path):
 
     break_after(make(2), 2)
     break_after_resuming(make(0), 4)
-    make(1).train(resume=True)
+    make(1).train(resume=True, allow_changed=["rollout.lag"])
     # After step 2, two rollouts are pending. They are used first.
     assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2, 2, 0, 1]
 
@@ -209,7 +209,7 @@ def test_more_epochs_than_a_pending_rollout_was_drawn_for(demo_tokenizer, tmp_pa
 
 
 def break_after_resuming(trainer, step):
-    for metrics in trainer.steps(resume=True):
+    for metrics in trainer.steps(resume=True, allow_changed=["rollout.lag"]):
         if metrics["step"] == step:
             return
 

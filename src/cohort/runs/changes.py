@@ -22,7 +22,7 @@ MAY_CHANGE_ON_RESUME = {
     *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "lora.save_merged")),
     *(f"model.{name}" for name in ("trust_remote_code", "allow_pickled_weights")),
     *(f"data.{name}" for name in ("eval", "eval_rows", "eval_split")),
-    *(f"rollout.{name}" for name in ("max_batch_size", "cache_tokens", "lag")),
+    *(f"rollout.{name}" for name in ("max_batch_size", "cache_tokens")),
     *("vllm", "eval", "parallel", "report"),
     *(f"environment.{name}" for name in ("tool_workers", "max_environments", "call_timeout", "call_retries")),
     *(f"reward.{name}" for name in ("workers", "timeout", "retries", "on_error", "cache", "max_concurrent")),

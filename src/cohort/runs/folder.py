@@ -34,6 +34,7 @@ from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.rewards.scores import Scores
 from cohort.runs import durable
+from cohort.runs.anew import clear
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
@@ -48,11 +49,6 @@ from cohort.runs.writer import Write, Writer
 from cohort.types import Group
 from cohort.watchdog import waiting
 
-WRITTEN = (
-    *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
-    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite"),
-)
-"""What a run writes beside its settings."""
 log = logging.getLogger("cohort.runs")
 
 
@@ -112,7 +108,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.take()
-            self._clear() if anew else self.check_free()
+            clear(self.path) if anew else self.check_free()
             write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
@@ -130,15 +126,6 @@ class RunFolder:
         lock(self.path)
         durable.recover(self.path / "checkpoints", "step-*")
         durable.recover(self.path, "best")
-
-    def _clear(self) -> None:
-        """Remove what a run without a checkpoint has written, except its settings: until the new ones take their place,
-        they mark the folder as a run's."""
-        if steps := self.checkpoint_steps():
-            raise RunFolderError(f"{self.path} has a checkpoint of step {steps[-1]} by now: another process writes it")
-        for name in WRITTEN:
-            path = self.path / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def check_resumable(self, config: GRPOConfig, allowed: Collection[str] = ()) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
@@ -374,6 +361,7 @@ class RunFolder:
         it is written."""
         world = world or World()
         content = model_of(models, {"best.json": as_json(record).encode()}, step=record.get("step", 0))
+        on_main(world, partial(self._writer.free, "best model"))  # an older one may be on its way into the same folder
         save = (self._writer, "best model", content, partial(self._replace, self.best), world)
         if save_now(*save):
             return True

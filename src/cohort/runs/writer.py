@@ -46,6 +46,7 @@ class Writer:
         self._minutes = minutes
         self._waiting: list[Write] = []
         self._failed: set[Write] = set()
+        self._running: Write | None = None
         self._missed: dict[str, int] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -78,9 +79,12 @@ class Writer:
         self._add(write)
 
     def free(self, kind: str) -> None:
-        """Wait until each of a kind is written or has failed, and forget what has failed: a newer one comes."""
+        """Wait until each of a kind is written or has failed, and no attempt to write it goes on; forget what has
+        failed: a newer one comes."""
         with self._changed:
-            while any(other.kind == kind and other not in self._failed for other in self._waiting):
+            while any(
+                other.kind == kind and (other not in self._failed or other is self._running) for other in self._waiting
+            ):
                 self._changed.wait()
             self._waiting = [other for other in self._waiting if other.kind != kind]
             self._missed.pop(kind, None)
@@ -196,6 +200,7 @@ class Writer:
         with self._changed:
             if write not in self._waiting:  # dropped
                 return True
+            self._running = write
         done = True
         try:
             write.run()
@@ -206,6 +211,7 @@ class Writer:
             except Exception as bug:
                 self._bug = bug
         with self._changed:
+            self._running = None
             self._failed.discard(write)
             if not done:
                 self._failed.add(write)
