@@ -211,11 +211,11 @@ class GRPOTrainer:
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
-        self._requests.stop.set()
+        self._requests.stop = True
 
     def save_now(self) -> None:
         """Let the run write a checkpoint before its next update or step, and go on."""
-        self._requests.save.set()
+        self._requests.save = True
 
     def steps(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> Generator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the

@@ -300,7 +300,7 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
         while chance.random() < AGAIN and len(instants) < 4:
             # Of a run that goes on, only the rest is left, which begins with "start" and "resume".
             later = chance.choice(["start", "resume", *phases])
-            events = RESUME_EVENTS if later == "resume" else reference.events[later] // 2
+            events = RESUME_EVENTS if later == "resume" else reference.events[later] // 4
             instants.append(f"{later}:{chance.randint(1, max(1, events))}")
         plans.append(Kill(variant, instants))
     return plans

@@ -66,7 +66,7 @@ class TrainerParts:
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     """What a stopped run has sampled and scored of its next rollout, by step."""
     saved_instant: tuple[Any, ...] | None = None
-    """``instant`` of the newest checkpoint."""
+    """``instant`` of the newest checkpoint; None: it lacks what was kept since."""
     worlds: dict[int, World] = field(default_factory=dict)
     """The ranks, for exchanges of pending rollouts."""
     pending: deque[Ahead] = field(default_factory=deque)
@@ -168,6 +168,7 @@ class TrainerParts:
         if one and one.unfinished and one.unfinished.holds_something and not one.in_background:
             self.pending.popleft()
             self.unfinished[one.step] = one.unfinished
+            self.saved_instant = None  # more than the checkpoint holds that the run has resumed from
 
     def abandon_pending(self) -> None:
         """End the pending rollouts. A run that goes on samples them anew."""
