@@ -1,6 +1,6 @@
 """A run's folder: settings, metrics, completions, checkpoints."""
 
-from cohort.runs.auto import Resume, find_run, resumes
+from cohort.runs.auto import Resume, find_run
 from cohort.runs.changes import describe as describe_changes
 from cohort.runs.changes import fact_changes, refuse
 from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, saved_identity
