@@ -14,6 +14,8 @@ import pytest
 
 from cohort import GRPOTrainer
 from cohort.calls import interruptible
+from cohort.cli.main import main
+from cohort.launch import rank
 from cohort.train import signals
 from cohort.train.requests import Requests
 from cohort.train.signals import obeying_signals
@@ -102,10 +104,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     assert untimed_metrics_of(tmp_path / "out") == untimed_metrics_of(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("rank", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}])
-def test_a_rank_gets_the_first_signal_twice(monkeypatch, rank):
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}])
+def test_a_rank_gets_the_first_signal_twice(monkeypatch, variables):
     """From the scheduler and from its launcher."""
-    for name, value in rank.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(signals, "_end", lambda *_: None)
     requests = Requests()
@@ -119,6 +121,35 @@ def test_a_rank_gets_the_first_signal_twice(monkeypatch, rank):
             time.sleep(5)
         signal.raise_signal(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_request_to_save_before_the_run_does_not_end_it(monkeypatch, tmp_path):
+    """While the command line parses, checks and loads: the signal's default is to end the process."""
+    found = []
+
+    def begins(*_, **__):
+        found.append(signal.getsignal(signal.SIGUSR2))
+        assert found[-1] is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGUSR2)
+        requests = Requests()
+        with obeying_signals(requests, 0):
+            signal.raise_signal(signal.SIGUSR2)
+        assert requests.save
+        sys.exit(7)
+
+    monkeypatch.setattr("cohort.cli.training.run_training", begins)
+    write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="7"):
+        main(["train", "c.toml"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["rank", str(tmp_path)])
+    (tmp_path / "command.json").write_text('{"launcher": 1}')
+    monkeypatch.setattr(rank, "_end_with", begins)
+    with pytest.raises(SystemExit, match="7"):
+        rank.main()
+    assert len(found) == 2
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("name", ["stop", "save_now"])

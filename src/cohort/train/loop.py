@@ -102,11 +102,10 @@ def run(
                 stop_point(parts, folder)
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
                 outcome = context.within_memory(update, batch, minibatch, entropy_coefficient)
-                updates.ended(outcome)
+                parts.end_update(outcome)
                 if isinstance(outcome, NonFinite):
-                    nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
+                    nonfinite.skipped(outcome.message, batch, minibatch, step + 1, parts.nonfinite_in_a_row)
                     continue
-                nonfinite.passed()
                 adaptive.after_update(objective, outcome)
 
         with clock("measure"):

@@ -22,6 +22,7 @@ from cohort.train.optim import Optimizer
 from cohort.train.progress import Updates
 from cohort.train.requests import Requests
 from cohort.train.unfinished import Unfinished
+from cohort.train.update import NonFinite, UpdateResult
 
 
 @dataclass(slots=True)
@@ -61,6 +62,8 @@ class TrainerParts:
     """The rollout of the step in progress, once it is complete."""
     updates: Updates | None = None
     """The updates of the step in progress."""
+    nonfinite_in_a_row: int = 0
+    """The last updates that were skipped."""
     metrics: dict[str, Any] | None = None
     """The metrics of the last complete step, until it is evaluated and they are written."""
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
@@ -117,6 +120,7 @@ class TrainerParts:
             self.updates.to_store() if self.updates and self.updates.done else None,
             self.metrics,
             self.budget.tokens,
+            self.nonfinite_in_a_row,
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -125,7 +129,7 @@ class TrainerParts:
         self.cursor = DataCursor.from_state(state.cursor)
         self.adaptive.load_state_dict(state.adaptive)
         self.best.load_state_dict(state.best, best_record)
-        self.complete_steps = state.step
+        self.complete_steps, self.nonfinite_in_a_row = state.step, state.nonfinite_in_a_row
         self.metrics = None if state.metrics is None else dict(state.metrics)
         self.updates = None if state.updates is None else Updates.stored(state.updates, self.policy.device)
         for step, rollout in sorted(state.rollouts.items()):
@@ -148,6 +152,12 @@ class TrainerParts:
         self.current = current
         self.updates = self.updates or Updates(self.policy.version)
         return self.updates
+
+    def end_update(self, outcome: UpdateResult | NonFinite) -> None:
+        """An update is made, or skipped."""
+        assert self.updates is not None
+        self.updates.ended(outcome)
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if isinstance(outcome, NonFinite) else 0
 
     def end_step(self, cursor: DataCursor, metrics: dict[str, Any]) -> None:
         """All updates are made."""

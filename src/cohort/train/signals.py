@@ -13,12 +13,13 @@ from typing import Any
 from cohort.calls import interrupt
 from cohort.errors import STOPPED
 from cohort.train.requests import Requests
+from cohort.watchdog import ignored
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1")
 SAVING = "SIGUSR2"
 NUDGE: Any = getattr(signal, "SIGUSR1", None)
 """Interrupts a function in the main thread."""
-DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+DEFAULT = (signal.SIG_DFL, signal.default_int_handler, ignored)
 """Handlers that may be replaced: a handler of the user's program stays."""
 
 
@@ -48,7 +49,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
         requests.reason, requests.stop = signal.Signals(number).name, True
         for other in before:
             if is_rank:
-                signal.signal(other, _ignore)
+                signal.signal(other, ignored)
             elif other != getattr(signal, SAVING, None):
                 # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
                 signal.signal(other, before[other] if hasattr(sys, "ps1") else signal.SIG_DFL)
@@ -89,11 +90,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
             timer.cancel()
         for number, handler in before.items():
             # A rank that has stopped is told to end when another one has ended.
-            signal.signal(number, _ignore if requests.met and is_rank else handler)
-
-
-def _ignore(*_: Any) -> None:
-    """Unlike SIG_IGN, processes that are started do not inherit it."""
+            signal.signal(number, ignored if requests.met and is_rank else handler)
 
 
 def _end(requests: Requests, number: int, seconds: float) -> None:
