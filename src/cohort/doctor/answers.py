@@ -181,7 +181,7 @@ def _score(
     encode: Callable[[str], Any],
 ) -> list[tuple[float, float, float]] | None:
     """Rewards of the right answer, the wrong one and a refusal, for each prompt, with the sign of the function's
-    weight; None if the function failed on all. An unscored completion counts as NaN, which is not more than anything."""
+    weight; None if the function failed on all. An unscored completion is NaN, which is not more than anything."""
     alone = copy(runner)
     alone.functions = (function,)
     groups = [

@@ -22,7 +22,7 @@ from cohort.errors import RunFolderError
 from cohort.policy import Policy, load_policy, read_config
 from cohort.runs import random_state
 from cohort.runs.checkpoints import LOOP, OPTIMIZER, REFERENCE, as_json_text
-from cohort.runs.durable import replaced, write_file, write_manifest
+from cohort.runs.durable import replaced, sync_path, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.tensors import named_weights, write_tensors
 from cohort.train.optim import Optimizer
@@ -41,7 +41,7 @@ def is_pickled(folder: Path) -> bool:
 
 
 def convert(folder: Path, config: GRPOConfig) -> None:
-    """Convert a checkpoint in its place. The earlier one is kept beside it as ``NAME.pickled``.
+    """Convert a checkpoint in place. The earlier one is kept beside it as ``NAME.pickled``. The run must be locked.
 
     Args:
         folder: the checkpoint.
@@ -69,6 +69,7 @@ def convert(folder: Path, config: GRPOConfig) -> None:
         write_manifest(part, {name: record for name, record in records.items() if record is not None})
     folder.rename(kept)
     folder.with_name(f"{folder.name}.converted").rename(folder)
+    sync_path(folder.parent)
 
 
 def _load(path: Path) -> Any:
