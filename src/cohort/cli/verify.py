@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cohort.cli.app import app
+from cohort.cli.start import TRUST
 from cohort.errors import RunFolderError
 
 
@@ -33,21 +34,23 @@ def verify(run: str, /) -> int:
     return 1 if broken else 0
 
 
-@app.command(sort_key=7, usage="Usage: cohort convert RUN --unpickle")
-def convert(run: str, /, *, unpickle: bool = False) -> None:
+@app.command(sort_key=7, usage="Usage: cohort convert RUN --unpickle [--trust RUN]")
+def convert(run: str, /, *, unpickle: bool = False, trust: TRUST = None) -> None:
     """Convert the checkpoints of a run of an earlier version of Cohort, whose state is pickled.
 
     Args:
         run: The run folder.
         unpickle: Agree to read the pickled files. Of them, tensors, NumPy arrays and plain values are made; anything
             else is refused, so that no code of theirs runs. What you trust is torch's reader.
+        trust: Run the code of the model, if the run's settings allow it, though this account has not run it before.
     """
     from cohort.config import load_config
-    from cohort.runs import RunFolder
+    from cohort.runs import MODEL_CODE, RunFolder, check_code
     from cohort.train.convert import convert as converted
     from cohort.train.convert import is_pickled
 
     folder = RunFolder(run)
+    folder.check_is_run()
     found = [path for step in folder.checkpoint_steps() if is_pickled(path := folder.checkpoint(step))]
     if not found:
         raise RunFolderError(f"{run} has no checkpoint of an earlier version")
@@ -58,6 +61,7 @@ def convert(run: str, /, *, unpickle: bool = False) -> None:
             "else"
         )
     config = load_config(folder.path / "config.toml")
+    check_code(folder.path, config, trust, read=MODEL_CODE)
     for path in found:
         converted(path, config)
         print(f"converted {path}; the earlier one is {path.name}.pickled")
