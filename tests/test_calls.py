@@ -1,11 +1,11 @@
 """Calls of user functions: here, on the event loop, and in worker processes."""
 
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 
 import pytest
 
-from cohort.calls import Call, Calls, Settled, as_failure, is_async, recorded
+from cohort.calls import Call, Calls, Interrupted, Settled, as_failure, interrupt, interruptible, is_async, recorded
 
 
 def double(x, log_metric=None):
@@ -16,6 +16,28 @@ def double(x, log_metric=None):
 
 async def double_async(x, log_metric=None):
     return double(x, log_metric)
+
+
+def test_only_what_the_main_thread_runs_is_interrupted():
+    inside, end = threading.Event(), threading.Event()
+
+    def other():
+        with interruptible():
+            inside.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    try:
+        interrupt()  # a signal that comes while a thread scores beside the training
+        with pytest.raises(CancelledError), interruptible():
+            interrupt()
+    except Interrupted:
+        pytest.fail("the main thread is interrupted")
+    finally:
+        end.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("where", ["here", "worker", "async"])

@@ -28,11 +28,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 _interruptible: list[None] = []
+"""As many as blocks that the main thread is in."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A block whose functions ``interrupt`` ends: it raises ``CancelledError`` then."""
+    """A block whose functions ``interrupt`` ends: it raises ``CancelledError`` then. Outside of the main thread, where
+    no handler of a signal runs, nothing ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     _interruptible.append(None)
     try:
         yield

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
-from cohort.doctor import problem_lines
+from cohort.doctor import check_names, problem_lines
 from cohort.environments import Acting
 from cohort.errors import (
     ConfigError,
@@ -33,7 +34,7 @@ from cohort.report.console import StepDisplay, announce, best_lines, describe_ru
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
-from cohort.runs.output import closing, log_to, output_folder
+from cohort.runs.output import closed_on_error, closing, log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_settings, load_rows, model_name, reward_runner
@@ -96,6 +97,7 @@ class GRPOTrainer:
         self._parts: TrainerParts | None = None
         self._requests = Requests()
         self.args = config = checked_settings(args)
+        check_names(config.report.skip_checks)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
@@ -199,7 +201,8 @@ class GRPOTrainer:
         groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            with StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die) as display:
+            shown = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
+            with contextlib.closing(steps), shown as display:
                 for metrics in steps:
                     display.show(metrics)
         if self._prints:
@@ -208,25 +211,26 @@ class GRPOTrainer:
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
-        self._requests.stop.set()
+        self._requests.stop = True
 
     def save_now(self) -> None:
         """Let the run write a checkpoint before its next update or step, and go on."""
-        self._requests.save.set()
+        self._requests.save = True
 
-    def steps(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    def steps(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> Generator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
-        checkpoint to resume."""
+        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed."""
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
         folder = self._checked_folder or output_folder(self.args, self.world, resume=bool(resume))
-        goes_on = on_main(self.world, lambda: find_run(folder, self._recorded, resume, allow_changed))
-        if goes_on is None:
-            self.summary = on_main(self.world, folder.read_summary)
-            return iter(())
-        self._parts = parts = self.make_parts()
-        first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
-        on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
+        with closed_on_error(folder):
+            goes_on = on_main(self.world, lambda: find_run(folder, self._recorded, resume, allow_changed))
+            if goes_on is None:
+                self.summary = on_main(self.world, folder.read_summary)
+                return closing(folder, ())
+            self._parts = parts = self.make_parts()
+            first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
+            on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}

@@ -225,6 +225,26 @@ def dumps_on_quit() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
 
 
+def ignored(*_: Any) -> None:
+    """A handler that does nothing. Unlike SIG_IGN, processes that are started do not inherit it."""
+
+
+@contextlib.contextmanager
+def save_signal_ignored() -> Iterator[None]:
+    """In this block, SIGUSR2 does not end the process. It asks a run for a checkpoint, and may come before the run has
+    loaded its model. It does nothing outside the main thread, or if the signal has another handler."""
+    number = getattr(signal, "SIGUSR2", None)
+    in_main = threading.current_thread() is threading.main_thread()
+    if number is None or not in_main or signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(number, ignored)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _on_quit(number: int, _frame: Any) -> None:
     print(waits() or "nothing that takes long", file=sys.stderr, flush=True)
     for process in list(dumping):

@@ -11,6 +11,7 @@ from cohort.config import load_config, to_toml
 from cohort.demo.run import SETTINGS
 from cohort.demo.task import problems
 from cohort.doctor import examine
+from cohort.errors import ConfigError
 from cohort.trainer import GRPOTrainer
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import metrics_of, shift_sampler_logps
@@ -224,6 +225,8 @@ def test_a_full_disk_and_a_folder_in_use(folder, monkeypatch, tmp_path):
 def test_an_unknown_check_is_an_error(folder, capsys):
     assert main(["doctor", str(folder / "run.toml"), "--skip", "signals"]) == 2
     assert "no check 'signals' (did you mean 'signal'?)" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no check 'signals' \(did you mean 'signal'\?\)"):
+        small_trainer(folder, "--report.skip_checks", "signals")
 
 
 def test_text_for_people(folder, capsys):

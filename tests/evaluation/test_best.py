@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cohort.config import EvalConfig
-from cohort.errors import ConfigError, RewardError
-from cohort.evaluation import Best
+from cohort.errors import ConfigError, DiskError, NonFiniteError, RankError, RewardError, Stopped
+from cohort.evaluation import Best, Evaluator
 from cohort.evaluation.evaluate import check_settings
 from tests.train.harness import (
     ROWS,
@@ -24,6 +24,7 @@ from tests.train.harness import (
     metrics_of,
     same_parameters,
     straight_and_resumed,
+    untimed_metrics_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
@@ -65,20 +66,64 @@ def test_patience_and_a_metric_that_is_not_logged(caplog):
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_step(demo_tokenizer, tmp_path):
+    broken, evaluated = [True], []
+
     def fails_late(completions, trainer_state, **_):
-        if trainer_state.evaluating and trainer_state.global_step == 1:
-            raise ValueError("no more")
+        if trainer_state.evaluating:
+            evaluated.append(trainer_state.global_step)
+            if broken[0] and trainer_state.global_step == 1:
+                raise ValueError("no more")
         return digits_reward(completions)
 
     settings = {"rewards": fails_late, "eval_rows": ROWS[:2], "max_steps": 2, "eval_steps": 1, "save_steps": 0}
     with pytest.raises(RewardError, match="no more .*; in step 1; a checkpoint of step 1 is kept"):
         make_trainer(demo_tokenizer, tmp_path / "run", **settings).train()
-    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1]
-    straight = make_trainer(demo_tokenizer, tmp_path / "straight", max_steps=2)
-    straight.train()
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0]
+    broken[0] = False
+    evaluated.clear()
     resumed = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     assert resumed.train(resume=True)["steps"] == 2
+    assert sorted(set(evaluated)) == [0, 1, 2]  # 0: the trial
+    straight = make_trainer(demo_tokenizer, tmp_path / "straight", **settings)
+    straight.train()
     assert same_parameters(resumed, straight)
+    assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("error", [NonFiniteError, DiskError, RankError])
+def test_an_evaluation_that_a_machine_fails_writes_no_checkpoint(demo_tokenizer, tmp_path, monkeypatch, error):
+    settings = {"eval_rows": ROWS[:2], "max_steps": 1, "eval_on_start": False, "save_steps": 0}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
+
+    def fails(*_, **__):
+        raise error("no")
+
+    monkeypatch.setattr(Evaluator, "evaluate", fails)
+    with pytest.raises(error):
+        trainer.train()
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_an_evaluation_that_is_repeated_leaves_one_line_of_metrics(demo_tokenizer, tmp_path):
+    """Stopped in the evaluation, resumed, killed after it, and resumed from the same checkpoint."""
+
+    def stops(completions, trainer_state, **_):
+        if trainer_state.evaluating and trainer_state.global_step == 1:
+            trainers[0].stop()
+        return digits_reward(completions)
+
+    def make():
+        settings = {"rewards": [stops, digits_reward], "eval_rows": ROWS[:2], "max_steps": 2, "eval_steps": 1}
+        settings["save_steps"] = 0
+        return make_trainer(demo_tokenizer, tmp_path / "run", **settings)
+
+    trainers = [make()]
+    with pytest.raises(Stopped, match="in the evaluation after step 1"):
+        trainers[0].train()
+    next(make().steps(resume=True))
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1]
+    make().train(resume=True)
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2]
 
 
 def test_a_metric_that_no_evaluation_logs_is_an_error_before_the_model_is_loaded(demo_tokenizer):

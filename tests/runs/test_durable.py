@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cohort.errors import RunFolderError
-from cohort.runs.durable import MANIFEST, check_whole, replaced, write_file, write_manifest
+from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_file, write_manifest
 
 
 def whole_folder(path):
@@ -100,3 +100,25 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     part = str(tmp_path / "step-1.part")
     files = [f"{part}/{name}" for name in ("state/a.safetensors", "config.json", MANIFEST, "state")]
     assert synced == [*files, part, str(tmp_path)]
+
+
+def test_folders_take_their_names_after_a_kill(tmp_path):
+    for name in (
+        "step-1.old",
+        "step-2",
+        "step-2.old",
+        "step-3.converted",
+        "step-3.pickled",
+        "step-4",
+        "step-4.converted",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-5.converted.part").mkdir()
+    recover(tmp_path, "step-*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-1",
+        "step-2",
+        "step-3",
+        "step-3.pickled",
+        "step-4",
+    ]

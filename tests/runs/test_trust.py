@@ -131,7 +131,8 @@ def test_cohort_convert_runs_nothing_of_a_strangers_run(tmp_path, capsys):
     (checkpoint / "state").mkdir(parents=True)
     torch.save({"step": 2}, checkpoint / "state" / "loop.pt")
     (checkpoint / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    (checkpoint / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}}')
+    (checkpoint / "model.safetensors").touch()
+    (checkpoint / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "evil.M"}}')
     assert main(["convert", str(run), "--unpickle"]) == 2
     assert f"model.trust_remote_code: {run}\nNothing was run" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()

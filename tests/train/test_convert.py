@@ -10,6 +10,7 @@ import torch
 
 from cohort.cli import main
 from cohort.runs.checkpoints import check_checkpoint
+from cohort.runs.lock import Lock
 from tests.train.harness import make_trainer, same_parameters
 
 SETTINGS = {"max_steps": 3, "save_steps": 1, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
@@ -74,6 +75,10 @@ def test_a_run_goes_on_from_a_converted_checkpoint(demo_tokenizer, tmp_path, cap
     assert "holds more than tensors and plain values" in capsys.readouterr().err
     assert not (tmp_path / "pwned").exists()
 
+    (lock := Lock(tmp_path / "earlier")).take()
+    assert main(["convert", "earlier", "--unpickle"]) == 2
+    assert "is being written by another trainer" in capsys.readouterr().err
+    lock.release()
     assert main(["convert", "earlier", "--unpickle"]) == 0
     check_checkpoint(checkpoint)
     assert (checkpoint.with_name("step-2.pickled") / "state" / "loop.pt").exists()

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cohort.errors import NonFiniteError
+from cohort.errors import NonFiniteError, Stopped
 from cohort.objective import PRESETS
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
 from cohort.train.check import check_sampler_gap
@@ -59,11 +59,10 @@ def test_an_update_with_a_nan_is_skipped(float64_policy, what):
 def test_the_batch_is_saved_and_several_in_a_row_end_the_run(tmp_path, float64_policy):
     batch = batch_for(float64_policy, PAPER)
     log = NonFiniteLog(tmp_path, limit=2)
-    log.skipped("a value", batch, all_sequences(batch), 1)
-    log.passed()  # the count begins again
-    log.skipped("a value", batch, part_of(batch, [4, 2]), 3)
+    log.skipped("a value", batch, all_sequences(batch), 1, 1)
+    log.skipped("a value", batch, part_of(batch, [4, 2]), 3, 1)
     with pytest.raises(NonFiniteError, match=r"step 4: a value.*2 in a row.*step-4-1\.parquet"):
-        log.skipped("a value", batch, all_sequences(batch), 4)
+        log.skipped("a value", batch, all_sequences(batch), 4, 2)
     table = pyarrow.parquet.read_table(tmp_path / "nonfinite/step-1-1.parquet")
     assert table.schema.metadata[b"problem"] == b"a value"
     rows = table.to_pylist()
@@ -73,9 +72,9 @@ def test_the_batch_is_saved_and_several_in_a_row_end_the_run(tmp_path, float64_p
     assert two == [rows[4], rows[2]]
     (tmp_path / "file").touch()
     failing = NonFiniteLog(tmp_path / "file", limit=2)  # as when the disk is full
-    failing.skipped("a value", batch, all_sequences(batch), 1)
+    failing.skipped("a value", batch, all_sequences(batch), 1, 1)
     with pytest.raises(NonFiniteError, match=r"the batch could not be written \(Not a directory\)"):
-        failing.skipped("a value", batch, all_sequences(batch), 2)
+        failing.skipped("a value", batch, all_sequences(batch), 2, 2)
 
 
 def spoil(monkeypatch, steps):
@@ -99,6 +98,21 @@ def test_a_run_goes_on_after_one(tmp_path, demo_tokenizer, monkeypatch):
     assert trainer.policy.version == 2
     assert "entropy" not in metrics[1]
     assert [path.name for path in (tmp_path / "run/nonfinite").iterdir()] == ["step-2-1.parquet"]
+
+
+def test_updates_in_a_row_are_counted_across_a_stop(tmp_path, demo_tokenizer, monkeypatch):
+    def make():
+        return make_trainer(demo_tokenizer, tmp_path / "run", max_steps=6, max_nonfinite_updates=3)
+
+    spoil(monkeypatch, {1, 3, 4, 5})  # the second one is finite: the count begins again
+    trainer = make()
+    steps = trainer.steps()
+    assert [next(steps)["updates"] for _ in range(4)] == [0, 1, 0, 0]
+    trainer.stop()
+    with pytest.raises(Stopped, match="after step 4"):
+        next(steps)
+    with pytest.raises(NonFiniteError, match=r"No update was made, 3 in a row .*; in step 5"):
+        make().train(resume=True)
 
 
 @pytest.mark.parametrize("where", ["step", "optimizer"])

@@ -2,13 +2,23 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 
+from cohort import GRPOTrainer
+from cohort.calls import interruptible
+from cohort.cli.main import main
+from cohort.launch import rank
+from cohort.train import signals
+from cohort.train.requests import Requests
+from cohort.train.signals import obeying_signals
 from tests.conftest import DEMO_MODEL
 from tests.launch.test_processes import SOURCE, wait_for
 from tests.train.harness import metrics_of, untimed_metrics_of
@@ -84,7 +94,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     assert "cohort: SIGTERM: stopping with a checkpoint" in errors
-    assert "cohort: stopped by SIGTERM in step 2, " in errors.splitlines()[-1]
+    assert re.search("cohort: stopped by SIGTERM (in step 2, |after step 1;)", errors.splitlines()[-1])
     assert "continue with cohort resume out" in errors.splitlines()[-1]
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-1"]
     resumed = begin(tmp_path, "train", "c.toml", "--resume", "auto")
@@ -92,6 +102,84 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     straight = begin(tmp_path, "train", "c.toml", "--run.output_dir", "straight")
     straight.communicate(timeout=60)
     assert untimed_metrics_of(tmp_path / "out") == untimed_metrics_of(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}])
+def test_a_rank_gets_the_first_signal_twice(monkeypatch, variables):
+    """From the scheduler and from its launcher."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(signals, "_end", lambda *_: None)
+    requests = Requests()
+    with obeying_signals(requests, 0.4):
+        signal.raise_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            assert callable(signal.getsignal(number))
+            signal.raise_signal(number)
+        assert (requests.stop, requests.reason) == (True, "SIGTERM")
+        with pytest.raises(CancelledError), interruptible():  # after half of the time
+            time.sleep(5)
+        signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_request_to_save_before_the_run_does_not_end_it(monkeypatch, tmp_path):
+    """While the command line parses, checks and loads: the signal's default is to end the process."""
+    found = []
+
+    def begins(*_, **__):
+        found.append(signal.getsignal(signal.SIGUSR2))
+        assert found[-1] is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGUSR2)
+        requests = Requests()
+        with obeying_signals(requests, 0):
+            signal.raise_signal(signal.SIGUSR2)
+        assert requests.save
+        sys.exit(7)
+
+    monkeypatch.setattr("cohort.cli.training.run_training", begins)
+    write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="7"):
+        main(["train", "c.toml"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["rank", str(tmp_path)])
+    (tmp_path / "command.json").write_text('{"launcher": 1}')
+    monkeypatch.setattr(rank, "_end_with", begins)
+    with pytest.raises(SystemExit, match="7"):
+        rank.main()
+    assert len(found) == 2
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("name", ["stop", "save_now"])
+def test_a_signal_in_the_middle_of_a_request_does_not_wait_for_it(name):
+    """A handler runs inside the code that it interrupts: it must not take a lock that this code may hold."""
+    requests, tracing = Requests(), sys.gettrace()
+    number = {"stop": signal.SIGTERM, "save_now": signal.SIGUSR2}[name]
+    handlers = []
+
+    def trace(*_):
+        signal.signal(number, handlers[0])
+        signal.raise_signal(number)
+        return trace
+
+    def hangs(*_):
+        raise AssertionError("the handler waits")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    try:
+        with obeying_signals(requests, 0):
+            handlers.append(signal.getsignal(number))
+            signal.setitimer(signal.ITIMER_REAL, 1)
+            sys.settrace(trace)
+            getattr(GRPOTrainer, name)(SimpleNamespace(_requests=requests))
+            sys.settrace(tracing)
+    finally:
+        sys.settrace(tracing)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert requests.stop is (name == "stop")
 
 
 @pytest.mark.slow

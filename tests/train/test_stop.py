@@ -12,27 +12,33 @@ import torch
 
 from cohort.errors import RewardError, Stopped
 from cohort.runs import load_rollout
+from cohort.train.requests import Requests
 from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, digits_reward, make_trainer, metrics_of, same_parameters, untimed_metrics_of
 
 UPDATES = {"num_iterations": 2, "minibatches": 2, "max_steps": 2, "beta": 0.05}
 
 
-class LooksUntilStop(threading.Event):
+class LooksUntilStop(Requests):
     """A request to stop that is there from a look on: the run looks at each instant where it can stop."""
 
     def __init__(self, number):
         super().__init__()
         self.left, self.looks = number, 0
 
-    def is_set(self):
+    @property
+    def stop(self):
         self.looks += 1
         return self.looks > self.left
+
+    @stop.setter
+    def stop(self, _):
+        pass
 
 
 def stopped_at(trainer, look, *, resume=False):
     """Train until the run has looked so often whether it is to stop. Returns whether it was stopped, and the looks."""
-    trainer._requests.stop = looks = LooksUntilStop(look)
+    trainer._requests = looks = LooksUntilStop(look)
     try:
         trainer.train(resume=resume)
     except Stopped:
@@ -170,6 +176,18 @@ def test_completions_that_have_ended_are_not_drawn_again(demo_tokenizer, tmp_pat
     resumed.train(resume=True)
     assert len(drawn) == 16 - ended
     assert_same(straight, resumed)
+
+
+def test_a_second_stop_in_the_same_rollout_keeps_what_has_ended_since(demo_tokenizer, tmp_path):
+    def make():
+        return make_trainer(demo_tokenizer, tmp_path / "run", exact_model(demo_tokenizer), max_steps=1)
+
+    ended = []
+    for look in (8, 11, 0):  # the last one stops before anything is drawn
+        assert stopped_at(make(), look, resume=bool(ended))[0]
+        kept = load_rollout(tmp_path / "run" / "checkpoints" / "step-0" / "state" / "rollout-0")
+        ended.append(sum(map(len, kept.facts["samples"])))
+    assert 0 < ended[0] < ended[1] == ended[2]
 
 
 def test_calls_that_have_ended_are_not_made_again(demo_tokenizer, tmp_path):

@@ -14,7 +14,7 @@ from cyclopts.token import Token
 from cohort.cli import diff, doctor, explain, models, resuming, saving, training, verify  # noqa: F401  (commands)
 from cohort.cli.app import app
 from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped
-from cohort.watchdog import dumps_on_quit
+from cohort.watchdog import dumps_on_quit, save_signal_ignored
 
 PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
 """Exit code for a closed pipe, as of other programs."""
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         if command is models.generate:
             _refuse_unknown_options(tokens, bound.args[1:])
-        with dumps_on_quit():
+        with dumps_on_quit(), save_signal_ignored():
             return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:
         with contextlib.suppress(OSError, ValueError):  # Python flushes again at exit

@@ -20,16 +20,22 @@ def save(run: str, /, *, timeout: float = 600.0) -> None:
         timeout: Seconds to wait for the checkpoint. [default: 600]
     """
     from cohort.runs import RunFolder
+    from cohort.runs.lock import is_written
     from cohort.runs.save_request import request_save, save_answered
 
-    folder = RunFolder(Path(run))
+    folder = RunFolder(Path(run).expanduser())
     folder.check_is_run()
-    if (folder.path / "summary.json").exists():
-        raise RunFolderError(f"{run} is complete: its last checkpoint is of step {folder.checkpoint_steps()[-1:]}")
+    last = (f"its last checkpoint is of step {step}" for step in reversed(folder.checkpoint_steps()))
+    if folder.has_summary:
+        raise RunFolderError(f"{run} is complete: {next(last, 'it has no checkpoint')}")
     file, until = request_save(folder.path), time.monotonic() + timeout
-    while file.exists():
-        if time.monotonic() > until:
-            save_answered(folder.path)
-            raise RunFolderError(f"no run has answered in {run} for {timeout:g} s: is it running? (--timeout)")
-        time.sleep(POLL_SECONDS)
+    try:
+        while file.exists():
+            if not is_written(folder.path):
+                raise RunFolderError(f"no process writes {run}: {next(last, 'it has no checkpoint')}")
+            if time.monotonic() > until:
+                raise RunFolderError(f"no run has answered in {run} for {timeout:g} s: is it running? (--timeout)")
+            time.sleep(POLL_SECONDS)
+    finally:
+        save_answered(folder.path)  # also if nobody has
     print(f"{folder.checkpoint(folder.checkpoint_steps()[-1])} is written")

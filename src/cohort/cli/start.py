@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -13,7 +14,7 @@ from cohort.errors import Stopped
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
-    from cohort.runs import Resume, Start
+    from cohort.runs import Resume, RunFolder, Start
     from cohort.trainer import GRPOTrainer
 
 TRUST = Annotated[str | None, Parameter(metavar="RUN")]
@@ -36,13 +37,22 @@ def run_training(
         overrides: the settings that the command line gave, by name.
         missing: what a run that was begun in Python has no name for.
     """
-    from cohort.runs import Start, resumes
+    from cohort.parallel import World, on_main
+    from cohort.runs import Start, find_run
+    from cohort.runs.output import closed_on_error, output_folder
 
-    if resume and resumes(settings, resume, allow_changed) is None:
-        print(f"{settings.run.output_dir} is complete")
-        return
-    start = Start(overrides=overrides, missing=missing or {})
-    trainer = _trainer(settings, resume, allow_changed, start)
+    world = World.of_environment(timeout=settings.parallel.rank_timeout)
+    folder = output_folder(settings, world, resume=bool(resume))
+    with closed_on_error(folder):
+        goes_on = on_main(world, lambda: find_run(folder, settings, resume, allow_changed))
+        if goes_on is None:
+            print(f"{settings.run.output_dir} is complete")
+            return
+        start = Start(overrides=overrides, missing=missing or {})
+        checkpoint = None
+        if goes_on:
+            checkpoint = folder.checkpoint(on_main(world, partial(folder.check_resumable, settings, allow_changed)))
+        trainer = _trainer(settings, start, folder, checkpoint)
     trainer.started = STARTED
     try:
         summary = trainer.train(resume=resume, allow_changed=allow_changed)
@@ -65,33 +75,23 @@ def run_training(
             print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
 
 
-def _trainer(
-    config: GRPOConfig,
-    resume: Resume,
-    allow_changed: Collection[str],
-    started_by: Start,
-) -> GRPOTrainer:
+def _trainer(config: GRPOConfig, started_by: Start, folder: RunFolder, checkpoint: Path | None) -> GRPOTrainer:
     """The trainer of settings that name model, data and rewards.
 
     Args:
         config: the settings.
-        resume, allow_changed: as ``GRPOTrainer.train`` will be given them.
         started_by: how the process was started. What a resumed run has no name for is read from its checkpoint.
+        folder: the run folder, which is checked.
+        checkpoint: that of a run that goes on.
 
     Raises:
-        CohortError: as ``GRPOTrainer``. The output folder is checked before anything is loaded.
+        CohortError: as ``GRPOTrainer``.
     """
-    from cohort.parallel import World, on_main
     from cohort.policy import load_tokenizer
-    from cohort.runs import find_run
-    from cohort.runs.output import output_folder
     from cohort.trainer import GRPOTrainer
 
-    world = World.of_environment(timeout=config.parallel.rank_timeout)
-    folder = output_folder(config, world, resume=bool(resume))
     model, tokenizer = None, None
-    if on_main(world, lambda: find_run(folder, config, resume, allow_changed)):
-        checkpoint = folder.checkpoint(on_main(world, partial(folder.check_resumable, config, allow_changed)))
+    if checkpoint:
         model = checkpoint if "model" in started_by.missing else None
         if "processing_class" in started_by.missing:
             tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=config.model.trust_remote_code)

@@ -20,6 +20,7 @@ from pathlib import Path
 from cohort.errors import STOPPED
 from cohort.launch.ends import LOG_HEADER, End, note_path, write_note
 from cohort.launch.job import Job
+from cohort.watchdog import save_signal_ignored
 
 SECONDS_FOR_RANK_0 = 3.0
 SECONDS_TO_END = 1.0
@@ -41,6 +42,7 @@ def write_command(notes: Path, job: Job, cwd: str | None = None) -> None:
     (notes / "command.json").write_text(json.dumps(command), encoding="utf-8")
 
 
+@save_signal_ignored()  # as soon as the launcher passes on signals
 def main() -> None:
     """Run this process's rank."""
     notes, rank = Path(sys.argv[1]), int(os.environ["RANK"])

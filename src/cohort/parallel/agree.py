@@ -6,6 +6,7 @@ import logging
 import pickle
 import traceback
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,7 +61,7 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
         raise
     except BaseException as error:
         outcome, cause = pickled((place, Failure.of(world.rank, error))), error
-        if not world.is_main:  # the console is rank 0's
+        if not world.is_main and not isinstance(error, CancelledError):  # the console is rank 0's
             log.error("rank %d of %d failed", world.rank, world.size, exc_info=error)
     try:
         outcomes = world.gather_pickled(outcome)

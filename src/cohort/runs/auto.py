@@ -6,26 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from cohort.config import GRPOConfig, load_config
-from cohort.errors import ConfigError
-from cohort.parallel import World, on_main
 from cohort.runs.anew import check_replaceable
 from cohort.runs.folder import RunFolder
 
 Resume = bool | Literal["auto"]
 """``train(resume=...)``. True: the folder must hold a run. "auto": it may."""
-
-
-def resumes(config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> bool | None:
-    """``find_run`` for ``run.output_dir``; on several ranks, as rank 0 finds it.
-
-    Raises:
-        ConfigError: ``run.output_dir`` is not set.
-    """
-    if config.run.output_dir is None:
-        raise ConfigError("to resume a run, set run.output_dir to its folder")
-    folder = RunFolder(config.run.output_dir)
-    world = World.of_environment(timeout=config.parallel.rank_timeout)
-    return on_main(world, lambda: find_run(folder, config, resume, allowed))
 
 
 def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> bool | None:

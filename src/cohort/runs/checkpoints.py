@@ -86,6 +86,8 @@ class SavedState:
     """Metrics of the last complete step, when its evaluation is still to be made and they are not written yet."""
     microbatch_tokens: int = 0
     """Tokens of a pass, which decide the order of sums; 0: unknown."""
+    nonfinite_in_a_row: int = 0
+    """The last updates that were skipped because they were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ def content_of(models: Models, state: SavedState) -> Content:
         "random": state.random,
         "metrics": state.metrics,
         "microbatch_tokens": state.microbatch_tokens,
+        "nonfinite_in_a_row": state.nonfinite_in_a_row,
     }
     values = {f"{ROLLOUT}{step}": encode_rollout(rollout) for step, rollout in state.rollouts.items()}
     if state.updates is not None:
@@ -291,6 +294,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
         metrics=loop.get("metrics"),
         microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
+        nonfinite_in_a_row=max(0, int(loop.get("nonfinite_in_a_row", 0))),
     )
 
 

@@ -39,7 +39,7 @@ from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
 from cohort.runs.lines import append_line, as_json
-from cohort.runs.lock import LOCK, check_unlocked, lock, unlock
+from cohort.runs.lock import LOCK, Lock
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start
@@ -62,6 +62,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path, settings: RunConfig | None = None) -> None:
         self.path = Path(path).expanduser()
+        self._lock = Lock(self.path)
         self._settings = settings or RunConfig()
         self._writer = Writer(self._settings.stop_when_unsaved_minutes)
         self._whole: int | None = None
@@ -82,7 +83,7 @@ class RunFolder:
             RunFolderError: it is not, or another process writes it.
         """
         check_files(self.path)
-        check_unlocked(self.path)
+        self._lock.check()
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file: choose another run.output_dir")
         if not self.path.exists() or all(_is_no_run(path) for path in self.path.iterdir()):
@@ -118,15 +119,16 @@ class RunFolder:
         self._started = True
 
     def take(self) -> None:
-        """Lock the folder for this process, until ``close``, and clear up what a killed one has left half written.
+        """Lock the folder, until ``close``, and clear up what a killed process has left half written. Does nothing if
+        it is locked by this object already.
 
         Raises:
-            RunFolderError: another process writes the folder, or as ``check_files``.
+            RunFolderError: another process or another trainer of this one writes the folder, or as ``check_files``.
         """
         check_files(self.path)
-        lock(self.path)
-        durable.recover(self.path / "checkpoints", "step-*")
-        durable.recover(self.path, "best")
+        if self._lock.take():
+            durable.recover(self.path / "checkpoints", "step-*")
+            durable.recover(self.path, "best")
 
     def check_resumable(self, config: GRPOConfig, allowed: Collection[str] = ()) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it
@@ -377,7 +379,7 @@ class RunFolder:
     def close(self) -> None:
         """Wait for what is being written, try once more what failed, and unlock the folder."""
         self._writer.close()
-        unlock(self.path)
+        self._lock.release()
 
     def best_record(self) -> dict[str, Any] | None:
         """The contents of ``best/best.json``; None without a best model."""

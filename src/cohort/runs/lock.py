@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from cohort.errors import RunFolderError
 
@@ -28,57 +29,98 @@ LOCK = "run.lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without locks."""
 log = logging.getLogger("cohort.runs")
-_held: dict[Path, int] = {}
-"""Descriptors of the lock files that this process holds, by folder."""
+_held: WeakSet[Lock] = WeakSet()
+"""The locks that this process holds."""
 
 
-def lock(folder: Path) -> None:
-    """Lock a folder for this process, until ``unlock`` or the end of the process. Does nothing if it is locked by this
-    process already.
+class Lock:
+    """The lock of one owner, as a run folder in a trainer. A second owner is refused, also in the same process; the
+    lock ends with ``release``, and at the latest with its owner.
 
-    Raises:
-        RunFolderError: another process writes the folder.
-        OSError: the lock file cannot be made.
+    Args:
+        folder: what to lock.
     """
-    folder = folder.resolve()
-    while not _is_held(folder):
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Lock the folder, until ``release`` or the end of the process. Returns whether it was not locked by this owner
+        already.
+
+        Raises:
+            RunFolderError: another owner writes the folder.
+            OSError: the lock file cannot be made.
+        """
+        taken = False
+        while not self._is_held():
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            try:
+                _lock_file(descriptor, self._folder.resolve())
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self._descriptor, taken = descriptor, True
+            _held.add(self)
+        if taken and self._descriptor is not None:
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            with suppress(OSError):  # a full disk: the lock holds without a name
+                os.ftruncate(self._descriptor, 0)
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+                os.write(self._descriptor, json.dumps(owner).encode())
+        return taken
+
+    def release(self) -> None:
+        """End the lock, if this owner holds it."""
+        if self._is_held():
+            (self._folder / LOCK).unlink()  # while it is locked: whoever waits for it finds that the file has gone
+        self.drop()
+
+    def check(self) -> bool:
+        """Check that no other owner writes the folder. Returns whether that is certain: not on a file system without
+        locks.
+
+        Raises:
+            RunFolderError: one does.
+        """
+        if self._is_held() or not (self._folder / LOCK).is_file():
+            return True
+        descriptor = os.open(self._folder / LOCK, os.O_RDWR)
         try:
-            _lock_file(descriptor, folder)
-        except BaseException:
+            return _lock_file(descriptor, self._folder.resolve())
+        finally:
             os.close(descriptor)
-            raise
-        _held[folder] = descriptor
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with suppress(OSError):  # a full disk: the lock holds without a name
-        os.ftruncate(_held[folder], 0)
-        os.lseek(_held[folder], 0, os.SEEK_SET)
-        os.write(_held[folder], json.dumps(owner).encode())
+
+    def is_of(self, status: os.stat_result) -> bool:
+        """Whether this owner has locked the file of a status."""
+        return self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), status)
+
+    def drop(self) -> None:
+        """Close the lock file, and leave it: what is locked is not this owner's any more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+    __del__ = drop
+
+    def _is_held(self) -> bool:
+        """Whether this owner has locked the file that is now in the folder: not one that was removed since."""
+        try:
+            held = self.is_of((self._folder / LOCK).lstat())
+        except OSError:
+            held = False
+        if not held:
+            self.drop()
+        return held
 
 
-def unlock(folder: Path) -> None:
-    """End the lock, if this process holds it."""
-    folder = folder.resolve()
-    if _is_held(folder):
-        (folder / LOCK).unlink()  # while it is locked: whoever waits for it finds that the file has gone
-    if (descriptor := _held.pop(folder, None)) is not None:
-        os.close(descriptor)
-
-
-def check_unlocked(folder: Path) -> None:
-    """Check that no other process writes a folder.
-
-    Raises:
-        RunFolderError: one does.
-    """
-    folder = folder.resolve()
-    if _is_held(folder) or not (folder / LOCK).is_file():
-        return
-    descriptor = os.open(folder / LOCK, os.O_RDWR)
+def is_written(folder: Path) -> bool:
+    """Whether a process writes a folder, or may do so: on a file system without locks, one of another machine."""
     try:
-        _lock_file(descriptor, folder)
-    finally:
-        os.close(descriptor)
+        return not Lock(folder).check()
+    except RunFolderError:
+        return True
 
 
 def holder(folder: Path) -> dict[str, Any]:
@@ -92,32 +134,29 @@ def holder(folder: Path) -> dict[str, Any]:
     return found if sound else {}
 
 
-def _is_held(folder: Path) -> bool:
-    """Whether this process has locked the file that is now in the folder: not one that was removed since."""
-    if folder not in _held:
-        return False
-    try:
-        same = os.path.samestat(os.fstat(_held[folder]), (folder / LOCK).lstat())
-    except OSError:
-        same = False
-    if not same:
-        os.close(_held.pop(folder))
-    return same
-
-
-def _lock_file(descriptor: int, folder: Path) -> None:
+def _lock_file(descriptor: int, folder: Path) -> bool:
+    """Lock the file. Returns whether the file system has locks."""
+    owner, status = holder(folder), os.fstat(descriptor)
+    if any(lock.is_of(status) for lock in _held):
+        raise RunFolderError(
+            f"{folder} is being written by another trainer of this process: let its train() end, or close() its steps()"
+        )
     try:
         if fcntl is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = holder(folder)
-        if error.errno not in UNSUPPORTED or _is_running(owner):
+        lockless = error.errno in UNSUPPORTED
+        if not lockless or _is_running(owner):
             who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}" if owner else "another process"
+            # Where nothing is locked, the number may be that of a process that has come since.
+            how = f"; if that process is no run of Cohort, delete {folder / LOCK}" if lockless else ""
             raise RunFolderError(
-                f"{folder} is being written by {who}: wait for its end, stop it, or choose another run.output_dir"
+                f"{folder} is being written by {who}: wait for its end, stop it, or choose another run.output_dir{how}"
             ) from None
         log.warning("%s is on a file system without locks: start no other run there from another machine", folder)
+        return False
+    return True
 
 
 def _is_running(owner: dict[str, Any]) -> bool:
@@ -135,9 +174,8 @@ def _is_running(owner: dict[str, Any]) -> bool:
 
 def _after_fork() -> None:
     """A child does not hold the locks of the process that it was forked from."""
-    for descriptor in _held.values():
-        os.close(descriptor)
-    _held.clear()
+    for lock in list(_held):
+        lock.drop()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
@@ -28,9 +29,26 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
     return RunFolder(path, config.run)
 
 
-def closing(folder: RunFolder, steps: Iterator[T]) -> Iterator[T]:
-    """The steps of a run, after which its folder is closed, however they end."""
+@contextmanager
+def closed_on_error(folder: RunFolder) -> Iterator[None]:
+    """Close the folder if the block raises, so that another trainer of the process may take it."""
     try:
+        yield
+    except BaseException:
+        folder.close()
+        raise
+
+
+def closing(folder: RunFolder, steps: Iterable[T]) -> Generator[T]:
+    """The steps of a run, after which its folder is closed, however they end: also if they never begin."""
+    closed = _closed_after(folder, steps)
+    next(closed)  # enters the block: a generator that is not in it is closed without leaving it
+    return closed
+
+
+def _closed_after(folder: RunFolder, steps: Iterable[Any]) -> Generator[Any]:
+    try:
+        yield
         yield from steps
     finally:
         folder.close()

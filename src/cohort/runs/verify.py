@@ -15,7 +15,7 @@ from cohort.errors import RunFolderError
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
-from cohort.runs.lock import check_unlocked
+from cohort.runs.lock import Lock
 from cohort.runs.reading import DAMAGE
 from cohort.runs.trust import check_files
 
@@ -28,6 +28,8 @@ class Verdict:
     """Its path in the run's folder."""
     problem: str = ""
     """Empty: it is whole."""
+    note: str = ""
+    """What is to be said of it, though it is no damage."""
 
 
 def verify(path: Path) -> Iterator[Verdict]:
@@ -43,9 +45,9 @@ def verify(path: Path) -> Iterator[Verdict]:
         raise RunFolderError(f"{path} is neither a run folder nor a checkpoint: it has no config.toml, no {MANIFEST}")
     check_files(path)
     try:
-        check_unlocked(path)
+        Lock(path).check()
     except RunFolderError as error:
-        yield Verdict("run.lock", f"{error}: what is being written now may look broken")
+        yield Verdict("run.lock", note=f"{str(error).partition(':')[0]}. What is written now may look broken")
     yield _checked("config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), path / "config.toml")
     run = RunFolder(path)
     for step in run.checkpoint_steps():
@@ -53,7 +55,7 @@ def verify(path: Path) -> Iterator[Verdict]:
     if run.best.exists():
         yield _checked("best", check_whole, run.best)
     for left in sorted([*path.glob("best.*"), *path.glob("checkpoints/step-*.*")]):
-        yield Verdict(str(left.relative_to(path)), "left by a process that was killed, or set aside: nothing reads it")
+        yield Verdict(str(left.relative_to(path)), note="being written, left by a killed process, or set aside")
     if (path / "metrics.jsonl").exists():
         yield _checked("metrics.jsonl", _check_metrics, path / "metrics.jsonl")
     if (path / "summary.json").exists():

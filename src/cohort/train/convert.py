@@ -22,7 +22,7 @@ from cohort.errors import RunFolderError
 from cohort.policy import Policy, load_policy, read_config
 from cohort.runs import random_state
 from cohort.runs.checkpoints import LOOP, OPTIMIZER, REFERENCE, as_json_text
-from cohort.runs.durable import replaced, write_file, write_manifest
+from cohort.runs.durable import replaced, sync_path, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.tensors import named_weights, write_tensors
 from cohort.train.optim import Optimizer
@@ -41,7 +41,7 @@ def is_pickled(folder: Path) -> bool:
 
 
 def convert(folder: Path, config: GRPOConfig) -> None:
-    """Convert a checkpoint in its place. The earlier one is kept beside it as ``NAME.pickled``.
+    """Convert a checkpoint in place. The earlier one is kept beside it as ``NAME.pickled``. The run must be locked.
 
     Args:
         folder: the checkpoint.
@@ -69,6 +69,7 @@ def convert(folder: Path, config: GRPOConfig) -> None:
         write_manifest(part, {name: record for name, record in records.items() if record is not None})
     folder.rename(kept)
     folder.with_name(f"{folder.name}.converted").rename(folder)
+    sync_path(folder.parent)
 
 
 def _load(path: Path) -> Any:
@@ -86,7 +87,12 @@ def _converted(
     """The loop's state without the optimizer, the optimizer's state, and the policy."""
     loop = state["loop.pt"]
     model = config.model.path if config.model.lora.wanted else str(folder)
-    loaded = load_policy(model, config.model, read_config(model), seed=config.run.seed)
+    loaded = load_policy(
+        model,
+        config.model,
+        read_config(model, trust_remote_code=config.model.trust_remote_code),
+        seed=config.run.seed,
+    )
     optimizer = Optimizer(loaded.model, config.optim, 1)
     for rule, saved in zip(optimizer.rules, state["optimizer.pt"]["rules"], strict=True):
         rule.load_state_dict(saved)

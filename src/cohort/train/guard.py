@@ -56,7 +56,7 @@ def batch_ids(batch: TokenBatch, sequence: int) -> list[int]:
 
 
 class NonFiniteLog:
-    """Counts skipped updates and keeps their batches; ends the run after several in a row.
+    """Keeps the batches of skipped updates; ends the run after several in a row.
 
     Args:
         folder: the run's folder; batches are written to ``nonfinite/`` in it.
@@ -68,23 +68,17 @@ class NonFiniteLog:
         self._world = world or World()
         self._folder = folder / "nonfinite"
         self._limit = limit
-        self._in_a_row = 0
 
-    def passed(self) -> None:
-        """An update was finite."""
-        self._in_a_row = 0
-
-    def skipped(self, message: str, batch: TokenBatch, minibatch: Part, step: int) -> None:
-        """An update was skipped.
+    def skipped(self, message: str, batch: TokenBatch, minibatch: Part, step: int, in_a_row: int) -> None:
+        """An update was skipped, and it is the last of so many in a row.
 
         Raises:
             NonFiniteError: it was the last one in a row that is tolerated.
         """
-        self._in_a_row += 1
         kept = on_main(self._world, lambda: self._kept(batch, minibatch, step, message))
-        if self._in_a_row >= self._limit:
+        if in_a_row >= self._limit:
             raise NonFiniteError(
-                f"step {step}: {message}. No update was made, {self._in_a_row} in a row "
+                f"step {step}: {message}. No update was made, {in_a_row} in a row "
                 f"(optim.max_nonfinite_updates); {kept}. {GO_ON}"
             )
 

@@ -29,7 +29,6 @@ from typing import Any
 from torch import Tensor
 
 from cohort.config import GRPOConfig, Schedule
-from cohort.errors import CohortError
 from cohort.parallel import on_main, together
 from cohort.policy import Policy
 from cohort.rewards import TrainerState
@@ -103,11 +102,10 @@ def run(
                 stop_point(parts, folder)
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
                 outcome = context.within_memory(update, batch, minibatch, entropy_coefficient)
-                updates.ended(outcome)
+                parts.end_update(outcome)
                 if isinstance(outcome, NonFinite):
-                    nonfinite.skipped(outcome.message, batch, minibatch, step + 1)
+                    nonfinite.skipped(outcome.message, batch, minibatch, step + 1, parts.nonfinite_in_a_row)
                     continue
-                nonfinite.passed()
                 adaptive.after_update(objective, outcome)
 
         with clock("measure"):
@@ -197,19 +195,15 @@ def complete_step(parts: TrainerParts, schedule: Schedule, current: Ahead, metri
 def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, folder: RunFolder) -> dict[str, Any]:
     """Evaluate if it is due, and write metrics and checkpoint. Returns the metrics with those of the evaluation.
 
-    Raises:
-        CohortError: the evaluation failed. Everything else is written first, with a checkpoint.
+    When the evaluation fails or is cancelled, ``parts.metrics`` is still set: a checkpoint of this instant lets the
+    resumed run evaluate again.
     """
     assert parts.metrics is not None
     step, metrics = parts.complete_steps, parts.metrics
     last = step == schedule.steps
-    failed: CohortError | None = None
     if last or due(step, config.eval.eval_steps):
-        try:
-            metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
-        except CohortError as error:  # a failed evaluation must not cost the run its progress
-            failed = error
-        last |= parts.best.exhausted or failed is not None
+        metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
+        last |= parts.best.exhausted
 
     def write() -> bool:
         folder.append_metrics(metrics)
@@ -221,8 +215,6 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
         save_instant(parts, folder, wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
-    if failed is not None:
-        raise failed
     return metrics
 
 

@@ -22,6 +22,7 @@ from cohort.train.optim import Optimizer
 from cohort.train.progress import Updates
 from cohort.train.requests import Requests
 from cohort.train.unfinished import Unfinished
+from cohort.train.update import NonFinite, UpdateResult
 
 
 @dataclass(slots=True)
@@ -61,12 +62,14 @@ class TrainerParts:
     """The rollout of the step in progress, once it is complete."""
     updates: Updates | None = None
     """The updates of the step in progress."""
+    nonfinite_in_a_row: int = 0
+    """The last updates that were skipped."""
     metrics: dict[str, Any] | None = None
     """The metrics of the last complete step, until it is evaluated and they are written."""
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     """What a stopped run has sampled and scored of its next rollout, by step."""
     saved_instant: tuple[Any, ...] | None = None
-    """``instant`` of the newest checkpoint."""
+    """``instant`` of the newest checkpoint; None: it lacks what was kept since."""
     worlds: dict[int, World] = field(default_factory=dict)
     """The ranks, for exchanges of pending rollouts."""
     pending: deque[Ahead] = field(default_factory=deque)
@@ -117,6 +120,7 @@ class TrainerParts:
             self.updates.to_store() if self.updates and self.updates.done else None,
             self.metrics,
             self.budget.tokens,
+            self.nonfinite_in_a_row,
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -125,7 +129,7 @@ class TrainerParts:
         self.cursor = DataCursor.from_state(state.cursor)
         self.adaptive.load_state_dict(state.adaptive)
         self.best.load_state_dict(state.best, best_record)
-        self.complete_steps = state.step
+        self.complete_steps, self.nonfinite_in_a_row = state.step, state.nonfinite_in_a_row
         self.metrics = None if state.metrics is None else dict(state.metrics)
         self.updates = None if state.updates is None else Updates.stored(state.updates, self.policy.device)
         for step, rollout in sorted(state.rollouts.items()):
@@ -149,6 +153,12 @@ class TrainerParts:
         self.updates = self.updates or Updates(self.policy.version)
         return self.updates
 
+    def end_update(self, outcome: UpdateResult | NonFinite) -> None:
+        """An update is made, or skipped."""
+        assert self.updates is not None
+        self.updates.ended(outcome)
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if isinstance(outcome, NonFinite) else 0
+
     def end_step(self, cursor: DataCursor, metrics: dict[str, Any]) -> None:
         """All updates are made."""
         self.complete_steps, self.cursor, self.metrics = self.complete_steps + 1, cursor, metrics
@@ -168,6 +178,7 @@ class TrainerParts:
         if one and one.unfinished and one.unfinished.holds_something and not one.in_background:
             self.pending.popleft()
             self.unfinished[one.step] = one.unfinished
+            self.saved_instant = None  # more than the checkpoint holds that the run has resumed from
 
     def abandon_pending(self) -> None:
         """End the pending rollouts. A run that goes on samples them anew."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,15 @@ STOP = "cohort/stop"
 
 @dataclass(slots=True)
 class Requests:
-    """What is asked of a run. The loop looks at ``stop_point``; sampling, scoring and evaluation ask ``stop`` too."""
+    """What is asked of a run. The loop looks at ``stop_point``; sampling, scoring and evaluation ask ``stop`` too.
 
-    stop: threading.Event = field(default_factory=threading.Event)
+    Handlers of signals set the attributes, so they are plain values: a handler that takes a lock waits for ever if it
+    has interrupted the code that holds it.
+    """
+
+    stop: bool = False
     """End the run, with a checkpoint."""
-    save: threading.Event = field(default_factory=threading.Event)
+    save: bool = False
     """Write a checkpoint, and go on."""
     reason: str = "stop()"
     """What asked to stop: the name of a signal."""
@@ -32,18 +35,17 @@ class Requests:
     def look(self, folder: Path) -> None:
         """Look for a request of another process in the run's folder."""
         if self._is_time("folder") and save_requested(folder):
-            self.save.set()
+            self.save = True
 
     def wants_stop(self, world: World) -> bool:
         """Whether this rank or another one was asked to stop. Exchanges nothing: ranks sample at their own pace, and
         ``stop_point`` lets them agree."""
         if world.size > 1 and self._is_time("world"):
-            if self.stop.is_set():
+            if self.stop:
                 world.tell(STOP, self.reason)
             elif (reason := world.told(STOP)) is not None:
-                self.reason = reason
-                self.stop.set()
-        return self.stop.is_set()
+                self.reason, self.stop = reason, True
+        return self.stop
 
     def _is_time(self, where: str) -> bool:
         """Whether the last look there is long enough ago."""

@@ -65,6 +65,8 @@ def resume(
     if parts.metrics is None and on_main(parts.world, lambda: folder.has_summary):
         _check_incomplete(folder, parts, schedule, step)
     on_main(parts.world, lambda: folder.resume(config, step))
+    if parts.metrics is not None:  # a process that was killed after this evaluation has written their line already
+        on_main(parts.world, lambda: folder.drop_metrics_after(step - 1))
     return step, schedule, changes
 
 

@@ -13,12 +13,13 @@ from typing import Any
 from cohort.calls import interrupt
 from cohort.errors import STOPPED
 from cohort.train.requests import Requests
+from cohort.watchdog import ignored
 
 STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1")
 SAVING = "SIGUSR2"
 NUDGE: Any = getattr(signal, "SIGUSR1", None)
 """Interrupts a function in the main thread."""
-DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
+DEFAULT = (signal.SIG_DFL, signal.default_int_handler, ignored)
 """Handlers that may be replaced: a handler of the user's program stays."""
 
 
@@ -30,11 +31,14 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
     first. When half of them are over, a reward function that runs in the main thread is interrupted: its call is made
     again by the run that goes on. Outside of the main thread, where Python has no signals, nothing changes.
 
+    A rank gets the first signal twice, from a scheduler that signals all processes of a job and from its launcher. A
+    second one does nothing there; one to the launcher ends all ranks.
+
     Args:
         requests: of the run.
         seconds: time to stop; 0: no limit.
     """
-    nudged = threading.Event()
+    nudged, is_rank = False, os.environ.get("WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
     numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if main else {}
@@ -42,13 +46,15 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def stop(number: int, _: Any) -> None:
-        requests.reason = signal.Signals(number).name
-        requests.stop.set()
+        requests.reason, requests.stop = signal.Signals(number).name, True
         for other in before:
-            if other != getattr(signal, SAVING, None):
+            if is_rank:
+                signal.signal(other, ignored)
+            elif other != getattr(signal, SAVING, None):
                 # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
                 signal.signal(other, before[other] if hasattr(sys, "ps1") else signal.SIG_DFL)
-        _say(f"{requests.reason}: stopping with a checkpoint; a second signal ends the process at once")
+        again = "" if is_rank else "; a second signal ends the process at once"
+        _say(f"{requests.reason}: stopping with a checkpoint{again}")
         if seconds:
             timers.append(threading.Timer(seconds, _end, [requests, number, seconds]))
         if seconds and NUDGE in before:
@@ -59,19 +65,21 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
             timer.start()
 
     def interrupt_main() -> None:
-        nudged.set()
+        nonlocal nudged
+        nudged = True
         signal.pthread_kill(threading.main_thread().ident or 0, NUDGE)
 
     def second(number: int, _: Any) -> None:
-        if nudged.is_set():
-            nudged.clear()
+        nonlocal nudged
+        if nudged:
+            nudged = False
             interrupt()
-        else:
+        elif not is_rank:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def save(*_: Any) -> None:
-        requests.save.set()
+        requests.save = True
 
     for number in before:
         signal.signal(number, save if number == getattr(signal, SAVING, None) else stop)
@@ -82,11 +90,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
             timer.cancel()
         for number, handler in before.items():
             # A rank that has stopped is told to end when another one has ended.
-            signal.signal(number, _ignore if requests.met and os.environ.get("WORLD_SIZE", "1") != "1" else handler)
-
-
-def _ignore(*_: Any) -> None:
-    """Unlike SIG_IGN, processes that are started do not inherit it."""
+            signal.signal(number, ignored if requests.met and is_rank else handler)
 
 
 def _end(requests: Requests, number: int, seconds: float) -> None:

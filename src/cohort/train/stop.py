@@ -22,12 +22,12 @@ def stop_point(parts: TrainerParts, folder: RunFolder) -> None:
     requests, world = parts.requests, parts.world
     if world.is_main:
         requests.look(folder.path)
-    asked = world.gather((requests.stop.is_set(), requests.save.is_set(), requests.reason))
+    asked = world.gather((requests.stop, requests.save, requests.reason))
     stop = next((reason for stops, _, reason in asked if stops), None)
     if stop is None and not any(saves for _, saves, _ in asked):
         return
+    requests.save = False  # before it is written: a request meanwhile is for a newer one
     save_instant(parts, folder, wait=True)
-    requests.save.clear()
     on_main(world, lambda: save_answered(folder.path))
     if stop is not None:
         requests.met = True
