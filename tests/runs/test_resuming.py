@@ -10,8 +10,9 @@ import torch
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
+from cohort.config import apply_overrides, setting_names
 from cohort.errors import RunFolderError
-from cohort.runs import facts
+from cohort.runs import facts, with_whole_names
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import digits_reward, untimed_metrics_of
 
@@ -74,6 +75,11 @@ def test_a_run_is_resumed_from_its_folder_alone(whole, project, tmp_path, monkey
     capsys.readouterr()
     assert main(["resume", "../project/out"]) == 0
     assert capsys.readouterr().out == f"{project}/out is complete\n"
+    monkeypatch.chdir(elsewhere)
+    Path("rows.jsonl").write_text('{"prompt": "another", "answer": "1"}\n')
+    assert main(["resume", "../project/out", "--run.max_steps", "2", "--data.train", "rows.jsonl"]) == 2
+    assert "the training data has 1 prompts" in capsys.readouterr().err
+    (elsewhere / "rows.jsonl").unlink()
     assert main(["resume", "../project/out", "--run.max_steps", "2", "--report.progress", "true"]) == 0
     shown = capsys.readouterr().out
     assert f"resuming {project}/out after step 1" in shown
@@ -84,6 +90,21 @@ def test_a_run_is_resumed_from_its_folder_alone(whole, project, tmp_path, monkey
     assert untimed_metrics_of(project / "out") == untimed_metrics_of(whole)
     assert weights(project / "out", 3) == weights(whole, 3)
     assert not list(elsewhere.iterdir())
+
+
+def test_names_given_to_resume_belong_to_the_working_directory(tmp_path, monkeypatch):
+    """As far as they are there; those of the run's own settings belong to the folder that it was started in."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "more.jsonl", "mine.py", "math"):
+        Path(name).touch()
+    given = ["--data.train=rows.jsonl", "--data.eval={a='more.jsonl', b='gone.jsonl'}", "--model.path=org/model"]
+    given += ["--reward.functions=mine.py:f(a=1),math,gone.py:f", "--objective.baseline=mine.py:b"]
+    settings = with_whole_names(apply_overrides({}, [*given, "--vllm.python=mine.py"]), setting_names(given))
+    assert settings.data.train == f"{tmp_path}/rows.jsonl"
+    assert settings.data.eval == {"a": f"{tmp_path}/more.jsonl", "b": "gone.jsonl"}
+    assert settings.reward.functions == (f"{tmp_path}/mine.py:f(a=1)", "math", "gone.py:f")
+    assert settings.objective.baseline == f"{tmp_path}/mine.py:b"
+    assert (settings.model.path, settings.vllm.python) == ("org/model", "mine.py")
 
 
 def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):

@@ -27,7 +27,8 @@ def resume(
 ) -> None:
     """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
 
-    The run's settings are used; relative names in them belong to the folder that the run was started in.
+    The run's settings are used; relative names in them belong to the folder that the run was started in. Names of files
+    given here belong to the working directory if they are there, else to that folder too.
 
     What differs from the run so far is printed; what changes its results is refused.
 
@@ -37,7 +38,7 @@ def resume(
         trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
     from cohort.config import load_config, setting_names
-    from cohort.runs import RunFolder, check_code, check_secrets, last_start
+    from cohort.runs import RunFolder, check_code, check_secrets, last_start, with_whole_names
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
@@ -57,6 +58,7 @@ def resume(
             f"again, with train(resume='auto')" + (f"; or name them: {' '.join(flags)}" if flags else "")
         )
     working_folder = Path.cwd()
+    settings = with_whole_names(settings, [name for name in names if name != "run.output_dir"])
     if start.folder and Path(start.folder).is_dir():
         os.chdir(start.folder)  # to which the names in the settings belong
     check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,38 @@ def last_start(run: Path) -> Start:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             continue
     return Start()
+
+
+def with_whole_names(config: GRPOConfig, names: Collection[str]) -> GRPOConfig:
+    """The settings with absolute names of the files that are in the working directory.
+
+    Args:
+        config: the settings.
+        names: the settings to look at. In data and models any name of a file counts, in others one of a .py file.
+    """
+    table: dict[str, Any] = config.model_dump(exclude_none=True)
+    for name in names:
+        *parents, key = name.split(".")
+        section: Any = table
+        for parent in parents:
+            section = section.get(parent, {})
+        if key in section:
+            section[key] = _whole(section[key], any_file=name in ("data.train", "data.eval", "model.path"))
+    return GRPOConfig(**table)
+
+
+def _whole(value: Any, *, any_file: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _whole(one, any_file=any_file) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_whole(one, any_file=any_file) for one in value)
+    if not isinstance(value, str):
+        return value
+    file, is_code, function = value.partition(".py:")
+    file += ".py" * bool(is_code)
+    path = Path(file)
+    is_file = (is_code or any_file) and not path.is_absolute() and path.exists()
+    return f"{path.absolute()}{':' * bool(is_code)}{function}" if is_file else value
 
 
 def with_overrides_of_start(
