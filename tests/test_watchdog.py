@@ -13,6 +13,7 @@ import pytest
 from cohort import watchdog
 from cohort.config import RewardConfig
 from cohort.rewards import RewardRunner
+from cohort.rewards.contract import TrainerState
 from cohort.watchdog import RANKS, waiting
 from tests.rewards.conftest import rollout
 
@@ -68,6 +69,30 @@ def test_what_has_never_ended_gets_more_time(caplog):
     assert watchdog._threads == {}
 
 
+def test_a_first_rollout_that_progresses_is_reported_once(caplog):
+    ended = 0
+    with waiting("sampling", lambda: f"{ended} of 64 completions have ended"):
+        start = watchdog._threads[threading.get_ident()][0].start
+        for second in range(300, 1800, 10):
+            watchdog._look(start + second)
+            ended += second % 300 == 0
+        assert reports(caplog) == ["sampling: 300 s so far, 0 of 64 completions have ended"]
+        watchdog._look(start + 1800)
+        assert reports(caplog) == []
+        watchdog._look(start + 2100)  # none has ended for 300 s
+        assert reports(caplog) == ["sampling: 2100 s so far, 5 of 64 completions have ended"]
+
+
+def test_the_rewards_of_an_evaluation_are_not_compared_with_those_of_training():
+    runner = RewardRunner([lambda completion: 1.0])
+    for evaluating in (False, True):
+        runner.score(rollout(["a"]), TrainerState(evaluating=evaluating))
+    assert [name.partition("<")[0].partition("lambda")[0] for name in watchdog._longest] == [
+        "reward ",
+        "evaluation reward ",
+    ]
+
+
 def test_the_other_ranks_say_what_they_wait_for(caplog, monkeypatch):
     class Store(dict):
         set = dict.__setitem__
@@ -98,8 +123,10 @@ def test_the_other_ranks_say_what_they_wait_for(caplog, monkeypatch):
     watchdog.share(store, 0, 2)
     watchdog._longest[RANKS] = 1.0
     with waiting(RANKS, watchdog.other_ranks):
-        watchdog._look(time.monotonic() + 61)
-    text = "the other ranks: 61 s so far, at most 1.0 s before, rank 1 in scoring: 20 s so far; reward judge: 20 s, sample 41"
+        watchdog._look(time.monotonic() + 299)
+        assert reports(caplog) == []
+        watchdog._look(time.monotonic() + 301)
+    text = "the other ranks: 301 s so far, at most 1.0 s before, rank 1 in scoring: 20 s so far; reward judge: 20 s, sample 41"
     assert reports(caplog)[0] == text
     assert list(store) == ["waits/1"]  # a rank that waits for others is not waited for
     assert watchdog.other_ranks()

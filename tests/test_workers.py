@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cohort import orphans
 from cohort.plugins import load_function
 from cohort.workers import CallFailed, Workers, _Process
 
@@ -173,7 +174,7 @@ def test_closing_ends_all_calls_and_the_next_call_starts_afresh():
     assert not alive(before)
     assert workers.submit(double, {"x": 2}).result() == 4
     workers.close()
-    (process := _Process()).stop(for_good=True)  # a call that was about to begin starts no process
+    (process := _Process()).kill()  # a call that was about to begin starts no process
     with pytest.raises(CallFailed, match="the workers were stopped"):
         process.call((0, b""), {}, None)
 
@@ -218,6 +219,11 @@ def _holding(path):
     return child.pid
 
 
+def _hold(path):
+    _holding(path)
+    time.sleep(60)
+
+
 @pytest.mark.parametrize("ends", ["timeout", "crash", "parent"])
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ends):
@@ -244,6 +250,21 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ends):
         with Workers(1) as workers, pytest.raises(CallFailed, match="more than 1 s|exit code 4"):
             workers.submit(hold, {"path": path, "ends": ends}, timeout=1.0 if ends == "timeout" else 60.0).result()
     wait_for_end(int(Path(path).read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_closing_a_pool_looks_for_the_processes_of_all_workers_at_once(tmp_path, monkeypatch):
+    scans, kill_marked = [], orphans.kill_marked
+    monkeypatch.setattr(orphans, "kill_marked", lambda *marks: (scans.append(len(marks)), kill_marked(*marks)))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with Workers(2) as workers:
+        for path in paths:
+            workers.submit(_hold, {"path": str(path)})
+        while not all(path.exists() and path.read_text() for path in paths):
+            time.sleep(0.01)
+    for path in paths:
+        wait_for_end(int(path.read_text()))
+    assert scans == [2]
 
 
 def test_a_forked_process_that_comes_back_answers_nothing(workers):

@@ -58,19 +58,20 @@ def _is_closed(end: int) -> bool:
     return bool(poll.poll(0))
 
 
-def kill_marked(prefix: str, passes: int = 1) -> None:
-    """Kill the processes whose mark has a prefix, for at most 1 s.
+def kill_marked(*prefixes: str, passes: int = 1) -> None:
+    """Kill the processes whose mark has one of some prefixes, for at most 1 s.
 
     Args:
-        prefix: a mark, or what several marks begin with.
+        prefixes: marks, or what several marks begin with.
         passes: stop when none was found so many times: 2 if a process may be about to start another.
     """
-    start, quiet, until = f"={prefix}".encode(), 0, time.monotonic() + 1
-    while quiet < passes and time.monotonic() < until:
+    starts, quiet, until = [f"={prefix}".encode() for prefix in prefixes], 0, time.monotonic() + 1
+    while starts and quiet < passes and time.monotonic() < until:
         quiet += 1
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended meanwhile, or is another user's
-                if start in (folder / "cmdline").read_bytes() or start in (folder / "environ").read_bytes():
+                found = (folder / "cmdline").read_bytes() + b"\0" + (folder / "environ").read_bytes()
+                if any(start in found for start in starts):
                     os.kill(int(folder.name), signal.SIGKILL)
                     quiet = 0
 

@@ -31,7 +31,8 @@ FACTOR = 5.0
 LEAST_SECONDS = 60.0
 """Nothing is reported earlier."""
 FIRST_SECONDS = 300.0
-"""What has never ended before is reported after this time."""
+"""What has never ended before, and the other ranks, are reported after this time. What has been reported is not again
+before the end of such a time in which it has made no progress."""
 TICK = 2.0
 """Seconds between looks."""
 HELD_SECONDS = 300.0
@@ -55,6 +56,8 @@ class _Wait:
     start: float = field(default_factory=time.monotonic)
     next_report: float = 0.0
     reported: bool = False
+    details: tuple[str, ...] = ()
+    """What it and those in it said when last looked at."""
 
 
 _threads: dict[int, list[_Wait]] = {}
@@ -101,7 +104,8 @@ def samples(numbers: Iterable[int]) -> str:
 
 
 def _patience(what: str) -> float:
-    return max(LEAST_SECONDS, FACTOR * _longest[what]) if what in _longest else FIRST_SECONDS
+    least = LEAST_SECONDS if what in _longest and what != RANKS else FIRST_SECONDS
+    return max(least, FACTOR * _longest.get(what, 0.0))
 
 
 @functools.cache
@@ -125,16 +129,28 @@ def _look_forever() -> None:
 
 
 def _look(now: float) -> None:
-    """Report what has taken too long, at first and each time that its duration has doubled."""
+    """Report what has taken too long, at first and each time that its duration has doubled. While it progresses, as its
+    details show, once is enough."""
     for stack in map(list, list(_threads.values())):
         late = next((number for number, wait in enumerate(stack) if now >= wait.next_report), None)
         if late is None:
             continue
         inside = stack[late:]
+        details = tuple(_detail(wait) for wait in inside if wait.what != RANKS)  # with them, seconds change
+        progresses = inside[0].reported and details != inside[0].details
+        inside[0].details = details
         for wait in inside:
-            wait.next_report, wait.reported = max(wait.next_report, 2 * now - wait.start), True
-        log.warning("%s. kill -QUIT %d prints the stack of every thread", _text(inside, now), os.getpid())
+            again = now + FIRST_SECONDS if progresses else 2 * now - wait.start
+            wait.next_report, wait.reported = max(wait.next_report, again), True
+        if not progresses:
+            log.warning("%s. kill -QUIT %d prints the stack of every thread", _text(inside, now), os.getpid())
     _share(now)
+
+
+def _detail(wait: _Wait) -> str:
+    with contextlib.suppress(Exception):
+        return wait.detail()
+    return ""
 
 
 def _text(stack: list[_Wait], now: float) -> str:
@@ -145,10 +161,8 @@ def _text(stack: list[_Wait], now: float) -> str:
         if not parts:
             before = _longest.get(wait.what)
             with_detail += " so far" + ("" if before is None else f", at most {max(before, 0.1):.1f} s before")
-        with contextlib.suppress(Exception):
-            detail = wait.detail()
-            with_detail += f", {detail}" if detail else ""
-        parts.append(with_detail)
+        detail = _detail(wait)
+        parts.append(with_detail + (f", {detail}" if detail else ""))
     return "; ".join(parts)
 
 

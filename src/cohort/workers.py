@@ -154,7 +154,9 @@ class _Pool:
                     future.set_exception(CallFailed("was given up: the workers were stopped"))
         for process in self._processes:
             self.calls.put(None)
-            process.stop(for_good=True)
+            process.kill()
+        marks = [process.end()[1] for process in self._processes]
+        orphans.kill_marked(*filter(None, marks))
 
 
 def make_calls(calls: queue.SimpleQueue[Any], call: Callable[..., Any]) -> None:
@@ -204,7 +206,7 @@ class _Process:
                 raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
             succeeded, *answer = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            code = self.stop(wait=EXIT_SECONDS)
+            code = self.stop(EXIT_SECONDS)
             raise CallFailed(f"lost its worker process ({_exit_reason(code)})") from None
         if not succeeded:
             raise CallFailed(*answer)
@@ -241,30 +243,42 @@ class _Process:
                 theirs.close()
             return self._connection
 
-    def stop(self, *, for_good: bool = False, wait: float = 0.0) -> int | None:
-        """Kill the process and all processes that it has started. Returns its exit code.
+    def kill(self) -> None:
+        """Kill the process and its group without a wait, and never start one again. Call ``end`` afterwards."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                _kill_group(self._process)
 
-        Args:
-            for_good: never start a process again.
-            wait: seconds for the process to exit by itself.
-        """
+    def stop(self, wait: float = 0.0) -> int | None:
+        """Kill the process and all processes that it has started, and return its exit code. ``wait``: seconds for the
+        process to exit by itself."""
+        code, mark = self.end(wait)
+        if code is not None and not self._closed:  # else the pool does it for all
+            orphans.kill_marked(mark)
+        return code
+
+    def end(self, wait: float = 0.0) -> tuple[int | None, str]:
+        """Kill the process and its group. Returns its exit code, and the mark of all that it has started."""
         with self._lock:
             process, connection = self._process, self._connection
             self._process = self._connection = None
             self._loaded = set()
-            self._closed = self._closed or for_good
             if process is None:
-                return None
+                return None, self._mark
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process)
             code = process.wait()
-            orphans.kill_marked(self._mark)
             watchdog.dumping.discard(process.pid)
             if connection is not None:
                 connection.close()
-            return code
+            return code, self._mark
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _exit_reason(code: int | None) -> str:

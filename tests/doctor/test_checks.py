@@ -6,11 +6,13 @@ import pytest
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.doctor.agreement import check_reference, check_sampler
-from cohort.doctor.answers import Told, check_answers
+from cohort.doctor.answers import Told, check_answers, try_answers
 from cohort.doctor.cost import Disk, Memory, Time, check_disk, check_memory, check_time
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
+from cohort.rewards import RewardRunner
+from tests.rewards.conftest import prompt
 
 MEBI = 2**20
 NAN = math.nan
@@ -51,7 +53,7 @@ HEALTHY = {
     "sampling": lambda: check_sampling(config(top_p=0.9)),
     "optimizer": lambda: check_optimizer(config(warmup_steps=5, lr_scheduler_type="linear"), 100, 10**9),
     "columns": lambda: check_columns(
-        ["q", "answer"], {"math": ["answer"]}, {"math": ["scale"]}, {"answer": ["1", "2"]}
+        ["q", "answer"], {"math": ["answer"]}, {"math": ["scale"]}, {"answer": [["1", "2"]]}
     ),
     "prompts": lambda: check_prompts([1, 2, 3], {"": [4, 5]}),
     "lengths": lambda: check_lengths(100, 256, 2048, prompts=90, dropped=10, truncated=0),
@@ -68,6 +70,24 @@ HEALTHY = {
     "time": time,
     "disk": disk,
 }
+
+
+def test_a_mixture_and_a_constant_that_is_no_answer_are_healthy():
+    """Each source has a column of its own for its rewards, and a column says which source it is."""
+    values = {"answer": [["1", "2"], [None] * 2], "tests": [[None] * 2, ["a", "b"]], "source": [["gsm8k"] * 2] * 2}
+    (finding,) = check_columns([*values], {"both": [*values]}, {}, values)
+    assert str(finding.status) == "pass"
+
+
+def test_a_penalty_with_a_negative_weight_tells_right_answers_from_wrong_ones():
+    def penalty(completion, answer):
+        return float(completion != answer)
+
+    prompts = [prompt(uid, answer=str(uid)) for uid in range(4)]
+    for weight, right, wrong, told in ((-1.0, 0.0, -1.0, 4), (1.0, 0.0, 1.0, 0)):
+        (found,), _ = try_answers(RewardRunner([penalty], [weight]), prompts, {"penalty": ["answer"]}, lambda text: [1])
+        assert (found.right, found.wrong, found.told, found.below) == (right, wrong, told, 4 - told)
+        assert math.copysign(1.0, found.right) == 1.0  # shown as 0.00
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -105,11 +125,19 @@ ILL = [
     ),
     (
         *("columns", "warn", "column 'answer', which math reads, is empty in 2 of 4 rows"),
-        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": ["1", "", None, "3"]}),
+        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": [["1", "", None, "3"]]}),
+    ),
+    (
+        *("columns", "warn", "column 'tests', which code reads, is empty in 1 of 2 rows"),
+        lambda: check_columns(["tests"], {"code": ["tests"]}, {}, {"tests": [[None] * 9, ["a", None], ["a", "b"]]}),
+    ),
+    (
+        *("columns", "warn", "column 'answer', which math reads, is empty in 3 of 3 rows"),
+        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": [[None], ["", ""]]}),
     ),
     (
         *("columns", "warn", "is 'A' in each of 3 rows"),
-        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": ["A"] * 3}),
+        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": [["A"], ["A"] * 2]}),
     ),
     ("prompts", "warn", "5 of 10 prompts are repeated", lambda: check_prompts([1, 2, 3, 4, 5] * 2, {})),
     ("prompts", "warn", "1 of the 2 evaluation prompts of aime", lambda: check_prompts([1, 2], {"aime": [2, 3]})),

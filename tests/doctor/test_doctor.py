@@ -10,7 +10,7 @@ from cohort.cli import main
 from cohort.config import load_config, to_toml
 from cohort.demo.run import SETTINGS
 from cohort.demo.task import problems
-from cohort.doctor import examine
+from cohort.doctor import examine, known
 from cohort.errors import ConfigError
 from cohort.trainer import GRPOTrainer
 from tests.conftest import DEMO_MODEL
@@ -220,6 +220,17 @@ def test_a_full_disk_and_a_folder_in_use(folder, monkeypatch, tmp_path):
     assert failed(
         small_trainer(folder, "--run.output_dir", str(tmp_path / "run"), "--rollout.max_completion_length=24")
     ) == {"folder", "disk"}
+
+
+def test_a_folder_with_the_lock_of_a_run_that_never_began_is_free(folder, tmp_path):
+    trainer = small_trainer(folder)
+    for name in ("run.lock", "config.toml.part"):
+        (tmp_path / name).write_text("")
+    run = known.Run.of(trainer, tmp_path)
+    assert [str(one.status) for one in known.folder(run)] == ["pass"]
+    (tmp_path / "notes.txt").write_text("")
+    (finding,) = known.folder(run)
+    assert (str(finding.status), "is not empty" in finding.found) == ("fail", True)
 
 
 def test_an_unknown_check_is_an_error(folder, capsys):

@@ -13,6 +13,7 @@ from cohort.cli import main
 from cohort.config import DataConfig, load_config
 from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
+from cohort.errors import RunFolderError
 from cohort.evaluation import command
 from cohort.evaluation.command import Request, model_of, run_of
 from cohort.policy import load_tokenizer
@@ -201,6 +202,11 @@ def test_which_model_of_a_run(run_folder):
     assert model_of(str(run_folder)) == (newest, "the newest checkpoint of the run, after step 2")
     assert (model_of(newest), model_of("some/hub-id")) == ((newest, ""), ("some/hub-id", ""))
     assert run_of(run_folder / "checkpoints" / "step-1") == run_folder
+    weights = run_folder / "checkpoints" / "step-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    for name in (str(run_folder), newest):
+        with pytest.raises(RunFolderError, match=r"model.safetensors is not what was written"):
+            model_of(name)
     shutil.rmtree(run_folder / "checkpoints")
     assert main(["eval", str(run_folder)]) == 2
 

@@ -19,7 +19,7 @@ FORGED = {  # a program that is wrong, and tests each of which it passed
     "exception classes that catch the test's own": (
         "Err = Exception\nFailure = AssertionError\nclass Named(Exception): pass\n"
         "Named.__module__, Named.__name__ = 'builtins', 'AssertionError'\ndef f(x): return 0",
-        [CATCHES.format("Err"), CATCHES.format("Named"), FAILS],
+        [CATCHES.format("Err"), CATCHES.format("Named"), FAILS, "import solution\n" + CATCHES.format("solution.Err")],
     ),
     "the end of the program": ("import os\nErr = ConnectionError\ndef f(x): os._exit(0)", [CATCHES.format("Err")]),
     "names of the standard library": (
@@ -42,6 +42,11 @@ FORGED = {  # a program that is wrong, and tests each of which it passed
             "expected = 3\nassert eval(f(1)) == expected",
             "expected = 3\nassert eval(g(1)) == expected",
             "import builtins\nexpected = 3\nassert builtins.eval(g(1)) == expected",
+            "case = {'expected': 3}\nexpected = case['expected']\nassert eval(f(1)) == expected",
+            "expected = 3\nassert eval(f(1), globals()) == expected",
+            "expected = 3\nassert eval(f(1), {'y': 1}, dict(globals())) == expected",
+            "def test_a():\n    expected = 3\n    assert eval(f(1), {}, locals()) == expected",
+            "def test_a():\n    expected = 3\n    assert eval(f(1), {**vars(), 'y': 1}) == expected",
         ],
     ),
     "pickles that call a function or change a class": (
@@ -72,6 +77,17 @@ RIGHT = {  # what the same tests are for
         "try:\n    g(1)\n    assert False\nexcept OSError as e:\n    assert e.errno == 2 and type(e) is P\n"
         "try:\n    h('{')\n    assert False\nexcept Err:\n    pass",
     ),
+    "an alias through the module, and exceptions that are attributes": (
+        "class Stack:\n    class Empty(Exception): pass\n    Full = ValueError\n    Full2 = KeyError\n"
+        "    def pop(self): raise self.Empty('no')\n    def push(self): raise self.Full('full')\n"
+        "Err = IndexError\ndef f(x): raise Err(x)",
+        "import solution as s\nfrom solution import Stack as St\nn = 0\nstack = Stack()\n"
+        "try:\n    f('a')\nexcept (s.Err, OSError) as e:\n    n += str(e) == 'a'\n"
+        "try:\n    stack.pop()\nexcept Stack.Empty as e:\n    n += str(e) == 'no'\n"
+        "try:\n    stack.push()\nexcept St.Full:\n    n += 1\nassert n == 3\n"
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n"
+        "        with self.assertRaises(Stack.Empty):\n            stack.pop()",
+    ),
     "the exact class of an exception": (
         "def f(x): raise KeyError('k')",
         "try:\n    f(1)\nexcept Exception as e:\n    assert type(e) is KeyError\nelse:\n    assert False",
@@ -91,6 +107,8 @@ RIGHT = {  # what the same tests are for
         "    def __eq__(self, other): return self.x == other.x",
         "three = 3\nassert eval(f(2)) == three and eval('f(2)') == '2 + 1' and eval(f('x'), {'x': three}) == 4\n"
         "assert eval(repr(P(1))) == P(1) and eval(repr(P('a'))).x == 'a'\n"
+        "y = three\nassert eval(f('y'), {'y': y}) == eval(f(3), globals()) == eval('three + 1') == 4\n"
+        "def test_a(z=1):\n    assert eval(f('z'), {'z': z}) == 2\n"
         "assert eval(f'f({three})') == '3 + 1'\nassert all(map(eval, ['f(1) == \"1 + 1\"']))",
     ),
     "pickles of plain data": (
@@ -135,6 +153,9 @@ def test_tests_that_may_run_a_text_of_the_program_are_refused():
         "import marshal\nassert marshal.loads(f(1)) == 1",
         "from sympy import sympify\nassert sympify(f(1)) == 1",
         "import sympy\nassert sympy.sympify(f(1)) == 1",
+        "from sympy import S\nassert S(f(1)) == 1",
+        "import yaml\nassert yaml.load(f(1), Loader=yaml.Loader) == 1",
+        "from yaml import unsafe_load_all\nassert [*unsafe_load_all(f(1))] == [1]",
     ):
         with pytest.raises(DataError, match="a text of the program could run where its results are compared"):
             parse_tests(tests)
@@ -167,3 +188,13 @@ def test_helpers_are_those_of_the_prompt():
     assert asyncio.run(code("    return 2.0\n", **row)) == 1.0
     assert asyncio.run(code("    return 1.0\ndef poly(xs, x): return 0\n", **row)) == 0.0
     assert asyncio.run(code("    return 1.0\ndef square(x): return 4\n", **row)) == 0.0
+
+
+@needs_bwrap
+def test_sympy_parses_symbols_and_strings_of_the_tests_only():
+    tests = [
+        "import sympy\nx = sympy.Symbol('x')\nassert sympy.simplify('x + x') == 2 * x and (x + f(1)).subs('x', 1) == 2",
+        "assert sympy.simplify(g(1)) == 1",
+        "assert sympy.expand(g(1)) == 1",
+    ]
+    assert score("def f(x): return 1\ndef g(x): return '1'", tests, packages=True, partial=True)[1] == "1/3"

@@ -180,8 +180,8 @@ def _score(
     texts: Sequence[tuple[str, str]],
     encode: Callable[[str], Any],
 ) -> list[tuple[float, float, float]] | None:
-    """Rewards of the right answer, the wrong one and a refusal, for each prompt; None if the function failed on all.
-    An unscored completion counts as NaN, which is not more than anything."""
+    """Rewards of the right answer, the wrong one and a refusal, for each prompt, with the sign of the function's
+    weight; None if the function failed on all. An unscored completion is NaN, which is not more than anything."""
     alone = copy(runner)
     alone.functions = (function,)
     groups = [
@@ -189,9 +189,11 @@ def _score(
         for prompt, pair in zip(prompts, texts, strict=True)
     ]
     try:
-        rewards = alone.score(groups).by_function_SK[:, 0].tolist()
+        unsigned = alone.score(groups).by_function_SK[:, 0].tolist()
     except RewardError:
         return None
+    sign = -1.0 if function.weight < 0 else 1.0
+    rewards = [sign * reward + 0.0 for reward in unsigned]  # no -0.0
     return [(rewards[at], rewards[at + 1], rewards[at + 2]) for at in range(0, len(rewards), 3)]
 
 

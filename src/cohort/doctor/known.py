@@ -18,6 +18,7 @@ from cohort.doctor.finding import Check, Finding
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
 from cohort.environments import Acting
+from cohort.errors import RunFolderError
 from cohort.parallel import World
 from cohort.policy import context_length, has_adapters
 from cohort.report.console import describe_prompt
@@ -27,6 +28,7 @@ from cohort.rollout import LocalEngine
 from cohort.rollout.budget import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
+from cohort.runs import RunFolder
 from cohort.runs.saving import COPY_SHARE
 from cohort.runs.tensors import own
 from cohort.train import TrainerParts
@@ -59,7 +61,7 @@ class Run:
     schedule: Schedule
     config: GRPOConfig
     folder: Path
-    """Where it will write. The checks that need no sampling do not look at it."""
+    """Where it will write; only the check ``folder`` and the predictions look at it."""
 
     @classmethod
     def of(cls, trainer: Trainer, folder: Path = Path()) -> Run:
@@ -76,11 +78,9 @@ def columns(run: Run) -> list[Finding]:
     """See ``check_columns``."""
     prompts, functions = run.parts.prompts.prompts, run.parts.rewards.functions
     reads = reads_of(run)
-    values: dict[str, list[object]] = {column: [] for some in reads.values() for column in some}
-    for source in prompts.data.sources:
-        for row in source.rows[:LOOKED_AT]:
-            for column, cells in values.items():
-                cells.append(row.get(column))
+    first = [[*source.rows[:LOOKED_AT]] for source in prompts.data.sources]
+    read = {column for some in reads.values() for column in some}
+    values = {column: [[row.get(column) for row in rows] for rows in first] for column in read}
     known = {*prompts.columns, *RESERVED_COLUMNS, *LOGS, "prompt", "turns"}
     unfilled = {
         function.name: [p.name for p in _named(function) if p.default is not p.empty and p.name not in known]
@@ -234,10 +234,12 @@ def _cache_bytes(run: Run, free: int | None) -> int:
 def folder(run: Run) -> list[Finding]:
     """Whether the run folder is free and can be written."""
     check, path = Check("folder"), run.folder
-    if path.exists() and (not path.is_dir() or any(one.name != "logs" for one in path.iterdir())):
-        holds = "holds a run" if (path / "config.toml").exists() else "is not empty"
-        check.fail(f"{path} {holds}", f"choose another run.output_dir, or continue that run: cohort resume {path}")
-    elif not os.access(existing_parent(path), os.W_OK):
+    try:
+        RunFolder(path).check_free()
+    except RunFolderError as error:
+        check.fail(str(error), "choose another run.output_dir, or go on with the run that is there")
+        return check.findings("")
+    if not os.access(existing_parent(path), os.W_OK):
         check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 
+from cohort.doctor.answers import ANSWER_COLUMNS
 from cohort.doctor.finding import Check, Finding, Status
 
 REPEATED, DROPPED, EMPTY = 0.1, 0.2, 0.01
@@ -18,7 +19,7 @@ def check_columns(
     columns: Sequence[str],
     reads: Mapping[str, Sequence[str]],
     unfilled: Mapping[str, Sequence[str]],
-    values: Mapping[str, Sequence[object]],
+    values: Mapping[str, Sequence[Sequence[object]]],
 ) -> list[Finding]:
     """Which columns the reward functions read, and whether they hold something.
 
@@ -26,7 +27,8 @@ def check_columns(
         columns: of the data.
         reads: names of the columns that each function names.
         unfilled: of each function, parameters with a default for which there is no column.
-        values: the first values of each column that a function names.
+        values: of each column that a function names, the first values in each source of rows. A source without any is
+            one that the column is not for, unless no source has any.
     """
     check, read = Check("columns"), dict.fromkeys(column for some in reads.values() for column in some)
     for name, parameters in unfilled.items():
@@ -38,23 +40,28 @@ def check_columns(
                     f'rename one of them, as in data.columns = {{ {parameter} = "{close[0]}" }}',
                 )
     for column in read:
-        cells = values.get(column, ())
         names = ", ".join(name for name, some in reads.items() if column in some)
-        if not cells:
-            continue
-        empty = sum(cell is None or (isinstance(cell, str) and not cell.strip()) for cell in cells)
-        if empty > EMPTY * len(cells):
+        sources = [cells for cells in values.get(column, ()) if cells]
+        sources = [cells for cells in sources if not all(map(_is_empty, cells))] or sources
+        partly = [cells for cells in sources if sum(map(_is_empty, cells)) > EMPTY * len(cells)]
+        cells = [cell for source in sources for cell in source]
+        if partly:
+            empty = sum(_is_empty(cell) for cells in partly for cell in cells)
             check.warn(
-                f"column {column!r}, which {names} reads, is empty in {empty:,} of {len(cells):,} rows",
+                f"column {column!r}, which {names} reads, is empty in {empty:,} of {sum(map(len, partly)):,} rows",
                 f"leave such rows out with data.filter, or let {names} return None for them",
             )
-        elif len(cells) > 1 and isinstance(cells[0], str) and len(set(map(str, cells))) == 1:
+        elif column in ANSWER_COLUMNS and len(cells) > 1 and isinstance(cells[0], str) and len({*map(str, cells)}) == 1:
             check.warn(
                 f"column {column!r}, which {names} reads, is {cells[0][:MAX_SHOWN]!r} in each of {len(cells):,} rows",
                 "look at the data; data.columns renames columns",
             )
     words = [f"{name} reads {', '.join(some) or 'no column'}" for name, some in reads.items()]
     return check.findings(f"the data has {', '.join(columns)}; {'; '.join(words)}")
+
+
+def _is_empty(cell: object) -> bool:
+    return cell is None or (isinstance(cell, str) and not cell.strip())
 
 
 def check_prompts(keys: Sequence[int], held_out: Mapping[str, Sequence[int]]) -> list[Finding]:

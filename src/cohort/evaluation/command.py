@@ -29,6 +29,7 @@ from cohort.policy import context_length, end_token_ids, load_policy, load_token
 from cohort.rewards import RewardRunner, as_reward_function
 from cohort.rollout import LocalEngine, Sampler, local_engine
 from cohort.runs import MODEL_CODE, RunFolder, check_code, check_secrets, read_best, saved_identity
+from cohort.runs.durable import MANIFEST, check_whole
 
 SETTINGS = {
     "data": "data.eval",
@@ -174,18 +175,24 @@ def model_of(model: str) -> tuple[str, str]:
 
     Raises:
         ModelError: the run has no checkpoint yet.
+        RunFolderError: the model of a run is not as it was written.
     """
-    folder = Path(model).expanduser()
-    if not folder.is_dir() or run_of(folder) != folder:
+    folder, note = Path(model).expanduser(), ""
+    run = run_of(folder) if folder.is_dir() else None
+    if run is None:
         return model, ""
-    if (folder / "best").is_dir():
-        note = read_best(folder / "best" / "best.json")
-        value = f"{note['metric']} {note['value']:.4g}"
-        return str(folder / "best"), f"the best model of the run, after step {note['step']} ({value})"
-    run = RunFolder(folder)
-    if not (steps := run.checkpoint_steps()):
-        raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")
-    return str(run.checkpoint(steps[-1])), f"the newest checkpoint of the run, after step {steps[-1]}"
+    if folder == run and (folder / "best").is_dir():
+        folder = run / "best"
+        found = read_best(folder / "best.json")
+        note = f"the best model of the run, after step {found['step']} ({found['metric']} {found['value']:.4g})"
+    elif folder == run:
+        if not (steps := RunFolder(run).checkpoint_steps()):
+            raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")
+        folder = RunFolder(run).checkpoint(steps[-1])
+        note = f"the newest checkpoint of the run, after step {steps[-1]}"
+    if (folder / MANIFEST).exists():
+        check_whole(folder)
+    return (str(folder) if note else model), note
 
 
 def evaluate(request: Request) -> int:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -323,7 +323,7 @@ class Scoring:
         arguments = {name: v if name == "completion_ids" else copied(v) for name, v in arguments.items()}
         here = not function.in_background
         try:
-            with waiting(f"reward {function.name}", partial(self._samples, [task])) if here else nullcontext():
+            with self._waiting(function.name, [task]) if here else nullcontext():
                 task.future = self._runner.calls.submit(function.recorded, arguments, function.timeout, here=here)
         except CallFailed as error:
             raise RewardError(
@@ -369,11 +369,16 @@ class Scoring:
         futures = [task.future for task in tasks if task.future is not None]
         names = ", ".join(dict.fromkeys(task.function.name for task in tasks))
         try:
-            with waiting(f"reward {names}", partial(self._samples, tasks)):
+            with self._waiting(names, tasks):
                 wait_all(futures, limit, self._cancelled)
         except CallFailed as failure:
             names = ", ".join(function.name for function in self._runner.functions if function in functions)
             raise RewardError(f"the async reward functions ({names}) {failure}") from None
+
+    def _waiting(self, names: str, tasks: Sequence[Task]) -> AbstractContextManager[None]:
+        """Watch a wait for functions. An evaluation is compared with those before it: it may be the larger."""
+        where = "evaluation reward" if self._state.evaluating else "reward"
+        return waiting(f"{where} {names}", partial(self._samples, tasks))
 
     def _samples(self, tasks: Sequence[Task]) -> str:
         """The completions that are being scored, by their numbers in the rollout; if none is, those that wait."""

@@ -43,10 +43,11 @@ def evaluator(own: set[str], look_up: Callable[[str], Any], is_remote: Callable[
     """``eval`` for the tests.
 
     A string of the tests is evaluated as Python. Any other text may be the program's: its names are those that the call
-    passes, some built-ins and the program's, never those of the tests, which may hold what is expected.
+    passes, some built-ins and the program's, never the variables of the tests, which may hold what is expected: not
+    even if the call passes them all, as ``globals()`` or ``locals()``.
 
     Args:
-        own: the strings of the tests.
+        own: the strings of the tests; see ``plan.strings_of``.
         look_up: finds a name of the program.
         is_remote: whether a value stands for one in the program.
     """
@@ -59,10 +60,23 @@ def evaluator(own: set[str], look_up: Callable[[str], Any], is_remote: Callable[
             found = caller.f_globals if names is None else names
             return eval(source, found, caller.f_locals if local is None and names is None else local)
         text = source.decode() if isinstance(source, bytes) else str.__str__(source)
-        given = {**(names or {}), **(local or {})}
+        given = {**_passed(names or {}, caller), **_passed(local or {}, caller)}
         return _Expression(given, look_up, is_remote).value(ast.parse(text.strip(), mode="eval").body)
 
     return evaluate
+
+
+def _passed(names: Mapping[str, Any], frame: Any) -> Mapping[str, Any]:
+    """Names that a call passes, without the variables of the tests if it passes ``globals()``, ``locals()``, ``vars()``
+    or a copy of them."""
+    hidden: list[tuple[str, Any]] = []
+    while frame:
+        if frame.f_code.co_filename == "tests.py":
+            hidden += frame.f_globals.items() if "__program__" in names else ()
+            hidden += frame.f_locals.items() if {"locals", "vars"} & {*frame.f_code.co_names} else ()
+        frame = frame.f_back
+    variables = {(name, id(value)) for name, value in hidden}
+    return {name: value for name, value in names.items() if (name, id(value)) not in variables}
 
 
 class _Expression:
@@ -135,8 +149,13 @@ class _Expression:
         return function(*map(self.value, node.args), **named)
 
 
-def watch(own: set[str]) -> None:
-    """Refuse code from texts and pickles in the tests from now on, except from the strings of the tests."""
+def watch(own: set[str], files: tuple[str, ...]) -> None:
+    """Refuse code from texts and pickles in the tests from now on, except from the strings of the tests.
+
+    Args:
+        own: see ``plan.strings_of``.
+        files: those whose code calls functions of the tests.
+    """
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "pickle.find_class":
@@ -144,9 +163,21 @@ def watch(own: set[str]) -> None:
             if name not in PICKLED.get(module, ()):
                 raise ValueError(f"the tests do not unpickle a {module}.{name}: it could run as code")
         elif event in ("compile", "marshal.loads", "marshal.load"):
-            caller, text = sys._getframe(1).f_code.co_filename, arguments[0]
+            frame, text = sys._getframe(1), arguments[0]
+            is_parser = frame.f_code.co_filename.endswith("sympy_parser.py")
+            text = _parsed(frame) if is_parser else text
             text = text.decode(errors="replace") if isinstance(text, bytes) else text
-            if caller in ("tests.py", __file__.replace("guard", "judge")) and text not in own:
+            if is_parser and text.isidentifier():  # a symbol, as in ``subs("x", 2)``
+                return
+            if (is_parser or frame.f_code.co_filename in files) and text not in own:
                 raise ValueError("the tests do not run a text of the program")
 
     sys.addaudithook(audit)
+
+
+def _parsed(frame: Any) -> str:
+    """The text from which sympy's parser has made the code that it is about to run; empty if it is unknown."""
+    while frame and frame.f_code.co_name != "parse_expr":
+        frame = frame.f_back
+    text = frame.f_locals.get("s") if frame else None
+    return text if type(text) is str else ""

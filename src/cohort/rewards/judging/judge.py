@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -174,9 +175,11 @@ class Link:
         )
         if "error" in answer:
             raise self._error(answer, operation)
+        if "exception" in answer:
+            return self._name(answer["exception"])
         if answer.get("changed") is not None:
             for ours, theirs in zip([*arguments, *keywords.values()], self._decode(answer["changed"]), strict=True):
-                _restore(ours, theirs)
+                wire.restore(ours, theirs)
         return self._decode(answer["value"])
 
     def _decode(self, data: Any) -> Any:
@@ -235,12 +238,16 @@ class Link:
         if "error" in answer or answer.get("missing"):
             raise AttributeError(f"the program does not define {name}")
         if "exception" in answer:
-            self._named += (self._exception(answer["exception"]),)
-            return self._named[-1]
+            return self._name(answer["exception"])
         value = self._decode(answer["value"])
         if isinstance(value, Remote):
             vars(value)["_known"] = 3 if name[:1].isupper() else 2
         return value
+
+    def _name(self, names: list[list[str]]) -> type[Exception]:
+        """The class for an exception that the tests have from the program."""
+        self._named += (self._exception(names),)
+        return self._named[-1]
 
     def import_name(self, name: str) -> Any:
         """``look_up`` for tests that import the program: they may go on otherwise if it lacks the name."""
@@ -311,21 +318,6 @@ def _safe_builtins() -> dict[str, Any]:
     return vars(builtins) | {"map": mapped, "filter": filtered}
 
 
-def _restore(ours: Any, theirs: Any) -> None:
-    """Change a container of the tests as the program has changed its copy. Nested containers keep their identity."""
-    if type(ours) is not type(theirs):
-        return
-    if isinstance(ours, list) and len(ours) == len(theirs):
-        for index, (old, new) in enumerate(zip(ours, theirs, strict=True)):
-            if isinstance(old, (list, dict, set)) and type(old) is type(new):
-                _restore(old, new)
-            else:
-                ours[index] = new
-    elif isinstance(ours, wire.MUTABLE):
-        ours.clear()
-        (ours.update if isinstance(ours, (dict, set)) else ours.extend)(theirs)
-
-
 def main(source: bytes, reads: int, writes: int) -> None:
     """Run the tests of a task, given as JSON."""
     results = os.dup(1)
@@ -345,7 +337,7 @@ def main(source: bytes, reads: int, writes: int) -> None:
     given = module.__dict__
     own = plan.strings_of(task)
     given["__builtins__"] = _safe_builtins() | {"eval": guard.evaluator(own, link.look_up, is_remote)}
-    guard.watch(own)
+    guard.watch(own, ("tests.py", main.__code__.co_filename))
     preparing = plan.Step(False, lambda given: _prepare(task, given, link))
     broken = None
     for step in [preparing, *steps]:
@@ -393,4 +385,8 @@ def _prepare(task: dict[str, Any], given: dict[str, Any], link: Link) -> None:
         else:
             with contextlib.suppress(AttributeError):
                 program[name] = given[name] = link.look_up(name)
+    for name, *attributes in names.caught(task):
+        with contextlib.suppress(Exception):  # what is caught is asked for when it is raised, which is too late
+            functools.reduce(getattr, attributes, link.look_up(name))
+    link.asked = False  # by the tests
     plan.run_helpers(task, given)

@@ -93,6 +93,29 @@ def free_names(task: dict[str, Any]) -> list[tuple[str, str]]:
     return [*sources.items(), *((name, "") for name in wanted)]
 
 
+def caught(task: dict[str, Any]) -> list[list[str]]:
+    """What ``except`` clauses name with a dot: a name of the program, then attributes.
+
+    >>> caught({"tests": "import solution as s\\ntry: f()\\nexcept (s.Err, Stack.Empty, OSError): pass"})
+    [['Err'], ['Stack', 'Empty']]
+    """
+    trees = [ast.parse(text) for text in plan.texts_of(task)]
+    modules: set[str] = set()
+    given: dict[str, str] = {}
+    found: list[list[str]] = []
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        for alias in _aliases(node):
+            if alias.name == "solution":
+                modules.add(alias.asname or alias.name)
+            elif getattr(node, "module", None) == "solution":
+                given[alias.asname or alias.name] = alias.name
+        if isinstance(node, ast.ExceptHandler) and node.type:
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            found += [ast.unparse(kind).split(".") for kind in kinds if isinstance(kind, ast.Attribute)]
+    found = [parts[1:] if parts[0] in modules else [given.get(parts[0], parts[0]), *parts[1:]] for parts in found]
+    return [parts for parts in found if all(part.isidentifier() for part in parts)]
+
+
 def helpers_of(prompt: str, task: dict[str, Any]) -> str:
     """The functions of a prompt that the tests use, and that a program that continues the prompt could replace.
 

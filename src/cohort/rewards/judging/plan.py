@@ -15,7 +15,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 UNREACHABLE = {"redirect_stdout", "redirect_stderr", "unittest.mock", "mock", "asyncio"}
 """Names whose effect would have to reach into the program's process."""
-RUNS_TEXT = {"sympify", "parse_expr", "lambdify", "unsafe_load", "UnsafeLoader", "marshal", "shelve", "runpy"}
+RUNS_TEXT = {"sympify", "S", "parse_expr", "lambdify", "marshal", "shelve", "runpy"}
+RUNS_TEXT |= {"unsafe_load", "unsafe_load_all", "Loader", "CLoader", "UnsafeLoader", "CUnsafeLoader"}
 """Modules and functions that run a text as Python."""
 
 Step = namedtuple("Step", ["counts", "run"])
@@ -150,9 +151,10 @@ def texts_of(task: dict[str, Any]) -> list[str]:
 
 
 def strings_of(task: dict[str, Any]) -> set[str]:
-    """The strings that stand in the tests."""
+    """The strings that stand in the tests, except names: a program could return that of a variable, as of a key."""
     nodes = (node for text in texts_of(task) for node in ast.walk(ast.parse(text)))
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in found if not text.strip().isidentifier()}
 
 
 # -- the content of a test program -------------------------------------------------------------------------------------

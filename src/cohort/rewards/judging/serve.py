@@ -86,13 +86,15 @@ def _answer(request: dict[str, Any], objects: Objects, module: ModuleType) -> di
         if not hasattr(module, request["name"]):
             return {"missing": True}
         value = getattr(module, request["name"])
-        if isinstance(value, type) and issubclass(value, Exception):
+        if _is_exception(value):
             return {"exception": _class_names(value)}
         # types are objects like the program's functions, even built-in types
         return {"value": objects.refer(value) if isinstance(value, type) else wire.encode(value, objects.refer)}
     arguments, keywords = (wire.decode(request[key], objects.find) for key in ("arguments", "keywords"))
     signal.setitimer(signal.ITIMER_REAL, max(request["seconds"], 0.001))
     value = OPERATIONS[operation](*arguments, **keywords)
+    if operation == "getattr" and _is_exception(value):  # ``except Stack.Empty``
+        return {"exception": _class_names(value)}
     answer = {"value": wire.encode(value, objects.refer)}
     signal.setitimer(signal.ITIMER_REAL, 0)
     passed = [*arguments, *keywords.values()]
@@ -101,6 +103,10 @@ def _answer(request: dict[str, Any], objects: Objects, module: ModuleType) -> di
         before = [*request["arguments"][1], *(item for _, item in request["keywords"][1])]
         answer["changed"] = None if json.dumps(before) == json.dumps(after[1]) else after
     return answer
+
+
+def _is_exception(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
 
 
 def _error(error: BaseException, objects: Objects) -> dict[str, Any]:

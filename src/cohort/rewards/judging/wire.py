@@ -130,6 +130,21 @@ def decode(data: Any, find: Callable[..., Any]) -> Any:
     return find(data)
 
 
+def restore(ours: Any, theirs: Any) -> None:
+    """Change a container of the tests as the program has changed its copy. Nested containers keep their identity."""
+    if type(ours) is not type(theirs):
+        return
+    if isinstance(ours, list) and len(ours) == len(theirs):
+        for index, (old, new) in enumerate(zip(ours, theirs, strict=True)):
+            if isinstance(old, (list, dict, set)) and type(old) is type(new):
+                restore(old, new)
+            else:
+                ours[index] = new
+    elif isinstance(ours, MUTABLE):
+        ours.clear()
+        (ours.update if isinstance(ours, (dict, set)) else ours.extend)(theirs)
+
+
 class Wire:
     """A connection to the other process over two pipes."""
 
