@@ -8,7 +8,7 @@ import pytest
 from cohort.cli import main
 from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
-from cohort.launch import Job, job_of
+from cohort.launch import Job, job_of, rank
 from cohort.launch import job as job_module
 from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end, report
 from cohort.launch.job import check_gpus
@@ -39,6 +39,19 @@ def test_dry_run_says_what_would_start(config, capsys):
         "each rank runs: cohort train c.toml --run.output_dir out --rollout.prompts_per_step 6 --parallel.layout full",
     ]
     assert not (config / "out").exists()
+
+
+def test_ranks_write_no_logs_through_links(config, capsys, monkeypatch):
+    (config / "out" / "logs").mkdir(parents=True)
+    log = config / "out" / "logs" / "rank-1.log"
+    log.symlink_to(config / "mine")
+    assert main(["launch", "--ranks", "2", "--dry-run", "train", "c.toml", "--run.output_dir", "out"]) == 2
+    assert "rank-1.log is a symbolic link" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.os, "dup2", lambda *_: None)
+        with pytest.raises(OSError, match="symbolic links"):
+            rank._print_to(log)
+    assert not (config / "mine").exists()
 
 
 def test_all_ranks_get_the_same_free_folder(config, capsys):

@@ -142,7 +142,7 @@ def test_a_rank_that_dies_ends_the_others():
         (kind, (name, text), _), died = ranks.outcomes()
     assert (kind, name) == ("raised", "RankError")
     assert "another rank has ended, or has not answered for 3600 s (parallel.rank_timeout)" in text
-    assert "--resume" in text
+    assert "'resume RUN'" in text
     assert ".cc" not in text
     assert died[:2] == ("died", 7)
 

@@ -6,11 +6,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlavaConfig
 
 from cohort.config import LoraConfig
 from cohort.errors import ModelError, RewardError
 from cohort.policy import Precision, load_tokenizer, read_config
 from cohort.policy.adapters import add_adapters
+from cohort.policy.files import check_attention
 from cohort.policy.load import load_model
 from cohort.rewards.model import RewardModel
 from tests.conftest import DEMO_MODEL, tiny_llama
@@ -126,6 +128,14 @@ def test_remote_code_and_attention_from_the_hub_need_the_flag(folder):
     (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "stranger/kernel"}))
     with pytest.raises(ModelError, match=r"names attention code on the hub, stranger/kernel.*trust_remote_code"):
         load(folder)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
+    with pytest.raises(RewardError, match=r"names attention code on the hub, stranger/kernel.*pass it to RewardModel"):
+        RewardModel(str(folder), object())
+    parts = LlavaConfig()
+    check_attention("model", parts)
+    parts.vision_config._attn_implementation = "stranger/kernel"
+    with pytest.raises(ModelError, match="names attention code"):
+        check_attention("model", parts)
 
 
 def test_adapters_from_strangers(folder, tmp_path):

@@ -3,21 +3,25 @@
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from cohort.cli import main
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.environments.tools import BUILTIN_TOOLS
 from cohort.errors import RunFolderError
-from cohort.runs import RunFolder, check_code, check_files, trust
-from cohort.runs.trust import code_in, remember
+from cohort.evaluation.command import Request, run_of
+from cohort.runs import RunFolder, Start, check_code, check_files, trust, with_overrides_of_start
+from cohort.runs.trust import Code, code_in, remember
 
 
 @pytest.fixture(autouse=True)
 def _an_account_that_has_run_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("COHORT_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(trust, "_for_this_command", set())
     monkeypatch.chdir(tmp_path)
 
 
@@ -48,16 +52,20 @@ CODE = {
 
 
 @pytest.mark.parametrize("setting", CODE)
-def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting, tmp_path):
+def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting, tmp_path, monkeypatch):
     run = stranger(tmp_path / "run", **CODE[setting])
     config = load_config(run / "config.toml")
     name = setting.partition(" ")[0]
-    with pytest.raises(RunFolderError, match=rf"{name}: .*\n.*Nothing was run.* give --trust {run}"):
+    with pytest.raises(RunFolderError, match=rf"(?s){name}: .*\n.*Nothing was run.* give --trust {run}"):
         check_code(run, config, None)
     check_code(run, config, str(run))
+    remember(config, run)  # what runs because of --trust stays unknown
+    with pytest.raises(RunFolderError, match="Nothing was run"):
+        check_code(run, config, None)
+    monkeypatch.setattr(trust, "_for_this_command", set())
     check_code(run, config, None, given={code.setting for code in code_in(config)})  # the user has named other code
     check_code(run, config, None, read={"run.seed"})
-    remember(config)
+    remember(config, run)
     check_code(run, config, None)
 
 
@@ -79,12 +87,90 @@ def test_known_code_is_a_file_not_a_name(tmp_path, monkeypatch):
         (tmp_path / place / "score.py").write_text("def f(completions, **_): ...")
     monkeypatch.chdir(tmp_path / "mine")
     for spec in ("score.py:f", "score:f"):
-        remember(config := GRPOConfig(reward={"functions": [spec]}))
+        remember(config := GRPOConfig(reward={"functions": [spec]}), tmp_path)
         check_code(tmp_path, config, None)
     monkeypatch.chdir(tmp_path / "theirs")
     for spec in ("score.py:f", "score:f"):
         with pytest.raises(RunFolderError, match=f"reward.functions: {spec}"):
             check_code(tmp_path, GRPOConfig(reward={"functions": [spec]}), None)
+
+
+REMOTE = {"model": {"path": "org/model", "trust_remote_code": True}}
+
+
+def test_code_of_a_trusted_model_is_not_that_of_another_runs_checkpoints(tmp_path, monkeypatch):
+    """The run names a model that this account has trusted; what would be loaded are the run's own models."""
+    remember(GRPOConfig(**REMOTE), mine := stranger(tmp_path / "mine", **REMOTE))
+    run = stranger(tmp_path / "run", **REMOTE)
+    with pytest.raises(RunFolderError, match=rf"model.trust_remote_code: {run}\nNothing"):
+        check_code(run, GRPOConfig(**REMOTE), None)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # a hub id is the same model everywhere
+    check_code(mine, GRPOConfig(**REMOTE), None)
+    assert Code("model.trust_remote_code", "org/model").origin == ""
+
+
+def test_a_model_to_compare_with_has_not_the_rights_of_the_run(tmp_path, monkeypatch):
+    remember(GRPOConfig(**REMOTE), mine := stranger(tmp_path / "mine", **REMOTE))
+    stranger(tmp_path / "theirs")
+    (mine / "best").mkdir()
+    flags = {"data": ("rows.jsonl",), "reward": ("math",)}
+    for overrides, allowed in (((), False), (("--model.trust_remote_code", "true"), True)):
+        request = Request(model="mine", against="theirs", overrides=overrides, **flags)
+        settings = request.settings()
+        for name, expected in {"theirs": allowed, "org/other": allowed, "mine": True, "mine/best": True}.items():
+            assert request.settings_for(name, settings).model.trust_remote_code is expected
+    monkeypatch.chdir(mine)
+    assert run_of(Path("org/other")) is None  # a hub id is not a folder in the run
+    assert run_of(Path("best")) == Path()
+
+
+def test_cohort_convert_runs_nothing_of_a_strangers_run(tmp_path, capsys):
+    run = stranger(tmp_path / "run", **REMOTE)
+    checkpoint = run / "checkpoints" / "step-2"
+    (checkpoint / "state").mkdir(parents=True)
+    torch.save({"step": 2}, checkpoint / "state" / "loop.pt")
+    (checkpoint / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (checkpoint / "model.safetensors").touch()
+    (checkpoint / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "evil.M"}}')
+    assert main(["convert", str(run), "--unpickle"]) == 2
+    assert f"model.trust_remote_code: {run}\nNothing was run" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    (checkpoint.parent / "step-2.converted.part").symlink_to(tmp_path)
+    assert main(["convert", str(run), "--unpickle", "--trust", str(run)]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "settings", "mine", "named"),
+    [
+        ("environment.factory.a", CODE["environment.factory"], {}, "environment.factory: world.py:World"),
+        ("model.path", {"model": {"path": "org/evil"}}, REMOTE, "model.trust_remote_code: org/evil"),
+    ],
+)
+def test_a_part_of_an_override_stands_for_the_whole(tmp_path, override, settings, mine, named):
+    run = stranger(tmp_path / "run", **settings)
+    (run / "starts.jsonl").write_text(json.dumps({"folder": "", "overrides": [override], "missing": {}}))
+    with pytest.raises(RunFolderError, match=named):
+        with_overrides_of_start(GRPOConfig(**mine, run={"output_dir": str(run)}), ())
+
+
+def test_a_resumed_run_is_known_with_the_code_that_it_goes_on_with(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.start(GRPOConfig(), "")
+    config = GRPOConfig(reward={"functions": ["other.py:f"]})
+    folder.resume(config, 0)
+    check_code(folder.path, config, None)
+    folder.close()
+
+
+def test_a_run_folder_names_no_working_directory_within_it(tmp_path):
+    run = stranger(tmp_path / "run")
+    (tmp_path / "link").symlink_to(run)
+    assert Start(str(tmp_path)).working_directory(run) == tmp_path
+    for name in ("", ".", "run", str(run), f"{run}/../run", str(tmp_path / "link"), str(tmp_path / "gone"), "/\0"):
+        assert Start(name).working_directory(run) is None
 
 
 def test_cohort_eval_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_model_path):
@@ -170,6 +256,9 @@ def test_nothing_is_written_through_links_out_of_a_run_folder(tmp_path, name):
         check_files(run)
     with pytest.raises(RunFolderError, match="symbolic link"):
         RunFolder(run).check_resumable(GRPOConfig(), ())
+    with pytest.raises(RunFolderError, match="symbolic link"):
+        RunFolder(run).take()
+    assert not (run / "run.lock").exists()
     linked = tmp_path / "linked"
     linked.symlink_to(run)
     (run / name).unlink()
@@ -182,6 +271,16 @@ def test_the_logs_that_lie_in_a_new_run_folder_are_no_links(tmp_path):
     (tmp_path / "run" / "logs" / "rank-1.log").symlink_to(tmp_path / "mine")
     with pytest.raises(RunFolderError, match="symbolic link"):
         RunFolder(tmp_path / "run").check_free()
+
+
+def test_links_are_found_though_another_process_removes_a_file(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+    (tmp_path / "b").symlink_to(tmp_path.parent)
+    entries = sorted(os.scandir(tmp_path), key=lambda entry: entry.name)
+    (tmp_path / "a").unlink()
+    monkeypatch.setattr(trust.os, "scandir", lambda _: nullcontext(entries))
+    with pytest.raises(RunFolderError, match="b is a symbolic link"):
+        check_files(tmp_path)
 
 
 def test_a_pipe_in_a_run_folder(tmp_path):

@@ -59,8 +59,8 @@ def resume(
         )
     working_folder = Path.cwd()
     settings = with_whole_names(settings, [name for name in names if name != "run.output_dir"])
-    if start.folder and Path(start.folder).is_dir():
-        os.chdir(start.folder)  # to which the names in the settings belong
+    if began_in := start.working_directory(folder.path):
+        os.chdir(began_in)  # to which the names in the settings belong
     check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
     check_secrets(folder.path, settings)
     run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)

@@ -91,6 +91,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     """
     from cohort.launch import check_settings, job_of, settings_of
     from cohort.launch import launch as run
+    from cohort.runs import check_files
 
     # torch's warnings about a rank that has died are pages long, and the launcher says what is to be known.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -118,4 +119,5 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
         job = job_of(command, flags, output_dir=bound.kwargs.get("output_dir"), device="cpu")
     else:
         raise ConfigError(f"cohort launch cannot start 'cohort {' '.join(command)}'")
+    check_files(job.folder)  # before the ranks write logs into it
     return run(job, ray=flags.ray, dry_run=flags.dry_run)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cohort.cli.app import app
+from cohort.cli.start import TRUST
 from cohort.errors import RunFolderError
 
 if TYPE_CHECKING:
@@ -40,14 +41,15 @@ def verify(run: str, /) -> int:
     return 1 if broken else 0
 
 
-@app.command(sort_key=7, usage="Usage: cohort convert RUN --unpickle")
-def convert(run: str, /, *, unpickle: bool = False) -> None:
+@app.command(sort_key=7, usage="Usage: cohort convert RUN --unpickle [--trust RUN]")
+def convert(run: str, /, *, unpickle: bool = False, trust: TRUST = None) -> None:
     """Convert the checkpoints of a run of an earlier version of Cohort, whose state is pickled.
 
     Args:
         run: The run folder.
         unpickle: Agree to read the pickled files. Of them, tensors, NumPy arrays and plain values are made; anything
             else is refused, so that no code of theirs runs. What you trust is torch's reader.
+        trust: Run the code of the model, if the run's settings allow it, though this account has not run it before.
     """
     from cohort.runs import RunFolder
 
@@ -55,13 +57,14 @@ def convert(run: str, /, *, unpickle: bool = False) -> None:
     folder.check_is_run()
     folder.take()
     try:
-        _convert(folder, unpickle=unpickle)
+        _convert(folder, unpickle=unpickle, trust=trust)
     finally:
         folder.close()
 
 
-def _convert(folder: RunFolder, *, unpickle: bool) -> None:
+def _convert(folder: RunFolder, *, unpickle: bool, trust: str | None) -> None:
     from cohort.config import load_config
+    from cohort.runs import MODEL_CODE, check_code
     from cohort.train.convert import convert as converted
     from cohort.train.convert import is_pickled
 
@@ -76,6 +79,7 @@ def _convert(folder: RunFolder, *, unpickle: bool) -> None:
             "else"
         )
     config = load_config(folder.path / "config.toml")
+    check_code(folder.path, config, trust, read=MODEL_CODE)
     for path in found:
         converted(path, config)
         print(f"converted {path}; the earlier one is {path.name}.pickled")

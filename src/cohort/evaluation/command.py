@@ -28,7 +28,7 @@ from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner, as_reward_function
 from cohort.rollout import LocalEngine, Sampler, local_engine
-from cohort.runs import RunFolder, check_code, check_secrets, read_best, saved_identity
+from cohort.runs import MODEL_CODE, RunFolder, check_code, check_secrets, read_best, saved_identity
 from cohort.runs.durable import MANIFEST, check_whole
 
 SETTINGS = {
@@ -77,6 +77,15 @@ class Request(EvalFlags):
         if not config.reward.functions and not config.environment.factory:
             raise ConfigError(f"no reward function: give --reward NAME{where}")
         return config
+
+    def settings_for(self, name: str, settings: GRPOConfig) -> GRPOConfig:
+        """The settings for one of the models. What a run's settings allow its models, another model may not do."""
+        runs = [run_of(Path(model).expanduser().resolve()) for model in (name, self.model)]
+        if self._source() == self.config or runs[0] == runs[1]:
+            return settings
+        given = setting_names(self.overrides)
+        flags = {flag.removeprefix("model."): False for flag in MODEL_CODE if flag not in given}
+        return settings.model_copy(update={"model": settings.model.model_copy(update=flags)})
 
     def _no_run(self) -> str:
         """Why there are no settings of a run, if that is not obvious."""
@@ -152,6 +161,8 @@ def _sets(given: Sequence[str]) -> str | None:
 
 def run_of(model: Path) -> Path | None:
     """The run's folder, from that folder or one of its models: a checkpoint, ``best/`` or ``merged/``."""
+    if not model.is_dir():  # a hub id, which the working directory has nothing to do with
+        return None
     for folder in (model, model.parent, model.parent.parent):
         if (folder / "config.toml").is_file() and (folder / "objective.txt").is_file():
             return folder
@@ -210,7 +221,7 @@ def evaluate(request: Request) -> int:
     check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
     resolve_device(settings.model.device)
     names = [request.model] if request.against is None else [request.model, request.against]
-    subjects = [_subject(name, settings, rewards, data, acting) for name in names]
+    subjects = [_subject(name, request.settings_for(name, settings), rewards, data, acting) for name in names]
     _check_same_prompts(subjects)
     try:
         found = _evaluations(request, settings, subjects)
@@ -300,7 +311,7 @@ def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subj
     written = "nothing was written"
     try:
         for subject in subjects:
-            found.append(_evaluation(subject, settings, quiet=request.quiet))
+            found.append(_evaluation(subject, request.settings_for(subject.name, settings), quiet=request.quiet))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ from cohort.policy.export import named_weights
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms
 from cohort.policy.load import (
     Precision,
+    check_loading,
     context_length,
     end_token_ids,
     load_model,

@@ -70,23 +70,29 @@ def pickled_only(path: str, file: str) -> str:
     """The refusal of pickled weights."""
     return (
         f"{path} holds its weights as a pickle ({file}), which can contain a program, and not as safetensors. If you "
-        "trust where it comes from, set model.allow_pickled_weights = true (cohort generate: --allow-pickled-weights)"
+        "trust where it comes from, set model.allow_pickled_weights = true (cohort generate: --allow-pickled-weights; "
+        "a reward model: NAME(allow_pickled_weights=True))"
     )
 
 
-def check_attention(path: str, config: Any) -> None:
-    """Check that a model's configuration does not name attention code on the hub, which loading it would run.
+def check_attention(path: str, config: Any, remedy: str = "set model.trust_remote_code = true") -> None:
+    """Check that a model's configuration, or that of one of its parts, does not name attention code on the hub, which
+    loading it would run.
+
+    Args:
+        path: folder or hub id, for the message.
+        config: the configuration.
+        remedy: what to do to run it, for the message.
 
     Raises:
         ModelError: it does.
     """
-    for one in (config, config.get_text_config()):
-        name = getattr(one, "_attn_implementation", None)
-        if isinstance(name, str) and "/" in name:
-            raise ModelError(
-                f"the configuration of {path} names attention code on the hub, {name}: to run it, set "
-                "model.trust_remote_code = true"
-            )
+    name = getattr(config, "_attn_implementation", None)
+    if isinstance(name, str) and "/" in name:
+        raise ModelError(f"the configuration of {path} names attention code on the hub, {name}: to run it, {remedy}")
+    for part in getattr(config, "sub_configs", {}):
+        if (one := getattr(config, part, None)) is not None:
+            check_attention(path, one, remedy)
 
 
 def check_complete(path: str, report: Mapping[str, Any]) -> None:

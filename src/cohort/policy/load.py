@@ -134,16 +134,13 @@ def load_model(
     Raises:
         ModelError: there is no such folder, it has no causal language model, or a tensor of the model is missing.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path = _check_folder(path)
-    base = _base_of(path)
-    check_folder(base, allow_pickled_weights=allow_pickled_weights)
     # Reading a folder is fast; a download shows its progress.
     bars = without_progress_bars() if Path(path).is_dir() else contextlib.nullcontext()
     with _errors(f"cannot load a causal language model from {path!r}", path), bars:
-        if not trust_remote_code:
-            check_attention(base, AutoConfig.from_pretrained(base, trust_remote_code=False))
+        base = check_loading(path, trust_remote_code=trust_remote_code, allow_pickled_weights=allow_pickled_weights)
         model: Any
         model, report = AutoModelForCausalLM.from_pretrained(
             base,
@@ -159,6 +156,38 @@ def load_model(
             model = load_adapter(model, Path(path), allow_pickled_weights=allow_pickled_weights).merge_and_unload()
     loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
+
+
+def check_loading(
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickled_weights: bool = False,
+    remedy: str = "set model.trust_remote_code = true",
+) -> str:
+    """Check a model before ``from_pretrained`` reads its weights.
+
+    Args:
+        path: a folder or hub id of a model or an adapter.
+        trust_remote_code, allow_pickled_weights: what may be loaded.
+        remedy: what to do to run code on the hub, for the message.
+
+    Returns:
+        The model's path: of an adapter, that of its base model.
+
+    Raises:
+        ModelError: it lacks a file, or needs something that may not be loaded.
+    """
+    from transformers import AutoConfig
+
+    path = _check_folder(path)
+    if (Path(path) / ADAPTER_FILE).exists():
+        check_adapter(Path(path), allow_pickled_weights=allow_pickled_weights)
+    base = _base_of(path)
+    check_folder(base, allow_pickled_weights=allow_pickled_weights)
+    if not trust_remote_code:
+        check_attention(base, AutoConfig.from_pretrained(base, trust_remote_code=False), remedy)
+    return base
 
 
 def load_adapter(

@@ -127,19 +127,21 @@ def _load(name: str, device: str, allow_pickled_weights: bool) -> Any:
     """Load a sequence-classification model. Refuse one without a trained head, and one that needs code of its own."""
     from transformers import AutoModelForSequenceClassification
 
-    from cohort.policy import resolve_device, without_progress_bars
+    from cohort.policy import check_loading, resolve_device, without_progress_bars
 
     safe = {} if allow_pickled_weights else {"use_safetensors": True}
     try:
         with without_progress_bars():
+            remedy = "load the model yourself and pass it to RewardModel"
+            check_loading(name, allow_pickled_weights=allow_pickled_weights, remedy=remedy)
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 name, output_loading_info=True, trust_remote_code=False, **safe
             )
     except Exception as error:  # transformers raises many types
-        hint = "; for pickled weights, write NAME(allow_pickled_weights=True)" if "safetensors" in str(error) else ""
-        raise RewardError(
-            f"cannot load the reward model {name}: {(str(error) or repr(error)).splitlines()[0]}{hint}"
-        ) from error
+        text = str(error) or repr(error)
+        pickled = "safetensors" in text and "allow_pickled_weights" not in text
+        hint = "; for pickled weights, write NAME(allow_pickled_weights=True)" if pickled else ""
+        raise RewardError(f"cannot load the reward model {name}: {text.splitlines()[0]}{hint}") from error
     if missing := sorted(report["missing_keys"]):
         raise RewardError(
             f"reward model {name}: the weights {', '.join(missing)} are missing; a causal language model becomes a "

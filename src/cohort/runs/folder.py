@@ -113,7 +113,7 @@ class RunFolder:
             write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
-            remember(config)
+            remember(config, self.path)
         except OSError as error:
             raise DiskError(f"cannot write to run.output_dir: {error}") from None
         self._started = True
@@ -123,8 +123,9 @@ class RunFolder:
         it is locked by this object already.
 
         Raises:
-            RunFolderError: another process or another trainer of this one writes the folder.
+            RunFolderError: another process or another trainer of this one writes the folder, or as ``check_files``.
         """
+        check_files(self.path)
         if self._lock.take():
             durable.recover(self.path / "checkpoints", "step-*")
             durable.recover(self.path, "best")
@@ -209,6 +210,7 @@ class RunFolder:
             self.checkpoint(later).rename(aside)
         self.drop_metrics_after(step)
         write_atomically(self.path / "config.toml", to_toml(config))
+        remember(config, self.path)
         self._started = True
 
     def evaluations(self) -> dict[int, dict[str, Any]]:

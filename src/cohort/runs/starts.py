@@ -38,6 +38,12 @@ class Start:
     missing: Mapping[str, str] = field(default_factory=dict)
     """What was given in Python and has no name, and what it is."""
 
+    def working_directory(self, run: Path) -> Path | None:
+        """``folder``, if it is here: absolute, and not in the run folder, which may come from a stranger."""
+        path = Path(self.folder)
+        there = path.is_absolute() and path.is_dir() and not path.resolve().is_relative_to(run.resolve())
+        return path if there else None
+
     def line(self, step: int, facts: Mapping[str, str]) -> dict[str, Any]:
         """The line of a start after ``step`` steps."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -110,10 +116,12 @@ def with_overrides_of_start(
     if run is None or not (run / "config.toml").exists():
         return config, given
     check_files(run)
-    # The ranks are of this command, and with them how they share the work.
-    kept = (name for name in last_start(run).overrides if not name.startswith("parallel.") and name != "run.output_dir")
-    names = [name for name in kept if name not in given]
     try:
+        # A name may go on within a setting, as in environment.factory.NAME: what it changes is the setting.
+        started = setting_names([f"--{name}=" for name in last_start(run).overrides])
+        # The ranks are of this command, and with them how they share the work.
+        kept = (name for name in started if not name.startswith("parallel.") and name != "run.output_dir")
+        names = [name for name in kept if name not in given]
         config = with_settings(config, load_config(run / "config.toml"), names)
     except ConfigError as error:
         raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None

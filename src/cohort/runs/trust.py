@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,6 +26,10 @@ from cohort.rewards.names import BUILTIN_REWARDS, split_spec
 BUILTIN_TOOLS = frozenset({"python", "calculator"})
 UNSAFE_ARGUMENTS = frozenset({"allow_unsandboxed", "allow_pickled_weights"})
 """Arguments of built-in rewards and reward models that lift a protection."""
+MODEL_CODE = ("model.trust_remote_code", "model.allow_pickled_weights")
+"""Settings that lift a protection of models: of the one at ``model.path``, and of those in the run folder."""
+_for_this_command: set[str] = set()
+"""Keys of the code that runs because of ``--trust``, which is no record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +46,11 @@ class Code:
         """The file that the name stands for here; empty if there is none. Elsewhere it may stand for another file."""
         source = self.text.partition("(")[0].rpartition(":")[0]
         try:
-            if self.setting.startswith("model.") or source.endswith(".py"):
-                return str(Path(source if source.endswith(".py") else self.text).expanduser().resolve())
+            if self.setting in MODEL_CODE:
+                path = Path(self.text).expanduser()
+                return str(path.resolve()) if path.is_dir() else ""  # a hub id is the same everywhere
+            if source.endswith(".py"):
+                return str(Path(source).expanduser().resolve())
             spec = PathFinder.find_spec(source.partition(".")[0], [*sys.path, str(Path.cwd())])  # as plugins look
         except (OSError, RuntimeError, ValueError, ImportError):
             return ""
@@ -54,8 +62,13 @@ class Code:
         return hashlib.sha256(json.dumps([self.setting, hide_secrets(self.text), self.origin]).encode()).hexdigest()
 
 
-def code_in(config: GRPOConfig) -> list[Code]:
-    """All code that the settings name, besides Cohort's own."""
+def code_in(config: GRPOConfig, run: Path | None = None) -> list[Code]:
+    """All code that the settings name, besides Cohort's own.
+
+    Args:
+        config: the settings.
+        run: the folder of their run, whose models are loaded with the same flags as ``model.path``.
+    """
     found = [Code("reward.functions", spec) for spec in config.reward.functions if not _is_safe_reward(spec)]
     environment = config.environment
     found += [Code("environment.tools", name) for name in environment.tools if name not in BUILTIN_TOOLS]
@@ -72,10 +85,9 @@ def code_in(config: GRPOConfig) -> list[Code]:
         for text in _texts(value)
         if ":" in text
     ]
-    if config.model.trust_remote_code:
-        found.append(Code("model.trust_remote_code", config.model.path))
-    if config.model.allow_pickled_weights:
-        found.append(Code("model.allow_pickled_weights", config.model.path))
+    models = [config.model.path, *([str(run.resolve())] if run else [])]
+    for name in MODEL_CODE:
+        found += [Code(name, path) for path in models if getattr(config.model, name.removeprefix("model."))]
     return found + _servers(config)
 
 
@@ -117,9 +129,10 @@ def _servers(config: GRPOConfig) -> list[Code]:
     return [Code(name, text) for name, texts in given.items() for text in texts if text]
 
 
-def remember(config: GRPOConfig) -> None:
-    """Record the code that the settings name as known: this account has started a run with it."""
-    for code in code_in(config):
+def remember(config: GRPOConfig, run: Path) -> None:
+    """Record the code that the settings of a run name as known, unless it runs because of ``--trust``: this account has
+    started or resumed the run with it."""
+    for code in (code for code in code_in(config, run) if code.key not in _for_this_command):
         record = _records() / code.key
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
@@ -167,13 +180,16 @@ def check_code(
     Raises:
         RunFolderError: they name unknown code, or ``trusted`` is another folder.
     """
-    if trusted is not None:
-        if not Path(trusted).expanduser().resolve().is_relative_to(run.resolve()):
-            raise RunFolderError(f"--trust {trusted} is not the run folder whose settings are used: {run}")
-        return
-    named = [code for code in code_in(config) if code.setting not in given]
+    if trusted is not None and not Path(trusted).expanduser().resolve().is_relative_to(run.resolve()):
+        raise RunFolderError(f"--trust {trusted} is not the run folder whose settings are used: {run}")
+    named = [code for code in code_in(config, run) if code.setting not in given]
+    if read is not None and "model.path" in read:  # a flag for another model
+        read = {*read, *MODEL_CODE}
     from_run = [code for code in named if read is None or code.setting in read]
-    if unknown := [code for code in from_run if not (_records() / code.key).exists()]:
+    unknown = [code for code in from_run if not (_records() / code.key).exists()]
+    if trusted is not None:
+        _for_this_command.update(code.key for code in unknown)
+    elif unknown:
         listed = "\n".join(f"  {code.setting}: {hide_secrets(code.text)}" for code in unknown)
         raise RunFolderError(
             f"the settings in {run} name code that you have not run before, and a run folder may come from anybody:\n"
@@ -212,11 +228,12 @@ def _entries(folder: Path) -> Iterator[tuple[Path, int]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                mode = entry.stat(follow_symlinks=False).st_mode
-                yield Path(entry.path), mode
-                if stat.S_ISDIR(mode):
-                    yield from _entries(Path(entry.path))
-    except (FileNotFoundError, NotADirectoryError):  # no folder yet, or another process has removed the entry
+                with suppress(FileNotFoundError):  # another process has removed it
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                    yield Path(entry.path), mode
+                    if stat.S_ISDIR(mode):
+                        yield from _entries(Path(entry.path))
+    except (FileNotFoundError, NotADirectoryError):  # no folder yet
         return
     except OSError as error:
         raise RunFolderError(f"cannot read the run folder: {error}") from None

@@ -87,7 +87,12 @@ def _converted(
     """The loop's state without the optimizer, the optimizer's state, and the policy."""
     loop = state["loop.pt"]
     model = config.model.path if config.model.lora.wanted else str(folder)
-    loaded = load_policy(model, config.model, read_config(model), seed=config.run.seed)
+    loaded = load_policy(
+        model,
+        config.model,
+        read_config(model, trust_remote_code=config.model.trust_remote_code),
+        seed=config.run.seed,
+    )
     optimizer = Optimizer(loaded.model, config.optim, 1)
     for rule, saved in zip(optimizer.rules, state["optimizer.pt"]["rules"], strict=True):
         rule.load_state_dict(saved)
