@@ -145,7 +145,8 @@ def test_mistakes_are_reported_before_the_first_sample(good, arguments, message,
     shutil.copytree(model_folder, good / "torn")
     (good / "torn" / "model.safetensors").write_bytes(b"torn")
     monkeypatch.setattr(LocalEngine, "generate", lambda *a: pytest.fail("sampled"))
-    assert main(["train", "config.toml", *arguments.split()]) == 2
+    code = 1 if "/proc" in arguments else 2  # a folder that cannot be written is not the user's mistake
+    assert main(["train", "config.toml", *arguments.split()]) == code
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err

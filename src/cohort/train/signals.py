@@ -15,7 +15,7 @@ from cohort.errors import STOPPED
 from cohort.train.requests import Requests
 from cohort.watchdog import ignored
 
-STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1")
+STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 SAVING = "SIGUSR2"
 NUDGE: Any = getattr(signal, "SIGUSR1", None)
 """Interrupts a function in the main thread."""
@@ -25,7 +25,7 @@ DEFAULT = (signal.SIG_DFL, signal.default_int_handler, ignored)
 
 @contextlib.contextmanager
 def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
-    """While the block runs, SIGTERM, SIGINT and SIGUSR1 ask for a stop, and SIGUSR2 for a checkpoint.
+    """While the block runs, ``STOPPING`` ask for a stop, and SIGUSR2 for a checkpoint.
 
     A second signal ends the process at once, as it would without Cohort, and so does the end of ``seconds`` after the
     first. When half of them are over, a reward function that runs in the main thread is interrupted: its call is made
