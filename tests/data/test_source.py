@@ -94,7 +94,11 @@ def test_parquet_keeps_its_types(tmp_path):
         ("latin.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', "latin.jsonl, line 2: not UTF-8: .* at byte 7"),
         ("bad.parquet", "not parquet", "cannot read bad.parquet"),
         ("bad.jsonl.gz", "not compressed", "cannot read bad.jsonl.gz: .*incorrect header"),
-        ("short.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "cannot read short.jsonl.gz: Truncated compressed"),
+        (
+            "short.jsonl.gz",
+            gzip.compress(LINES.encode(), mtime=0)[:-9],
+            "cannot read short.jsonl.gz: Truncated compressed",
+        ),
         ("bad.jsonl.zst", "not compressed", "cannot read bad.jsonl.zst"),
         ("data.txt", "a", "cannot read data.txt: expected a .jsonl, .json, .csv or .parquet file"),
         ("rows.parquet.gz", "a", "cannot read rows.parquet.gz: expected a"),
