@@ -65,6 +65,7 @@ def test_the_tokenizer_and_the_template_round_trip(tokenizer):
     assert (parsed.name, parsed.arguments, parsed.error) == (*function.values(), "")
 
 
+@pytest.mark.slow
 def test_a_short_demo(tmp_path, monkeypatch, capsys):
     overrides = ["--run.max_steps=2", "--rollout.prompts_per_step=4", "--report.progress=no"]
     (tmp_path / "short.toml").write_text(to_toml(load_config(tool.SETTINGS, overrides)))

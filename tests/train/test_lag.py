@@ -183,6 +183,7 @@ def test_a_run_with_tools_resumes_exactly(tmp_path):
     straight_and_resumed(make, tmp_path, stop=2)
 
 
+@pytest.mark.slow
 def test_the_lag_may_change_when_a_run_resumes(demo_tokenizer, tmp_path):
     def make(lag):
         return make_trainer(demo_tokenizer, tmp_path / "run", lag=lag, max_steps=6, save_steps=1)

@@ -188,6 +188,7 @@ def test_unscored_completions_are_counted_and_left_out(demo_tokenizer, tmp_path)
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_run_learns(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=15)
     rewards = [metrics["reward/mean"] for metrics in trainer.steps()]
