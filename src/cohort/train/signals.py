@@ -39,20 +39,12 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
         seconds: time to stop; 0: no limit.
     """
     nudged, is_rank = False, os.environ.get("WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
-    numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers} if main else {}
-    before = {number: handler for number, handler in before.items() if handler in DEFAULT}
+    before = _replaceable()
     timers: list[threading.Timer] = []
 
     def stop(number: int, _: Any) -> None:
         requests.reason, requests.stop = signal.Signals(number).name, True
-        for other in before:
-            if is_rank:
-                signal.signal(other, ignored)
-            elif other != getattr(signal, SAVING, None):
-                # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
-                signal.signal(other, before[other] if hasattr(sys, "ps1") else signal.SIG_DFL)
+        _expect_second(before, is_rank=is_rank)
         again = "" if is_rank else "; a second signal ends the process at once"
         _say(f"{requests.reason}: stopping with a checkpoint{again}")
         if seconds:
@@ -93,6 +85,24 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
             signal.signal(number, ignored if requests.met and is_rank else handler)
 
 
+def _replaceable() -> dict[int, Any]:
+    """The handlers that may be replaced, by the number of the signal; none outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
+    return {number: handler for number in numbers if (handler := signal.getsignal(number)) in DEFAULT}
+
+
+def _expect_second(before: dict[int, Any], *, is_rank: bool) -> None:
+    """After the first signal, let a second one end the process, or do nothing to a rank."""
+    for number, handler in before.items():
+        if is_rank:
+            signal.signal(number, ignored)
+        elif number != getattr(signal, SAVING, None):
+            # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
+            signal.signal(number, handler if hasattr(sys, "ps1") else signal.SIG_DFL)
+
+
 def _end(requests: Requests, number: int, seconds: float) -> None:
     if not requests.met:
         _say(f"the run has not stopped within {seconds:g} s (run.stop_seconds): its last checkpoint stands")
@@ -100,5 +110,6 @@ def _end(requests: Requests, number: int, seconds: float) -> None:
 
 
 def _say(text: str) -> None:
-    """Print from a signal handler, which may have interrupted a print."""
-    os.write(2, f"\ncohort: {text}\n".encode())
+    """Print from a signal handler, which may have interrupted a print, to a terminal that may be closed."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\ncohort: {text}\n".encode())
