@@ -222,21 +222,34 @@ def other_ranks() -> str:
 
 
 @contextlib.contextmanager
+def _handling(name: str, handler: Callable[..., None]) -> Iterator[int | None]:
+    """In this block, a signal has a handler. Gives the signal's number; None outside the main thread, or if the signal
+    has another handler: then nothing changes."""
+    number = getattr(signal, name, None)
+    in_main = threading.current_thread() is threading.main_thread()
+    if number is None or not in_main or signal.getsignal(number) is not signal.SIG_DFL:
+        yield None
+        return
+    signal.signal(number, handler)
+    try:
+        yield number
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def dumps_on_quit() -> Iterator[None]:
     """In this block, SIGQUIT prints the stack of every thread of this process and of its workers, and what they wait
     for. It does nothing outside the main thread, or if the signal has another handler."""
-    number = getattr(signal, "SIGQUIT", None)
-    in_main = threading.current_thread() is threading.main_thread()
-    if number is None or not in_main or signal.getsignal(number) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(number, _on_quit)
-    faulthandler.register(number, file=2, chain=True)  # at once, also while the interpreter lock is held
-    try:
-        yield
-    finally:
-        faulthandler.unregister(number)
-        signal.signal(number, signal.SIG_DFL)
+    with _handling("SIGQUIT", _on_quit) as number:
+        if number is None:
+            yield
+            return
+        faulthandler.register(number, file=2, chain=True)  # at once, also while the interpreter lock is held
+        try:
+            yield
+        finally:
+            faulthandler.unregister(number)
 
 
 def ignored(*_: Any) -> None:
@@ -247,16 +260,8 @@ def ignored(*_: Any) -> None:
 def save_signal_ignored() -> Iterator[None]:
     """In this block, SIGUSR2 does not end the process. It asks a run for a checkpoint, and may come before the run has
     loaded its model. It does nothing outside the main thread, or if the signal has another handler."""
-    number = getattr(signal, "SIGUSR2", None)
-    in_main = threading.current_thread() is threading.main_thread()
-    if number is None or not in_main or signal.getsignal(number) is not signal.SIG_DFL:
+    with _handling("SIGUSR2", ignored):
         yield
-        return
-    signal.signal(number, ignored)
-    try:
-        yield
-    finally:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _on_quit(number: int, _frame: Any) -> None:
