@@ -200,15 +200,21 @@ class RunFolder:
             return step
         raise RunFolderError(f"{self.path} has no whole checkpoint to resume from: {'; '.join(broken)}")
 
-    def resume(self, config: GRPOConfig, step: int) -> None:
+    def resume(self, config: GRPOConfig, step: int, metrics_step: int | None = None) -> None:
         """Prepare the folder to continue after ``step``: set later checkpoints aside, which are broken, drop later
-        metrics and the summary, and write the current settings."""
+        metrics and the summary, and write the current settings.
+
+        Args:
+            config: the current settings.
+            step: complete steps.
+            metrics_step: the last step whose metrics stay; None: ``step``.
+        """
         (self.path / "summary.json").unlink(missing_ok=True)  # the end of the run writes it anew
         for later in (found for found in self.checkpoint_steps() if found > step):
             aside = self.checkpoint(later).with_name(f"step-{later}.broken")
             shutil.rmtree(aside, ignore_errors=True)
             self.checkpoint(later).rename(aside)
-        self.drop_metrics_after(step)
+        self.drop_metrics_after(step if metrics_step is None else metrics_step)
         write_atomically(self.path / "config.toml", to_toml(config))
         remember(config, self.path)
         self._started = True

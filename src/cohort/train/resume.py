@@ -64,9 +64,9 @@ def resume(
     # Without a summary, the process was killed after the last step: the end is made now.
     if parts.metrics is None and on_main(parts.world, lambda: folder.has_summary):
         _check_incomplete(folder, parts, schedule, step)
-    on_main(parts.world, lambda: folder.resume(config, step))
-    if parts.metrics is not None:  # a process that was killed after this evaluation has written their line already
-        on_main(parts.world, lambda: folder.drop_metrics_after(step - 1))
+    # A process that was killed after this evaluation has written the line that this one will write.
+    written = step if parts.metrics is None else step - 1
+    on_main(parts.world, lambda: folder.resume(config, step, written))
     return step, schedule, changes
 
 
