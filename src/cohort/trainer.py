@@ -37,7 +37,7 @@ from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
 from cohort.runs.output import closed_on_error, closing, log_to, output_folder
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
-from cohort.train.inputs import checked_settings, load_rows, model_name, reward_runner
+from cohort.train.inputs import checked_rewards, checked_settings, load_rows, model_name
 from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
@@ -136,7 +136,7 @@ class GRPOTrainer:
         model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
-        self.rewards = reward_runner(reward_funcs, config, objective, self.acting, self.world)
+        self.rewards = checked_rewards(reward_funcs, config, objective, self.acting, self.world)
         data, eval_data = load_rows(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.config import EnvironmentConfig
+from cohort.config import EnvironmentConfig, GRPOConfig
 from cohort.environments.adapters import mcp
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
@@ -17,8 +17,9 @@ from cohort.environments.shapes import Shape, find_environments
 from cohort.environments.tools import Toolbox
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
+from cohort.parallel import World
 from cohort.plugins import load_function
-from cohort.rewards import environment_reward
+from cohort.rewards import RewardRunner, as_reward_function, environment_reward
 from cohort.rollout import Engine
 
 
@@ -35,6 +36,33 @@ def reward_functions(acting: Acting | None, given: Sequence[Any]) -> Sequence[An
             "to one whose class has `step` or `get_reward`"
         )
     return given or (("environment_reward",) if gives_rewards else ())
+
+
+def reward_runner(
+    acting: Acting | None,
+    given: Sequence[Any],
+    config: GRPOConfig,
+    *,
+    not_negative: str | None = None,
+    world: World | None = None,
+) -> RewardRunner:
+    """What scores the completions of a run or an evaluation.
+
+    Args:
+        acting: the tools and environments; None without.
+        given: the reward functions, as ``reward_functions`` takes them.
+        config: the settings.
+        not_negative: the part of the objective that accepts no negative rewards; None: there is none.
+        world: the ranks.
+    """
+    return RewardRunner(
+        [as_reward_function(one) for one in reward_functions(acting, given)],
+        config.reward.weights,
+        config.reward,
+        per_token=config.resolved_objective.credit in ("process", "given"),
+        not_negative=not_negative,
+        world=world,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config, setting_names
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
-from cohort.environments.setup import reward_functions
+from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError, RunFolderError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.show import compared, show, write_rows, write_summary
 from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rewards import RewardRunner, as_reward_function
+from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
 from cohort.runs import MODEL_CODE, RunFolder, check_code, check_secrets, read_best, saved_identity
 from cohort.runs.durable import MANIFEST, check_whole
@@ -210,12 +210,7 @@ def evaluate(request: Request) -> int:
     acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
     if acting is None and request.config is None:
         _check_single_turns(request.model)
-    rewards = RewardRunner(
-        [as_reward_function(name) for name in reward_functions(acting, settings.reward.functions)],
-        settings.reward.weights,
-        settings.reward,
-        per_token=settings.resolved_objective.credit in ("process", "given"),
-    )
+    rewards = reward_runner(acting, settings.reward.functions, settings)
     data = load_sets(None, settings.data)
     # The metric of the run's best model does not matter here.
     check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)

@@ -7,12 +7,12 @@ from typing import Any
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, check_held_out, load_data, load_sets
 from cohort.environments import Acting
-from cohort.environments.setup import reward_functions
+from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, ModelError
 from cohort.objective import Objective
 from cohort.parallel import World
 from cohort.presets.parts import GroupMean
-from cohort.rewards import RewardRunner, as_reward_function
+from cohort.rewards import RewardRunner
 
 
 def checked_settings(args: GRPOConfig | None) -> GRPOConfig:
@@ -42,10 +42,11 @@ def load_rows(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tupl
     return data, sets
 
 
-def reward_runner(
+def checked_rewards(
     given: Any, config: GRPOConfig, objective: Objective, acting: Acting | None, world: World
 ) -> RewardRunner:
-    """The reward functions: those given, those of the settings, or the environment's reward."""
+    """The reward functions: those given, those of the settings, or the environment's reward. Raises ``ConfigError`` if
+    the objective cannot use them."""
     if acting is not None and acting.gives_rewards and objective.credit == "process":
         raise ConfigError(
             "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
@@ -53,14 +54,7 @@ def reward_runner(
         )
     functions = config.reward.functions if given is None else given
     listed = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
-    return RewardRunner(
-        [as_reward_function(item) for item in reward_functions(acting, listed)],
-        config.reward.weights,
-        config.reward,
-        per_token=objective.credit in ("process", "given"),
-        not_negative=part_without_negative_rewards(objective),
-        world=world,
-    )
+    return reward_runner(acting, listed, config, not_negative=part_without_negative_rewards(objective), world=world)
 
 
 def part_without_negative_rewards(objective: Objective) -> str | None:
