@@ -30,7 +30,9 @@ from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.policy.device import use_deterministic_algorithms
-from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
+from cohort.report.console.describe import announce, describe_run
+from cohort.report.console.display import StepDisplay
+from cohort.report.console.lines import best_lines, evaluation_line
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
@@ -198,16 +200,24 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
             Stopped: a signal came, or ``stop`` was called; a checkpoint is written.
         """
-        groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            shown = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
-            with contextlib.closing(steps), shown as display:
+            with contextlib.closing(steps), self._display() as display:
                 for metrics in steps:
                     display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
+
+    def _display(self) -> StepDisplay:
+        return StepDisplay(
+            self.schedule.steps,
+            enabled=self._prints,
+            groups_can_die=self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go"),
+            folder=self.folder.path if self.folder else None,
+            settings=self.args.model_dump(),
+            stopping=lambda: self._requests.stop,
+        )
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""

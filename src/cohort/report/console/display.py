@@ -1,0 +1,106 @@
+"""The display of a training: live on a terminal, otherwise a line every twentieth of the run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from cohort.report.console.lines import evaluation_line, step_line
+from cohort.report.console.live import Live, is_live_terminal
+from cohort.report.console.no_gradient import why_no_gradient
+from cohort.report.console.progress import RunProgress
+from cohort.watchdog import waits_of
+
+PLAIN_LINES = 20
+"""Progress lines of a whole run without a terminal."""
+STOP_KEYS = "Ctrl-C stops with a checkpoint"
+
+
+class StepDisplay:
+    """Progress of a training: a live display on a terminal, otherwise a line every twentieth of the run.
+
+    Args:
+        steps: steps of the whole run.
+        enabled: False shows nothing.
+        groups_can_die: whether a group of equal rewards teaches nothing, so that the share of dead groups is shown.
+        folder: the run folder, from which groups and checkpoints are shown. None: they are not.
+        settings: the run's settings as nested tables.
+        stopping: whether the run was asked to stop.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        enabled: bool = True,
+        groups_can_die: bool = True,
+        folder: Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        stopping: Callable[[], bool] = bool,
+    ) -> None:
+        self._steps, self._enabled, self._groups_can_die = steps, enabled, groups_can_die
+        self._warned = False
+        self._live: Live | None = None
+        self._hook = sys.breakpointhook
+        if enabled and is_live_terminal():
+            thread = threading.get_ident()
+            progress = RunProgress(steps=steps)
+            doing = lambda: _doing(thread, progress.step, stopping=stopping())  # noqa: E731
+            self._live = Live(progress, folder, settings or {}, doing, lambda: f"{STOP_KEYS}", stopping, STOP_KEYS)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+            self._hook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if live := self._live:
+            self._live = None
+            sys.breakpointhook = self._hook
+            live.stop()
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        """Show a step, its evaluation, and once a warning when a step had no gradient."""
+        if not self._enabled:
+            return
+        step = metrics["step"]
+        if self._live:
+            with self._live.lock:
+                self._live.progress.add(metrics)
+        is_due = step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps
+        if is_due and not (self._live and self._live.draws):
+            self._print(f"step {step}/{self._steps}  {step_line(metrics, groups_can_die=self._groups_can_die)}")
+        if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
+            self._warned = True
+            self._print(f"step {step}: {why_no_gradient(metrics)}")
+        if any(key.startswith("eval/") for key in metrics):
+            self._print(evaluation_line(metrics, f"after step {step}"))
+
+    def _print(self, text: str) -> None:
+        if self._live:
+            self._live.say(text)
+        else:
+            print(text, flush=True)
+
+    def _on_breakpoint(self, *arguments: Any, **named: Any) -> Any:
+        """``breakpoint()`` in a reward function: the debugger gets the terminal, and the display ends."""
+        self.__exit__()
+        return self._hook(*arguments, **named)
+
+
+def _doing(thread: int, step: int, *, stopping: bool) -> str:
+    """What a thread of this process does now, in words."""
+    if stopping:
+        return "stopping with a checkpoint"
+    waits = waits_of(thread)
+    text = f"step {step + 1}"
+    if waits:
+        what, seconds, _ = waits[0]
+        text += f": {what}" + (f" for {seconds:.0f} s" if seconds >= 1 else "")
+        inner = [f"{name}{', ' if detail else ''}{detail}" for name, _, detail in waits[1:]]
+        text += "".join(f", {one}" for one in [waits[0][2], *inner] if one)
+    return text
