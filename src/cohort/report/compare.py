@@ -89,8 +89,8 @@ def only_in(a: RunHistory, b: RunHistory) -> list[str]:
     """What the first run has and the second lacks."""
     steps = _by_step(b)
     found = [f"metrics of step {step}" for step in _by_step(a) if step not in steps]
-    for mine, others in ((a.rollout_steps, b.rollout_steps), (a.evaluation_files, b.evaluation_files)):
-        found += [str(mine[key].relative_to(a.path)) for key in mine if key not in others]
+    others = _tables_of(b)
+    found += [name for name in _tables_of(a) if name not in others]
     found += [f"checkpoints/step-{step}" for step in a.checkpoints if step not in b.checkpoints]
     return found + [name for name in ("best", "summary.json") if (a.path / name).exists() > (b.path / name).exists()]
 
@@ -123,6 +123,10 @@ def _ends(a: RunHistory, b: RunHistory, step: int) -> Iterator[Difference]:
     if all(path.exists() for path in summaries):
         pair = [_timeless(_table(path)) for path in summaries]
         yield from (Difference(step, f"summary: {key}", text) for key, text in _changed(*pair))
+
+
+def _tables_of(run: RunHistory) -> list[str]:
+    return [str(path.relative_to(run.path)) for path in (*run.rollout_steps.values(), *run.evaluation_files.values())]
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
