@@ -172,7 +172,16 @@ class Forward:
 
 def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) -> TermWeights:
     """1/Z of every token. With ``top_entropy``, a pass without gradient finds the threshold first."""
-    objective, loss_N = context.objective, batch.loss_N[minibatch.tokens_N]
+    objective, chosen_N = context.objective, None
+    if objective.top_entropy < 1:
+        entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
+        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, batch.loss_N[minibatch.tokens_N])
+    return term_weights(objective, batch, minibatch, chosen_N)
+
+
+def term_weights(objective: Objective, batch: TokenBatch, minibatch: Part, chosen_N: Tensor | None) -> TermWeights:
+    """1/Z of every token of a minibatch. ``chosen_N``: the tokens that ``top_entropy`` chooses; None: it is 1."""
+    loss_N = batch.loss_N[minibatch.tokens_N]
 
     def weights_of(counted_N: Tensor, aggregation: str) -> Tensor:
         return token_weights(
@@ -186,9 +195,7 @@ def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) 
         )
 
     base_N = policy_N = weights_of(loss_N, objective.aggregation)
-    if objective.top_entropy < 1:
-        entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
-        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, loss_N)
+    if chosen_N is not None:
         after_masks = objective.denominator == "after_masks"
         policy_N = weights_of(chosen_N, objective.aggregation) if after_masks else base_N * chosen_N
     return TermWeights(policy_N, base_N, weights_of(loss_N, "token_mean"))
