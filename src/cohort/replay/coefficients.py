@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Settings:
     """Whether the updates had old log-probs; without them every ratio to the old policy is 1 by identity."""
     top_entropy: float = 1.0
     """The share of tokens that the run's updates chose."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def coefficients_of(stored: Stored, objective: Objective, settings: Settings) -> Replayed:

@@ -27,19 +27,14 @@ from cohort.rewards.scores import Scores
 from cohort.runs import damage_named
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
-NEEDED = (
-    "group",
-    "completion",
-    "finish_reason",
-    "weights_version",
-    "token_ids",
-    "sampler_logps",
-    "reward",
-    "advantage",
-)
+COLUMNS = ("group", "completion", "finish_reason", "weights_version", "token_ids", "sampler_logps")
+NEEDED = (*COLUMNS, "reward", "advantage")
 """Columns that every version of Cohort has written."""
-METADATA = b"cohort"
-"""Key of the step's facts, a JSON object, in the file's metadata."""
+OPTIONAL = ("row", "prompt", "prompt_ids", "drawn", "segment_lengths", "turn_lengths", "turn_rewards", "full_logps")
+SUPPORT = tuple(f"support/{name}" for name in ("token_ids", "counts", "excluded"))
+VERSION, FACTS = b"cohort_store_version", b"cohort_step"
+"""Keys of the file's metadata: see docs/store.md."""
+NEWEST_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +168,8 @@ def _stored(path: Path, step: int, table: pyarrow.Table, config: GRPOConfig, fac
 def _facts(path: Path, metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
     if (version := int(metadata.get(VERSION, b"0"))) > NEWEST_VERSION:
         raise RunFolderError(
-            f"{path} is a store of version {version}; this version of Cohort reads {NEWEST_VERSION}: install a newer one"
+            f"{path} is a store of version {version}, and this version of Cohort reads version {NEWEST_VERSION}: install "
+            "a newer one"
         )
     found = json.loads(metadata.get(FACTS, b"{}"))
     if not isinstance(found, dict):
