@@ -11,8 +11,8 @@ from torch import Tensor
 from cohort.errors import RunFolderError
 from cohort.objective import Cause, Objective, coefficients, top_entropy_tokens
 from cohort.replay.stored import Stored
-from cohort.train import Part, Rollout, active_part, assign_advantages, lay_out, part_of, split_minibatches
-from cohort.train.update import term_weights
+from cohort.train import Part, Rollout, active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
+from cohort.train.update import at_tokens, term_weights
 from cohort.types import TokenBatch
 
 LEFT_OUT = -1
@@ -60,6 +60,10 @@ class Settings:
     """Whether the updates had old log-probs; without them every ratio to the old policy is 1 by identity."""
     top_entropy: float = 1.0
     """The share of tokens that the run's updates chose."""
+    microbatch_tokens: int = 0
+    """Tokens of a pass: on a CPU, the last bit of a sigmoid depends on the token's place in the pass. 0: unknown."""
+    shared_prompts: bool = True
+    """Whether a pass read each prompt once."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -83,22 +87,23 @@ def coefficients_of(stored: Stored, objective: Objective, settings: Settings) ->
     policy_N, kl_N = torch.zeros_like(logps_N), torch.zeros_like(logps_N)
     cause_N = torch.where(batch.loss_N, int(Cause.NO_ADVANTAGE), int(Cause.MASKED)).to(torch.int8)
     for minibatch in laid.minibatches:
-        active = active_part(batch, minibatch, objective)
         chosen_N = _chosen(stored, laid, minibatch, objective, settings)
-        weights = term_weights(objective, batch, minibatch, chosen_N).at(active.positions_N)
-        at_N = active.tokens_N
-        found = coefficients(
-            objective,
-            logps_N[at_N],
-            batch.advantages_N[at_N],
-            weights.policy_N,
-            sequence_N=active.sequence_N,
-            old_logps_N=None if batch.old_logps_N is None else batch.old_logps_N[at_N],
-            sampler_logps_N=batch.sampler_logps_N[at_N],
-            ref_logps_N=None if batch.ref_logps_N is None else batch.ref_logps_N[at_N],
-            base_weights_N=weights.base_N,
-        )
-        policy_N[at_N], kl_N[at_N], cause_N[at_N] = found.policy_N, found.kl_N, found.cause_N
+        weights = term_weights(objective, batch, minibatch, chosen_N)
+        active = active_part(batch, minibatch, objective)
+        for one in _passes(batch, active, settings):
+            at_N, of_one = one.tokens_N, weights.at(active.positions_N).at(one.positions_N)
+            found = coefficients(
+                objective,
+                logps_N[at_N],
+                batch.advantages_N[at_N],
+                of_one.policy_N,
+                sequence_N=one.sequence_N,
+                old_logps_N=at_tokens(batch.old_logps_N, at_N),
+                sampler_logps_N=batch.sampler_logps_N[at_N],
+                ref_logps_N=at_tokens(batch.ref_logps_N, at_N),
+                base_weights_N=of_one.base_N,
+            )
+            policy_N[at_N], kl_N[at_N], cause_N[at_N] = found.policy_N, found.kl_N, found.cause_N
     used_S = torch.zeros(len(stored.is_used_S), dtype=torch.bool)
     used_S[list(_rollout(stored, objective).used_S)] = True
 
@@ -121,10 +126,10 @@ def laid_out(stored: Stored, objective: Objective, settings: Settings) -> Laid:
     tokens_N = torch.cat([torch.zeros(0, dtype=torch.long), *spans])
     known = stored.known
 
-    def at_tokens(values_N: Tensor) -> Tensor:
+    def of_batch(values_N: Tensor) -> Tensor:
         return values_N[tokens_N].to(settings.device, stored.dtype)
 
-    old_N, ref_N = at_tokens(known.old_logps_N), at_tokens(known.ref_logps_N)
+    old_N, ref_N = of_batch(known.old_logps_N), of_batch(known.ref_logps_N)
     needs_ref = objective.beta != 0 and objective.kl.estimator == "sampled"
     if needs_ref and len(ref_N) and bool(ref_N.isnan().all()):
         raise RunFolderError(
@@ -133,7 +138,7 @@ def laid_out(stored: Stored, objective: Objective, settings: Settings) -> Laid:
             "--set beta=0; give the next run a small objective.beta, or keep its checkpoints (run.save_steps)"
         )
     if objective.needs_old_logps and not settings.has_old_logps:
-        old_N = at_tokens(known.logps_N)  # a single update: the old policy is the current one
+        old_N = of_batch(known.logps_N)  # a single update: the old policy is the current one
     has_old = settings.has_old_logps or objective.needs_old_logps
     batch = replace(batch, old_logps_N=old_N if has_old else None, ref_logps_N=ref_N if needs_ref else None)
     batch = assign_advantages(batch, rollout.used_scores, objective, settings.max_completion_length)
@@ -158,6 +163,15 @@ def _minibatches(stored: Stored, batch: TokenBatch, used_S: list[int], settings:
     number_S = torch.from_numpy(stored.minibatch_S[used_S])
     for number in sorted(set(number_S.tolist())):
         yield part_of(batch, (number_S == number).nonzero()[:, 0])
+
+
+def _passes(batch: TokenBatch, active: Part, settings: Settings) -> Iterator[Part]:
+    """The sequences of an update pass by pass, as the update cut them."""
+    if not settings.microbatch_tokens:
+        yield active.select(torch.arange(active.num_sequences))
+        return
+    for pack in packs(batch, active, settings.microbatch_tokens, shared=settings.shared_prompts):
+        yield from (active.select(torch.tensor(cut)) for cut in pack.microbatches)
 
 
 def _chosen(stored: Stored, laid: Laid, minibatch: Part, objective: Objective, settings: Settings) -> Tensor | None:

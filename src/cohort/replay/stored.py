@@ -168,8 +168,8 @@ def _stored(path: Path, step: int, table: pyarrow.Table, config: GRPOConfig, fac
 def _facts(path: Path, metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
     if (version := int(metadata.get(VERSION, b"0"))) > NEWEST_VERSION:
         raise RunFolderError(
-            f"{path} is a store of version {version}, and this version of Cohort reads version {NEWEST_VERSION}: install "
-            "a newer one"
+            f"{path} is a store of version {version}; this version of Cohort reads {NEWEST_VERSION}: install a newer "
+            "one"
         )
     found = json.loads(metadata.get(FACTS, b"{}"))
     if not isinstance(found, dict):
