@@ -29,7 +29,7 @@ from cohort.report.console.groups import ShownGroup, binary_rewards, group_view,
 from cohort.report.console.keys import Keys
 from cohort.report.console.progress import RunProgress
 from cohort.report.console.screen import Printed, Screen
-from cohort.report.console.view import Moment, view, wrapped
+from cohort.report.console.view import NARROW, Moment, view, wrapped
 
 TICK = 0.25
 """Seconds between two pictures."""
@@ -184,12 +184,13 @@ class Live:
         if self._shown and not last:
             shown = self._shown
             room = max(3, height - 2)
-            keys = "g back   arrows scroll and change the group" if width >= 60 else "g back   arrows"
+            keys = "g back   arrows scroll and change the group" if width >= NARROW else "g back   arrows"
             lines, last_top = group_view(shown.groups[shown.at], width, room, shown.top, keys)
             shown.top = min(shown.top, last_top)
             return lines
         with self.lock:
-            keys = "" if last or not self._keys.are_read else f"g last group   {self._own_keys}"
+            keys = f"g last group   {self._own_keys}" if width >= NARROW else "g last group"
+            keys = "" if last or not self._keys.are_read else keys
             doing = "" if last else self._doing()
             moment = Moment(time.time(), doing, self._saved, keys, self._settings, self._ascii)
             return view(self.progress, moment, width, height - 2)
