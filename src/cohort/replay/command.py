@@ -182,10 +182,8 @@ class _Replay:
         parameters = self._in_parameters(pair, before, notes) if before else None
         estimated_N = self.stored.known.logps_N.isnan() & (pair.replay.total_N != 0)
         if count := int(estimated_N.sum()):
-            source = f"computed with {before.source}" if before else "taken from the sampler"
-            notes.append(
-                f"the log-probs of {count:,} tokens with a coefficient are {source}: the run's updates needed none"
-            )
+            source = f"computed with the weights of {before.source}" if before else "those of the sampler"
+            notes.append(f"the log-probs of {count:,} tokens with a coefficient are not stored; here they are {source}")
         if over := [
             n for n, o in (("run's", self.own), ("other", self.other)) if o.entropy or o.kl.estimator == "full"
         ]:
@@ -202,8 +200,8 @@ class _Replay:
             "sentence": "",
             "notes": notes,
             "objective": {
-                "run": _named(self.own),
-                "replay": result_name(replace(self.request, name=None)),
+                "run": self.own.identity,
+                "replay": _named(self.request),
                 "changes": changes_between(self.own, self.other),
             },
             "identical": compare.is_same(pair.run, pair.replay),
@@ -322,5 +320,9 @@ def _headline(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in ("norm_run", "norm_replay", "ratio", "cosine")}
 
 
-def _named(objective: Objective) -> str:
-    return objective.identity
+def _named(request: Request) -> str:
+    """The objective of a replay in words."""
+    changes = ", ".join(request.changes)
+    if request.objective is None:
+        return f"the run's objective with {changes}" if changes else "the run's own objective"
+    return f"{request.objective} with {changes}" if changes else request.objective
