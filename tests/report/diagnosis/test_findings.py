@@ -21,6 +21,7 @@ def fed(lines, settings=None):
 
 def test_a_finding_is_said_when_it_begins_worsens_and_ends():
     some = DEAD | {"groups/dead_share": 0.875, "updates_skipped": 0}
+    some |= {"groups/dead_high_share": 0.0, "groups/dead_low_share": 0.875}
     diagnosis, said = fed([some] * 15 + [DEAD] * 10 + [LIVE] * 20)
     assert [one[:2] for one in said] == [("all_wrong", "warning"), ("all_wrong", "alarm"), ("all_wrong", "alarm")]
     begun, worse, ended = said

@@ -97,7 +97,7 @@ class Case:
         if high is not None and low is not None:
             return high, low
         dead, reward = number(metrics, "groups/dead_share"), number(metrics, "reward/mean")
-        if dead is None or reward is None:
+        if dead is None or reward is None or dead < 1:
             return 0.0, 0.0
         # All rewards of the step are equal: the best ones if the run had worse ones, or if they cannot be 0.
         middle = (self.highest + self.lowest) / 2 if self.highest > self.lowest else 0.0

@@ -89,7 +89,7 @@ def dead_groups(case: Case) -> Verdict | None:
         return None
     return _dead(
         case,
-        "some because all is right, others because all is wrong",
+        "and not mainly because all is right or all is wrong",
         "raise rollout.num_generations, choose prompts of middle difficulty, or set objective.group_filter to "
         "'dynamic_sampling'",
     )
