@@ -6,7 +6,7 @@ import pytest
 
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import step_line
-from cohort.report.console.no_gradient import why_no_gradient
+from cohort.report.diagnosis import why_no_gradient
 from tests.train.harness import make_trainer
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from cohort.report.console.lines import evaluation_line, step_line
 from cohort.report.console.live import Live, is_live_terminal
-from cohort.report.console.no_gradient import why_no_gradient
+from cohort.report.diagnosis import why_no_gradient
 from cohort.report.console.progress import RunProgress
 from cohort.watchdog import waits_of
 

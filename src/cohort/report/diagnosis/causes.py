@@ -1,7 +1,8 @@
-"""Why a step had no gradient."""
+"""Why a step's updates had no gradient, from its metrics alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 CAUSES = {
@@ -14,9 +15,10 @@ CAUSES = {
     "clipped_high": "are silenced by the trust region",
     "vanished": "have a multiplier of 0 in the trust region",
 }
+"""Why a token has no gradient (``tokens/CAUSE_share``), as what follows "90% of the tokens"."""
 
 
-def why_no_gradient(metrics: dict[str, Any]) -> str:
+def why_no_gradient(metrics: Mapping[str, Any]) -> str:
     """Why a step's updates had no gradient, from its metrics."""
     if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
         return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
