@@ -59,7 +59,7 @@ LISTS_OF_INTEGERS = (
 )
 TOKEN_NUMBERS = (
     *("sampler_logps", "full_logps", "old_logps", "ref_logps", "logps", "ratio", "policy_coefficient"),
-    *("kl_coefficient", "entropy", "weight", "kl_weight", "token_advantages", "token_rewards"),
+    *("kl_coefficient", "entropy", "collision", "weight", "kl_weight", "token_advantages", "token_rewards"),
 )
 """Columns with a number for each drawn token."""
 PER_DRAWN_TOKEN = (*TOKEN_NUMBERS, "no_gradient")

@@ -17,22 +17,8 @@ from torch import Tensor
 from cohort.objective import Coefficients, UpdateTokens
 from cohort.policy import TokenLogps
 from cohort.train.layout import Part
+from cohort.train.term_weights import TermWeights
 from cohort.types import TokenBatch
-
-
-@dataclass(frozen=True, slots=True)
-class TermWeights:
-    """1/Z of every token in each term, shape ``[N]``."""
-
-    policy_N: Tensor
-    base_N: Tensor
-    """Of the KL term: without ``top_entropy`` the policy term's too. 0 outside of the loss."""
-    entropy_N: Tensor
-    """The entropy bonus is a mean over all loss tokens, whatever the policy term's denominator."""
-
-    def at(self, positions_N: Tensor) -> TermWeights:
-        """The weights of some tokens."""
-        return TermWeights(self.policy_N[positions_N], self.base_N[positions_N], self.entropy_N[positions_N])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +84,7 @@ class Used:
         values = {
             "logps": tokens.logps_N,
             "entropy": tokens.entropy_N,
+            "collision": tokens.collision_N,
             "log_ratio": terms.log_ratio_N,
             "policy_coefficient": terms.policy_N,
             "kl_coefficient": terms.kl_N,

@@ -27,7 +27,6 @@ from cohort.objective import (
     entropy,
     kl_correction,
     token_statistics,
-    token_weights,
     top_entropy_tokens,
     vocabulary_kl,
 )
@@ -39,8 +38,9 @@ from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
 from cohort.train.logps import expert_balance, states_of, token_logps
-from cohort.train.seen import Forward, TermWeights, Used, at_tokens, update_tokens
+from cohort.train.seen import Forward, Used, at_tokens, update_tokens
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
+from cohort.train.term_weights import TermWeights, term_weights
 from cohort.types import TokenBatch
 
 
@@ -150,26 +150,11 @@ def step(context: StepContext) -> float:
 
 def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) -> TermWeights:
     """1/Z of every token. With ``top_entropy``, a pass without gradient finds the threshold first."""
-    objective, loss_N = context.objective, batch.loss_N[minibatch.tokens_N]
-
-    def weights_of(counted_N: Tensor, aggregation: str) -> Tensor:
-        return token_weights(
-            minibatch.sequence_N,
-            minibatch.num_sequences,
-            aggregation=aggregation,
-            group_S=batch.group_S[minibatch.sequences_S].to(loss_N.device),
-            length=objective.aggregation_length,
-            counted_N=counted_N,
-            count_empty=objective.count_empty,
-        )
-
-    base_N = policy_N = weights_of(loss_N, objective.aggregation)
+    objective, chosen_N = context.objective, None
     if objective.top_entropy < 1:
         entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
-        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, loss_N)
-        after_masks = objective.denominator == "after_masks"
-        policy_N = weights_of(chosen_N, objective.aggregation) if after_masks else base_N * chosen_N
-    return TermWeights(policy_N, base_N, weights_of(loss_N, "token_mean"))
+        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, batch.loss_N[minibatch.tokens_N])
+    return term_weights(objective, batch, minibatch, chosen_N)
 
 
 def shared_passes(
