@@ -1,8 +1,26 @@
-"""The section ``report``: output and diagnostics."""
+"""The settings of ``[report]``: output and diagnostics, and the thresholds of the diagnosis."""
 
 from __future__ import annotations
 
-from cohort.config.section import Count, PositiveInt, Section, Strings
+from typing import Annotated
+
+from pydantic import Field
+
+from cohort.config.section import Count, PositiveInt, Section, Share, Strings
+
+Factor = Annotated[float, Field(gt=1)]
+
+
+class ThresholdsConfig(Section):
+    """When the diagnosis of a run says something (docs/diagnosis.md). A share counts as above a threshold when its
+    whole confidence interval is."""
+
+    dead_groups: Share = 0.8
+    """Share of groups with equal rewards."""
+    truncated: Share = 0.3
+    """Share of completions cut at the length limit."""
+    failed_rewards: Share = 0.01
+    """Share of completions that a reward function failed on."""
 
 
 class ReportConfig(Section):
@@ -18,7 +36,10 @@ class ReportConfig(Section):
     store_groups: Count = 0
     """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
     skip_checks: Strings = ()
-    """Checks to leave out, in `cohort doctor` and before a run, by their names, as in ["text"] (docs/doctor.md)."""
+    """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (docs/doctor.md), and in
+    the diagnosis of a run (docs/diagnosis.md)."""
+    thresholds: ThresholdsConfig = ThresholdsConfig()
+    """Thresholds of the diagnosis; see below."""
     check_saved: bool = True
     """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
     trained ones."""

@@ -20,6 +20,7 @@ import itertools
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ class RunFolder:
         self._started = False
         self._saved = time.monotonic()
         self._missed = False
+        self.saved: deque[tuple[int, Path]] = deque()  # models that were written, with their step; callbacks take them
 
     @classmethod
     def next_free(cls, name: str) -> RunFolder:
@@ -366,6 +368,7 @@ class RunFolder:
 
     def _replace(self, target: Path, content: Content, world: World) -> None:
         replace(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
+        self.saved.append((content.step, target))
 
     def close(self) -> None:
         """Wait for what is being written, try once more what failed, and unlock the folder."""

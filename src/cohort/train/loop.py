@@ -88,6 +88,7 @@ def run(
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):
             batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule, updates))
+        parts.rollout_scored(step + 1, rollout, batch)
         minibatches = split_minibatches(batch, config.objective.minibatches)
 
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
@@ -233,6 +234,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
+    parts.evaluated(step, evaluations, metrics)
     is_saved = parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
     if is_saved and config.report.check_saved:
         together(parts.world, partial(check_saved, parts.policy, folder.best))

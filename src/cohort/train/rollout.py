@@ -12,7 +12,7 @@ from cohort.objective import Objective, live_groups
 from cohort.presets.parts import DropDead, DynamicSampling
 from cohort.rewards.scores import Scores
 from cohort.train.layout import group_numbers
-from cohort.types import Completion, FinishReason, Group
+from cohort.types import Completion, FinishReason, Group, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +104,10 @@ class Rollout:
             return scores
         pieces = scores.token_rewards_N.split([completion.num_tokens for completion in self.completions])
         return replace(scores, token_rewards_N=torch.cat([pieces[s] for s in used_S]))
+
+    def advantages(self, batch: TokenBatch) -> list[list[float] | None]:
+        """For each sampled completion, the advantages of its tokens in ``batch``; None if no update uses it."""
+        found: list[list[float] | None] = [None] * len(self.completions)
+        for s, tokens in zip(self.used_S, batch.advantages_N.cpu().split(batch.lengths_S.tolist()), strict=True):
+            found[s] = tokens.tolist()
+        return found
