@@ -198,22 +198,20 @@ class GRPOTrainer:
         """
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            with contextlib.closing(steps), self._display() as display:
+            shown = StepDisplay(
+                self.schedule.steps,
+                enabled=self._prints,
+                groups_can_die=self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go"),
+                folder=self.folder.path if self.folder else None,
+                settings=self.args.model_dump(),
+                stopping=lambda: self._requests.stop,
+            )
+            with contextlib.closing(steps), shown as display:
                 for metrics in steps:
                     display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
-
-    def _display(self) -> StepDisplay:
-        return StepDisplay(
-            self.schedule.steps,
-            enabled=self._prints,
-            groups_can_die=self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go"),
-            folder=self.folder.path if self.folder else None,
-            settings=self.args.model_dump(),
-            stopping=lambda: self._requests.stop,
-        )
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from cohort.report.console.lines import evaluation_line, step_line
 from cohort.report.console.live import Live, is_live_terminal
-from cohort.report.diagnosis import why_no_gradient
 from cohort.report.console.progress import RunProgress
+from cohort.report.diagnosis import why_no_gradient
 from cohort.watchdog import waits_of
 
 PLAIN_LINES = 20
