@@ -203,7 +203,6 @@ class GRPOTrainer:
                 enabled=self._prints,
                 groups_can_die=self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go"),
                 folder=self.folder.path if self.folder else None,
-                settings=self.args.model_dump(),
                 stopping=lambda: self._requests.stop,
             )
             with contextlib.closing(steps), shown as display:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from cohort.report.console.lines import evaluation_line, step_line
+from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal
 from cohort.report.console.progress import RunProgress
+from cohort.report.console.state import RunState
+from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import why_no_gradient
 from cohort.watchdog import waits_of
 
@@ -26,8 +30,7 @@ class StepDisplay:
         steps: steps of the whole run.
         enabled: False shows nothing.
         groups_can_die: whether a group of equal rewards teaches nothing, so that the share of dead groups is shown.
-        folder: the run folder, from which groups and checkpoints are shown. None: they are not.
-        settings: the run's settings as nested tables.
+        folder: the run folder: its settings, groups and checkpoints, and the earlier steps of a resumed run.
         stopping: whether the run was asked to stop.
     """
 
@@ -38,18 +41,18 @@ class StepDisplay:
         enabled: bool = True,
         groups_can_die: bool = True,
         folder: Path | None = None,
-        settings: Mapping[str, Any] | None = None,
         stopping: Callable[[], bool] = bool,
     ) -> None:
         self._steps, self._enabled, self._groups_can_die = steps, enabled, groups_can_die
         self._warned = False
+        self._state = RunState(folder, steps)
+        if folder:
+            self._state.catch_up(Tail(folder / "metrics.jsonl").read()[1])
         self._live: Live | None = None
         self._hook = sys.breakpointhook
         if enabled and is_live_terminal():
-            thread = threading.get_ident()
-            progress = RunProgress(steps=steps)
-            doing = lambda: _doing(thread, progress.step, stopping=stopping())  # noqa: E731
-            self._live = Live(progress, folder, settings or {}, doing, lambda: f"{STOP_KEYS}", stopping, STOP_KEYS)
+            doing = partial(_doing, threading.get_ident(), self._state.progress, stopping)
+            self._live = Live(self._state, doing, lambda: STOP_KEYS, stopping, STOP_KEYS)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -68,17 +71,16 @@ class StepDisplay:
         if not self._enabled:
             return
         step = metrics["step"]
-        if self._live:
-            with self._live.lock:
-                self._live.progress.add(metrics)
+        with self._live.lock if self._live else nullcontext():
+            said = self._state.add(metrics)
         is_due = step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps
         if is_due and not (self._live and self._live.draws):
             self._print(f"step {step}/{self._steps}  {step_line(metrics, groups_can_die=self._groups_can_die)}")
         if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
             self._warned = True
             self._print(f"step {step}: {why_no_gradient(metrics)}")
-        if any(key.startswith("eval/") for key in metrics):
-            self._print(evaluation_line(metrics, f"after step {step}"))
+        for text in said:
+            self._print(text)
 
     def _print(self, text: str) -> None:
         if self._live:
@@ -92,15 +94,15 @@ class StepDisplay:
         return self._hook(*arguments, **named)
 
 
-def _doing(thread: int, step: int, *, stopping: bool) -> str:
+def _doing(thread: int, progress: RunProgress, stopping: Callable[[], bool]) -> str:
     """What a thread of this process does now, in words."""
-    if stopping:
+    if stopping():
         return "stopping with a checkpoint"
     waits = waits_of(thread)
-    text = f"step {step + 1}"
+    text = f"step {progress.step + 1}"
     if waits:
-        what, seconds, _ = waits[0]
+        what, seconds, detail = waits[0]
         text += f": {what}" + (f" for {seconds:.0f} s" if seconds >= 1 else "")
-        inner = [f"{name}{', ' if detail else ''}{detail}" for name, _, detail in waits[1:]]
-        text += "".join(f", {one}" for one in [waits[0][2], *inner] if one)
+        inner = [f"{name}{', ' if more else ''}{more}" for name, _, more in waits[1:]]
+        text += "".join(f", {one}" for one in [detail, *inner] if one)
     return text

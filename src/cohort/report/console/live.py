@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -27,9 +26,9 @@ from rich.text import Text
 from cohort.errors import RunFolderError
 from cohort.report.console.groups import ShownGroup, binary_rewards, group_view, newest_file, read_groups
 from cohort.report.console.keys import Keys
-from cohort.report.console.progress import RunProgress
 from cohort.report.console.screen import Printed, Screen
-from cohort.report.console.view import NARROW, Moment, view, wrapped
+from cohort.report.console.state import RunState
+from cohort.report.console.view import NARROW, Moment, hanging, view
 
 TICK = 0.25
 """Seconds between two pictures."""
@@ -69,9 +68,7 @@ class Live:
     """The display of a run on a terminal.
 
     Args:
-        progress: the run's. Change it with ``lock`` held.
-        folder: the run folder.
-        settings: the run's settings as nested tables.
+        state: the run's. Change it with ``lock`` held.
         doing: what the run does now.
         on_quit: what ``q`` does: returns what to say.
         ending: whether the process is about to end: then the terminal's mode is as it was before.
@@ -80,16 +77,13 @@ class Live:
 
     def __init__(
         self,
-        progress: RunProgress,
-        folder: Path | None,
-        settings: Mapping[str, Any],
+        state: RunState,
         doing: Callable[[], str],
         on_quit: Callable[[], str],
         ending: Callable[[], bool],
         keys: str,
     ) -> None:
-        self.progress, self.lock = progress, threading.Lock()
-        self._folder, self._settings = folder, settings
+        self.state, self.lock = state, threading.Lock()
         self._doing, self._on_quit, self._ending, self._own_keys = doing, on_quit, ending, keys
         encoding = (sys.stdout.encoding or "utf-8").lower()
         self._ascii = not encoding.startswith("utf")
@@ -175,10 +169,8 @@ class Live:
 
     def _waiting_text(self, width: int) -> str:
         """What is to be said, wrapped at words."""
-        lines: list[str] = []
-        while self._above:
-            lines += wrapped(self._above.popleft(), width - 1)
-        return "\n".join(lines)
+        texts = [self._above.popleft() for _ in range(len(self._above))]
+        return "\n".join(hanging(text, width - 1) for text in texts)
 
     def _picture(self, width: int, height: int, *, last: bool = False) -> list[Text]:
         if self._shown and not last:
@@ -192,8 +184,8 @@ class Live:
             keys = f"g last group   {self._own_keys}" if width >= NARROW else "g last group"
             keys = "" if last or not self._keys.are_read else keys
             doing = "" if last else self._doing()
-            moment = Moment(time.time(), doing, self._saved, keys, self._settings, self._ascii)
-            return view(self.progress, moment, width, height - 2)
+            moment = Moment(time.time(), doing, self._saved, keys, self.state.settings, self._ascii)
+            return view(self.state.progress, moment, width, height - 2)
 
     def _coloured(self, lines: Sequence[Text]) -> list[str]:
         with self._colours.capture() as captured:
@@ -223,7 +215,7 @@ class Live:
         time.sleep(TICK)  # which ends after the process was continued
 
     def _last_group(self) -> _Shown | None:
-        file = newest_file(self._folder) if self._folder else None
+        file = newest_file(self.state.folder) if self.state.folder else None
         try:
             groups = read_groups(file) if file else []
         except RunFolderError as error:
@@ -236,7 +228,7 @@ class Live:
 
     @property
     def _stores(self) -> bool:
-        table = self._settings.get("report")
+        table = self.state.settings.get("report")
         return not isinstance(table, Mapping) or bool(table.get("log_completions", True))
 
     def _look(self) -> None:
@@ -250,17 +242,17 @@ class Live:
             self._said_at = now
             self.say(f"checkpoint of step {saved} saved")
         self._saved = saved
-        step = self.progress.step
-        if self._folder and step >= 2 * self._judged and step and (file := newest_file(self._folder)):
+        step = self.state.progress.step
+        if self.state.folder and step >= 2 * self._judged and step and (file := newest_file(self.state.folder)):
             found = binary_rewards(file)
             with self.lock:
-                self.progress.binary = found & set(self.progress.binary) if self._judged else found
+                self.state.progress.binary = found & set(self.state.progress.binary) if self._judged else found
             self._judged = step
 
     def _newest_checkpoint(self) -> int | None:
         with suppress(OSError):
-            if self._folder is not None:
-                found = [CHECKPOINT.fullmatch(path.name) for path in (self._folder / "checkpoints").iterdir()]
+            if self.state.folder is not None:
+                found = [CHECKPOINT.fullmatch(path.name) for path in (self.state.folder / "checkpoints").iterdir()]
                 return max((int(match[1]) for match in found if match), default=None)
         return None
 

@@ -173,6 +173,25 @@ def wrapped(text: str, columns: int) -> list[str]:
     return [line.plain.rstrip() for line in lines]
 
 
+def hanging(text: str, columns: int) -> str:
+    """Paragraphs wrapped at words, each with its lines below the beginning of its first words.
+
+    >>> print(hanging("one two three\\n  -> four five six", 12))
+    one two
+      three
+      -> four
+         five
+         six
+    """
+    lines = []
+    for paragraph in text.split("\n"):
+        lead = len(paragraph) - len(paragraph.lstrip(" "))
+        indent = lead + (3 if paragraph[lead:].startswith("-> ") else 2)
+        first, *rest = wrapped(paragraph.strip(), max(10, columns - indent)) or [""]
+        lines += [" " * lead + first, *(" " * indent + line for line in rest)]
+    return "\n".join(lines)
+
+
 def as_plain(lines: Sequence[Text]) -> str:
     """Lines without colours, as a picture for files and logs."""
     return "\n".join(line.plain.rstrip() for line in lines)
