@@ -233,7 +233,9 @@ class GRPOTrainer:
                 return closing(folder, ())
             self._parts = parts = self.make_parts()
             first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
-            on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
+            on_main(
+                self.world, lambda: folder.record_start(self.started_by, first_step, self.schedule.steps, self._facts)
+            )
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}

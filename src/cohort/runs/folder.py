@@ -225,11 +225,10 @@ class RunFolder:
                 found[line["step"]] = evaluated
         return found
 
-    def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
-        """Append a line to ``starts.jsonl``."""
-        self._write(
-            "record of the start", step, partial(append_line, self.path / STARTS, as_json(start.line(step, facts)))
-        )
+    def record_start(self, start: Start, step: int, steps: int, facts: Mapping[str, str]) -> None:
+        """Append a line to ``starts.jsonl``: of a start after ``step`` of the run's ``steps``."""
+        line = as_json(start.line(step, steps, facts))
+        self._write("record of the start", step, partial(append_line, self.path / STARTS, line))
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``.

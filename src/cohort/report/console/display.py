@@ -14,7 +14,7 @@ from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal
 from cohort.report.console.progress import RunProgress
 from cohort.report.console.state import RunState
-from cohort.report.console.tail import Tail
+from cohort.report.console.tail import Tail, read_starts
 from cohort.report.diagnosis import why_no_gradient
 from cohort.watchdog import waits_of
 
@@ -47,7 +47,9 @@ class StepDisplay:
         self._warned = False
         self._state = RunState(folder, steps)
         if folder:
-            self._state.catch_up(Tail(folder / "metrics.jsonl").read()[1])
+            self._state.progress.starts = read_starts(folder)[0]
+            for metrics in Tail(folder / "metrics.jsonl").everything():
+                self._state.add(metrics)
         self._live: Live | None = None
         self._hook = sys.breakpointhook
         if enabled and is_live_terminal():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from cohort.report.console.lines import clean, evaluation_line
 from cohort.report.console.progress import RunProgress
 from cohort.report.diagnosis import Diagnosis, Finding, health_line, worst
-from cohort.report.history import DAMAGE, toml_table
+from cohort.report.history import DAMAGE, read_file, toml_table
 
 
 class RunState:
@@ -39,16 +38,11 @@ class RunState:
             said.append(clean(evaluation_line(metrics, f"after step {step}" if step else "before training")))
         return said
 
-    def catch_up(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Take the metrics of earlier steps, of which nothing is to be said."""
-        for metrics in lines:
-            self.add(metrics)
-
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings in a run folder as nested tables; empty if they cannot be read."""
     try:
-        return toml_table((folder / "config.toml").read_text(encoding="utf-8"))
+        return toml_table(read_file(folder, "config.toml").decode())
     except DAMAGE:
         return {}
 

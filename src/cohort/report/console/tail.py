@@ -1,4 +1,4 @@
-"""Follow the metrics of a run that another process writes."""
+"""Follow the files of a run that another process writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cohort.report.history import DAMAGE, MAX_LINE, MAX_STEP, json_object
+from cohort.report.history import DAMAGE, MAX_LINE, MAX_STEP, json_object, read_file
 
 CHUNK = 2**20
 MAX_READ = 64 * CHUNK
@@ -50,6 +50,13 @@ class Tail:
         except OSError:  # it is being replaced, or its disk has gone for a while
             return False, []
 
+    def everything(self) -> list[dict[str, Any]]:
+        """The metrics of all lines that were not read yet."""
+        found: list[dict[str, Any]] = []
+        while lines := self.read()[1]:
+            found += lines
+        return found
+
     def _new_lines(self, file: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         read = 0
@@ -74,3 +81,23 @@ class Tail:
             pass
         self.num_damaged += 1
         return None
+
+
+def read_starts(folder: Path) -> tuple[list[int], int | None]:
+    """The steps after which processes started or resumed a run, and the steps of the whole run by the last of them;
+    None: unknown, as in a run of an earlier version."""
+    after, steps = [], None
+    try:
+        lines = read_file(folder, "starts.jsonl").split(b"\n")
+    except OSError:
+        return [], None
+    for line in lines:
+        try:
+            start = json_object(line.decode())
+        except DAMAGE:
+            continue
+        if type(step := start.get("step")) is int:
+            after.append(step)
+        if type(count := start.get("steps")) is int and 0 < count < MAX_STEP:
+            steps = count
+    return after, steps
