@@ -198,13 +198,7 @@ class GRPOTrainer:
         """
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            shown = StepDisplay(
-                self.schedule.steps,
-                enabled=self._prints,
-                groups_can_die=self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go"),
-                folder=self.folder.path if self.folder else None,
-                stopping=lambda: self._requests.stop,
-            )
+            shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
             with contextlib.closing(steps), shown as display:
                 for metrics in steps:
                     display.show(metrics)

@@ -80,7 +80,7 @@ class RunHistory:
         Raises:
             RunFolderError: the folder does not exist, or holds no run.
         """
-        folder = _run_folder(path)
+        folder = run_folder(path)
         reader = _Reader(folder)
         settings = reader.whole("config.toml", toml_table, "the settings are unknown")
         summary = reader.whole("summary.json", json_object, "the run is in progress, or did not reach its end")
@@ -174,8 +174,12 @@ def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{name}{key}", value
 
 
-def _run_folder(path: str | Path) -> Path:
-    """The path of a folder that holds a run."""
+def run_folder(path: str | Path) -> Path:
+    """The path of a folder that holds a run.
+
+    Raises:
+        RunFolderError: it does not exist, or holds none.
+    """
     folder = Path(path).expanduser()
     try:
         if folder.is_file() and folder.name in MARKS:

@@ -29,6 +29,7 @@ from typing import Any
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
+from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.runs import durable
@@ -37,7 +38,6 @@ from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
 from cohort.runs.lines import append_line, as_json
-from cohort.runs.lock import LOCK, Lock
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from cohort.config import Schedule
 from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal
 from cohort.report.console.progress import RunProgress
 from cohort.report.console.state import RunState
 from cohort.report.console.tail import Tail, read_starts
 from cohort.report.diagnosis import why_no_gradient
+from cohort.runs import RunFolder
 from cohort.watchdog import waits_of
 
 PLAIN_LINES = 20
@@ -55,6 +57,14 @@ class StepDisplay:
         if enabled and is_live_terminal():
             doing = partial(_doing, threading.get_ident(), self._state.progress, stopping)
             self._live = Live(self._state, doing, lambda: STOP_KEYS, stopping, STOP_KEYS)
+
+    @classmethod
+    def of(cls, schedule: Schedule, folder: RunFolder | None, stopping: Callable[[], bool], *, enabled: bool) -> Self:
+        """The display of a run; without a folder, of one that is complete."""
+        objective = schedule.objective
+        can_die = objective.group_relative and objective.credit in ("outcome", "return_to_go")
+        path = folder.path if folder else None
+        return cls(schedule.steps, enabled=enabled, groups_can_die=can_die, folder=path, stopping=stopping)
 
     def __enter__(self) -> Self:
         if self._live:

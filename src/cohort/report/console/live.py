@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -70,7 +71,7 @@ class Live:
     Args:
         state: the run's. Change it with ``lock`` held.
         doing: what the run does now.
-        on_quit: what ``q`` does: returns what to say.
+        on_quit: what ``q`` does; it may return what to say.
         ending: whether the process is about to end: then the terminal's mode is as it was before.
         keys: what to say of the keys that do something besides those of this display.
     """
@@ -79,7 +80,7 @@ class Live:
         self,
         state: RunState,
         doing: Callable[[], str],
-        on_quit: Callable[[], str],
+        on_quit: Callable[[], str | None],
         ending: Callable[[], bool],
         keys: str,
     ) -> None:
@@ -103,7 +104,7 @@ class Live:
 
     def start(self) -> None:
         """Begin to draw, and to write above the display what this process prints."""
-        self._saved = self._newest_checkpoint()
+        self._saved = newest_checkpoint(self.state.folder)
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if _is_terminal(stream):
@@ -184,7 +185,7 @@ class Live:
             keys = f"g last group   {self._own_keys}" if width >= NARROW else "g last group"
             keys = "" if last or not self._keys.are_read else keys
             doing = "" if last else self._doing()
-            moment = Moment(time.time(), doing, self._saved, keys, self.state.settings, self._ascii)
+            moment = Moment(time.time(), doing, self._saved, not last, keys, self.state.settings, self._ascii)
             return view(self.state.progress, moment, width, height - 2)
 
     def _coloured(self, lines: Sequence[Text]) -> list[str]:
@@ -196,7 +197,8 @@ class Live:
         if key == "g" or (key == "escape" and self._shown):
             self._shown = None if self._shown else self._last_group()
         elif key == "q":
-            self.say(self._on_quit())
+            if text := self._on_quit():
+                self.say(text)
         elif key == "suspend":
             self._suspend()
         elif shown := self._shown:
@@ -237,7 +239,7 @@ class Live:
         if now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
-        saved = self._newest_checkpoint()
+        saved = newest_checkpoint(self.state.folder)
         if saved is not None and saved != self._saved and now - self._said_at >= SAID_SECONDS:
             self._said_at = now
             self.say(f"checkpoint of step {saved} saved")
@@ -249,12 +251,14 @@ class Live:
                 self.state.progress.binary = found & set(self.state.progress.binary) if self._judged else found
             self._judged = step
 
-    def _newest_checkpoint(self) -> int | None:
-        with suppress(OSError):
-            if self.state.folder is not None:
-                found = [CHECKPOINT.fullmatch(path.name) for path in (self.state.folder / "checkpoints").iterdir()]
-                return max((int(match[1]) for match in found if match), default=None)
-        return None
+
+def newest_checkpoint(folder: Path | None) -> int | None:
+    """The step of the newest checkpoint in a run folder; None: there is none."""
+    with suppress(OSError):
+        if folder is not None:
+            found = [CHECKPOINT.fullmatch(path.name) for path in (folder / "checkpoints").iterdir()]
+            return max((int(match[1]) for match in found if match), default=None)
+    return None
 
 
 def _terminal_of_input() -> int | None:

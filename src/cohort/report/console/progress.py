@@ -122,6 +122,10 @@ class RunProgress:
         seconds = {key.removeprefix("seconds/"): value for key, value in metrics.items() if key.startswith("seconds/")}
         self._times.append((time - self.time, {key: value for key, value in seconds.items() if value}))
 
+    def walls(self) -> list[float]:
+        """Seconds from one step to the next, of the latest steps."""
+        return [wall for wall, _ in self._times]
+
     def seconds(self) -> Seconds | None:
         """Where the time of the latest steps went; None before two steps are complete."""
         if not self._times:
@@ -150,7 +154,8 @@ class RunProgress:
         seconds = self.seconds()
         if seconds is None or self.steps is None or self.time is None:
             return None
-        return max(0.0, (self.steps - self.step) * seconds.step - max(0.0, now - self.time))
+        passed = min(max(0.0, now - self.time), seconds.step)  # of the present step, which may be late
+        return max(0.0, (self.steps - self.step) * seconds.step - passed)
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:

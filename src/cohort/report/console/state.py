@@ -38,6 +38,10 @@ class RunState:
             said.append(clean(evaluation_line(metrics, f"after step {step}" if step else "before training")))
         return said
 
+    def standing(self) -> list[str]:
+        """The warnings and alarms that stand, in words."""
+        return [finding_text(one) for one in self._diagnosis.standing if one.level != "note"]
+
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings in a run folder as nested tables; empty if they cannot be read."""

@@ -33,6 +33,8 @@ class Moment:
     """What the run does now, or what is known of it."""
     saved: int | None = None
     """The step of the newest checkpoint; None: there is none."""
+    going: bool = True
+    """Whether the run goes on, so that there is a time left."""
     keys: str = ""
     """The keys that do something; empty: they are not read."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +82,7 @@ def bar_line(progress: RunProgress, moment: Moment, columns: int) -> Text:
     step, steps = progress.step, progress.steps
     if not steps:
         return Text(f"step {step}")
-    done, left = min(1.0, step / steps), progress.time_left(moment.now)
+    done, left = min(1.0, step / steps), progress.time_left(moment.now) if moment.going else None
     start = f"step {step:>{len(str(steps))}}/{steps} "
     end = f" {done:4.0%}  "
     if left is not None and step < steps:
