@@ -83,15 +83,7 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
     stored = read_step(folder, step, config)
     own = of_step(config.resolved_objective, stored)
     other = _asked_for(request, own, config)
-    settings = Settings(
-        minibatches=int(stored.facts.get("minibatches") or config.objective.minibatches),
-        max_completion_length=int(stored.facts.get("max_completion_length") or config.rollout.max_completion_length),
-        has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
-        top_entropy=own.top_entropy,
-        microbatch_tokens=int(stored.facts.get("microbatch_tokens") or 0),
-        shared_prompts=bool(stored.facts.get("shared_prompts", True)),
-    )
-    return _Replay(folder, config, stored, own, other, settings, request).result()
+    return _Replay(folder, config, stored, own, other, settings_of(stored, config, own), request).result()
 
 
 def _settings_of(folder: Path, request: Request) -> GRPOConfig:
@@ -106,6 +98,19 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
     # Of the settings of the run, only these are used: rewards, tools and data are not.
     check_code(folder, config, request.trust, read={"model.path", *(f"objective.{name}" for name in setting_names())})
     return config
+
+
+def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Settings:
+    """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
+    facts = stored.facts
+    return Settings(
+        minibatches=int(facts.get("minibatches") or config.objective.minibatches),
+        max_completion_length=int(facts.get("max_completion_length") or config.rollout.max_completion_length),
+        has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
+        top_entropy=objective.top_entropy,
+        microbatch_tokens=int(facts.get("microbatch_tokens") or 0),
+        shared_prompts=bool(facts.get("shared_prompts", True)),
+    )
 
 
 def _last_step(folder: Path) -> int:

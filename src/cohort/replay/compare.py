@@ -105,13 +105,12 @@ def is_same(one: Replayed, other: Replayed) -> bool:
 def stored_gap(stored: Stored, run: Replayed) -> float | None:
     """The largest difference between the replay of the run's objective and the stored coefficients: 0 where they are
     equal bit for bit. None: no coefficients are stored, or those of a part of the step."""
-    if stored.policy_N is None or stored.kl_N is None or stored.groups_missing:
+    if stored.policy_N is None or stored.groups_missing:
         return None
-    gaps = [
-        (mine.double() - theirs.nan_to_num(nan=0.0)).abs().max() if len(mine) else torch.tensor(0.0)
-        for mine, theirs in ((run.policy_N, stored.policy_N), (run.kl_N, stored.kl_N))
-    ]
-    return float(max(gaps))
+    kl_N = torch.zeros_like(stored.policy_N) if stored.kl_N is None else stored.kl_N
+    pairs = ((run.policy_N, stored.policy_N), (run.kl_N, kl_N))
+    gaps = [(mine.double() - theirs.nan_to_num(nan=0.0)).abs().max() for mine, theirs in pairs if len(mine)]
+    return float(max(gaps, default=torch.tensor(0.0)))
 
 
 def gradients(pair: Pair) -> dict[str, Any]:
