@@ -4,13 +4,13 @@ import dataclasses
 
 import pyarrow
 import torch
-from cohort.train.store import step_table
 
 from cohort.config import GRPOConfig
 from cohort.replay.stored import read_step
 from cohort.runs.tables import write_table
 from cohort.train import Rollout, assign_advantages, lay_out, split_minibatches, update
 from cohort.train.progress import Updates
+from cohort.train.store import step_table
 from tests.train.updates import CPU, context_for, logps_of, rollout, shifted_policy
 
 CONFIG = GRPOConfig(max_completion_length=8)

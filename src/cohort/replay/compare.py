@@ -10,7 +10,7 @@ for the coefficients c and d of two gradients. It ignores that tokens share the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,12 @@ class Products:
     replay: float = 0.0
     both: float = 0.0
 
-    def __add__(self, other: Products) -> Products:
-        return Products(self.run + other.run, self.replay + other.replay, self.both + other.both)
+    @classmethod
+    def mean(cls, some: Sequence[Products]) -> Products:
+        """Those of gradients of several updates, laid end to end and divided by the root of their number."""
+        count = max(1, len(some))
+        sums = (sum(getattr(one, name) for one in some) for name in ("run", "replay", "both"))
+        return cls(*(total / count for total in sums))
 
     @classmethod
     def of(cls, run: Tensor, replay: Tensor, weight: Tensor | None = None) -> Products:
@@ -91,10 +95,15 @@ class Pair:
         """The row of each token."""
         return torch.repeat_interleave(torch.arange(len(self.stored.lengths_S)), self.stored.lengths_S)
 
+    @property
+    def factor(self) -> float:
+        """The common factor of the replay's coefficients: the ratio of the gradients' norms in the logits; 1 if one of
+        them is 0."""
+        return Products.of(self.run.total_N, self.replay.total_N, self.energy_N).ratio or 1.0
+
     def scaled_N(self) -> tuple[Tensor, Tensor]:
-        """Both coefficients, the replay's without the common factor of the gradients' norms."""
-        ratio = Products.of(self.run.total_N, self.replay.total_N, self.energy_N).ratio
-        return self.run.total_N, self.replay.total_N / (ratio or 1.0)
+        """Both coefficients, the replay's without the common factor."""
+        return self.run.total_N, self.replay.total_N / self.factor
 
 
 def is_same(one: Replayed, other: Replayed) -> bool:
@@ -141,7 +150,7 @@ def token_counts(pair: Pair) -> dict[str, Any]:
     for name, where_N in numbers.items():
         count = int(where_N.sum())
         found |= {name: count, f"{name}_share": count / total if total else 0.0}
-    return found | {"changed_means": CHANGED}
+    return found | {"changed_means": CHANGED, "factor": pair.factor}
 
 
 def causes(pair: Pair) -> list[dict[str, Any]]:
