@@ -26,7 +26,7 @@ from cohort.errors import CohortError
 from cohort.evaluation.command import Request, model_of
 from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
-from cohort.report.compare import Run, changed_facts, changed_settings, differences
+from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
 from cohort.rewards.names import split_spec
 from cohort.runs import (
     RunFolder,
@@ -435,9 +435,9 @@ def read_folder(folder: Path, given: tuple[str, bytes]) -> None:
     answers = []
     for read_it in (
         lambda: list(verify(run)),
-        lambda: list(differences(Run.read(run), Run.read(source))),
-        lambda: changed_settings(Run.read(run), Run.read(source)),
-        lambda: changed_facts(Run.read(run), Run.read(source)),
+        lambda: list(differences(read_whole(run), read_whole(source))),
+        lambda: changed_settings(read_whole(run), read_whole(source)),
+        lambda: changed_facts(read_whole(run), read_whole(source)),
         lambda: Request(str(run), trust=str(run), data=("rows.jsonl",), reward=("math",)).settings(),
         lambda: model_of(str(run)),
         lambda: last_start(run),

@@ -28,7 +28,6 @@ from cohort.objective import (
     entropy,
     kl_correction,
     token_statistics,
-    token_weights,
     top_entropy_tokens,
     vocabulary_kl,
 )
@@ -41,6 +40,7 @@ from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
 from cohort.train.logps import expert_balance, states_of, token_logps
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
+from cohort.train.term_weights import TermWeights, term_weights
 from cohort.types import TokenBatch
 
 
@@ -145,21 +145,6 @@ def step(context: StepContext) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class TermWeights:
-    """1/Z of every token in each term, shape ``[N]``."""
-
-    policy_N: Tensor
-    base_N: Tensor
-    """Of the KL term: without ``top_entropy`` the policy term's too. 0 outside of the loss."""
-    entropy_N: Tensor
-    """The entropy bonus is a mean over all loss tokens, whatever the policy term's denominator."""
-
-    def at(self, positions_N: Tensor) -> TermWeights:
-        """The weights of some tokens."""
-        return TermWeights(self.policy_N[positions_N], self.base_N[positions_N], self.entropy_N[positions_N])
-
-
-@dataclass(frozen=True, slots=True)
 class Forward:
     """A microbatch's forward pass, detached."""
 
@@ -172,26 +157,11 @@ class Forward:
 
 def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) -> TermWeights:
     """1/Z of every token. With ``top_entropy``, a pass without gradient finds the threshold first."""
-    objective, loss_N = context.objective, batch.loss_N[minibatch.tokens_N]
-
-    def weights_of(counted_N: Tensor, aggregation: str) -> Tensor:
-        return token_weights(
-            minibatch.sequence_N,
-            minibatch.num_sequences,
-            aggregation=aggregation,
-            group_S=batch.group_S[minibatch.sequences_S].to(loss_N.device),
-            length=objective.aggregation_length,
-            counted_N=counted_N,
-            count_empty=objective.count_empty,
-        )
-
-    base_N = policy_N = weights_of(loss_N, objective.aggregation)
+    objective, chosen_N = context.objective, None
     if objective.top_entropy < 1:
         entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
-        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, loss_N)
-        after_masks = objective.denominator == "after_masks"
-        policy_N = weights_of(chosen_N, objective.aggregation) if after_masks else base_N * chosen_N
-    return TermWeights(policy_N, base_N, weights_of(loss_N, "token_mean"))
+        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, batch.loss_N[minibatch.tokens_N])
+    return term_weights(objective, batch, minibatch, chosen_N)
 
 
 def shared_passes(

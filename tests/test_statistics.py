@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from cohort.evaluation.statistics import (
+from cohort.statistics import (
     MOST_SUBSETS,
     compare,
     estimates,
@@ -142,7 +142,7 @@ def test_prompts_without_a_value_are_left_out_and_change_nothing_else():
 def test_resamples_do_not_depend_on_the_chunk(monkeypatch):
     values = np.random.default_rng(3).random((30, 2))
     at_once = resampled_means(values, 200, seed=4)
-    monkeypatch.setattr("cohort.evaluation.statistics.CHUNK", 30 * 7)
+    monkeypatch.setattr("cohort.statistics.CHUNK", 30 * 7)
     # matrix products of other shapes round differently
     assert resampled_means(values, 200, seed=4) == pytest.approx(at_once, abs=1e-12)
     assert resampled_means(values, 200, seed=5) != pytest.approx(at_once, abs=1e-3)
@@ -210,7 +210,7 @@ def test_intervals_of_rare_differences_cover_the_truth(count, more):
 def test_sampled_signs_agree_with_all_signs(monkeypatch):
     differences = np.array([0.3, 0.5, -0.2, 0.4, 0.1, 0.6, -0.1, 0.2, 0.35, -0.3])
     exact = sign_flip_p(differences)
-    monkeypatch.setattr("cohort.evaluation.statistics.MOST_SIGNS", 0)
+    monkeypatch.setattr("cohort.statistics.MOST_SIGNS", 0)
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)
