@@ -28,7 +28,12 @@ MAX_TABLE = 1 << 31
 """Bytes of a table, uncompressed, that is read."""
 
 QUANTITIES = (
-    ("advantage", "Advantage", "diverging", "How much better the completion is than its group, as the update weighs it."),
+    (
+        "advantage",
+        "Advantage",
+        "diverging",
+        "How much better the completion is than its group, as the update weighs it.",
+    ),
     ("coefficient", "Coefficient", "diverging", "Weight of the token's score in the gradient, KL term included."),
     ("ratio", "Ratio", "ratio", "Probability under the current policy over that under the old policy."),
     ("kl", "KL to reference", "positive", "k3 estimate of KL(current || reference) at this token, in nats."),
@@ -120,14 +125,16 @@ def _fitting(
     Also the number of groups of the step."""
     cheap = {name: _plain_column(table, name) for name in ("group", "reward", "finish_reason")}
     groups = [one if isinstance(one, int) else -1 for one in cheap["group"]]
-    ranked = rank_groups(groups, [_number(one) for one in cheap["reward"]], [r == "length" for r in cheap["finish_reason"]])
+    ranked = rank_groups(
+        groups, [_number(one) for one in cheap["reward"]], [r == "length" for r in cheap["finish_reason"]]
+    )
     places: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         places.setdefault(group, []).append(row)
     packed: list[_Packed] = []
     used = 0
-    for group in ranked:
-        one = pack_group(table, places[group.number], step.number, group, vocabulary)
+    for choice in ranked:
+        one = pack_group(table, places[choice.number], step.number, choice, vocabulary)
         used += len(one.block)
         if used > (left if not packed else share):
             break
@@ -166,13 +173,18 @@ def pack_group(
     """Pack some rows of a table as one group."""
     plain = table.select([name for name in table.column_names if name in PLAIN or name.startswith(PREFIXED)])
     lists = _Lists(table)
-    rewards = [_number(one) for one in plain.column("reward").take(rows).to_pylist()] if "reward" in plain.column_names else [None] * len(rows)
+    rewards = (
+        [_number(one) for one in plain.column("reward").take(rows).to_pylist()]
+        if "reward" in plain.column_names
+        else [None] * len(rows)
+    )
     lengths = [min(len(lists.ids(row)), HEAD + TAIL) for row in rows]
     kept = choose_completions(rewards, lengths, MAX_GROUP_TOKENS)
     records = plain.take([rows[one] for one in kept]).to_pylist()
     tokens = _Tokens(lists)
     completions = [
-        {**_describe(record), "number": at + 1, **tokens.add(rows[at])} for at, record in zip(kept, records, strict=True)
+        {**_describe(record), "number": at + 1, **tokens.add(rows[at])}
+        for at, record in zip(kept, records, strict=True)
     ]
     header = {
         "step": step,
@@ -183,7 +195,9 @@ def pack_group(
         "completions": completions,
         "causes": tokens.causes,
         "vocabulary": vocabulary and vocabulary.of(tokens.ids()),
-        "notes": [f"{len(kept)} of the group's {len(rows)} completions are in this page."] if len(kept) < len(rows) else [],
+        "notes": [f"{len(kept)} of the group's {len(rows)} completions are in this page."]
+        if len(kept) < len(rows)
+        else [],
     }
     summary = [(one["reward"], one["drawn"], one["finish"], one.pop("clipped")) for one in completions]
     return _Packed(group, pack(header, tokens.arrays()), summary)
@@ -217,7 +231,9 @@ def _messages(text: Any) -> list[dict[str, Any]] | None:
         return [
             {
                 "role": str(one.get("role") or "")[:40],
-                "content": clipped(one["content"] if isinstance(one.get("content"), str) else _json(one.get("content"))),
+                "content": clipped(
+                    one["content"] if isinstance(one.get("content"), str) else _json(one.get("content"))
+                ),
                 "calls": [clipped(_json(call), 4_000) for call in one.get("tool_calls") or []],
             }
             for one in json.loads(text)[:200]
@@ -240,7 +256,11 @@ class _Lists:
     def ids(self, row: int) -> NDArray[np.int32]:
         """The token ids of a completion; empty if they are not known."""
         found = self.numbers("token_ids", row)
-        return np.zeros(0, np.int32) if found is None else np.clip(np.nan_to_num(found, nan=-1), -1, 2**31 - 1).astype(np.int32)
+        return (
+            np.zeros(0, np.int32)
+            if found is None
+            else np.clip(np.nan_to_num(found, nan=-1), -1, 2**31 - 1).astype(np.int32)
+        )
 
     def numbers(self, name: str, row: int) -> NDArray[Any] | None:
         """The numbers of a row; None if there are none."""
@@ -248,20 +268,29 @@ class _Lists:
         if column is None or not column[row].is_valid:
             return None
         values = column[row].values
-        if not (pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type) or pyarrow.types.is_boolean(values.type)):
+        if not (
+            pyarrow.types.is_integer(values.type)
+            or pyarrow.types.is_floating(values.type)
+            or pyarrow.types.is_boolean(values.type)
+        ):
             return None
-        return values.to_numpy(zero_copy_only=False) if not values.null_count else values.cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
+        return (
+            values.to_numpy(zero_copy_only=False)
+            if not values.null_count
+            else values.cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
+        )
 
     def texts(self, name: str, row: int) -> list[Any] | None:
         """The texts of a row."""
         column = self.columns.get(name)
         if column is None or not column[row].is_valid:
             return None
-        return column[row].as_py()
+        texts: list[Any] = column[row].as_py()
+        return texts
 
 
 def _is_list(kind: Any) -> bool:
-    return pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
 
 
 class _Tokens:
@@ -310,7 +339,9 @@ class _Tokens:
         fits = values is not None and len(values) == len(kept_N)
         with np.errstate(over="ignore"):
             self._numbers[name].append(
-                values[kept_N].astype(np.float32) if values is not None and fits else np.full(int(kept_N.sum()), np.nan, np.float32)
+                values[kept_N].astype(np.float32)
+                if values is not None and fits
+                else np.full(int(kept_N.sum()), np.nan, np.float32)
             )
         if fits:
             self._known.add(name)
@@ -347,7 +378,9 @@ class _Tokens:
 
 def _indexed(found: Sequence[tuple[Chosen, list[_Packed], int]], notes: list[str]) -> Microscope:
     """The sample with the columns that the filters use."""
-    result = Microscope(notes=notes, completions={name: [] for name in ("group", "at", "reward", "length", "finish", "clipped")})
+    result = Microscope(
+        notes=notes, completions={name: [] for name in ("group", "at", "reward", "length", "finish", "clipped")}
+    )
     for step, packed, _ in found:
         result.steps.append({"step": step.number, "why": step.why})
         for one in packed:
@@ -381,10 +414,12 @@ def _notes(
         notes.append(
             f"This page holds a sample: {groups:,} of {all_groups:,} groups in {len(found):,} of {stored:,} stored steps. "
             "Steps: the last, the first, those at which findings begin, those with the extremes of the reward, of the "
-            "gradient norm and of update_kl, then steps at even distances. Groups of a step: the highest and the lowest "
-            "mean reward, the largest differences, equal rewards, the most truncated completions, then in order, until "
+            "gradient norm and of update_kl, then steps at even distances. Groups of a step: the largest differences, the "
+            "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until "
             "the page is full. All completions are in rollouts/."
         )
     if vocabulary is None:
-        notes.append("The run folder has no tokenizer.json beside a checkpoint: tokens are shown as ids, beside the text.")
+        notes.append(
+            "The run folder has no tokenizer.json beside a checkpoint: tokens are shown as ids, beside the text."
+        )
     return notes + unreadable

@@ -51,7 +51,7 @@ def choose_steps(history: RunHistory, begins: Mapping[int, str], limit: int = MA
 
 
 def rank_groups(groups: Sequence[int], rewards: Sequence[float | None], cut: Sequence[bool]) -> list[Chosen]:
-    """The groups of a step, the most telling first: highest, lowest and most varied reward, equal rewards, most
+    """The groups of a step, the most telling first: the most varied, highest and lowest reward, equal rewards, most
     truncated, then in order.
 
     Args:
@@ -68,12 +68,12 @@ def rank_groups(groups: Sequence[int], rewards: Sequence[float | None], cut: Seq
     truncated = {group: sum(cut[row] for row in rows) for group, rows in members.items()}
     found: dict[int, str] = {}
     if len(members) > 1 and mean:
-        found.setdefault(max(mean, key=lambda group: mean[group]), "highest reward")
-        found.setdefault(min(mean, key=lambda group: mean[group]), "lowest reward")
         if max(spread.values()) > 0:
             found.setdefault(max(spread, key=lambda group: spread[group]), "rewards differ most")
+        found.setdefault(max(mean, key=lambda group: mean[group]), "highest reward")
+        found.setdefault(min(mean, key=lambda group: mean[group]), "lowest reward")
         equal = [group for group in mean if spread[group] == 0 and group not in found]
-        found |= {group: "all rewards equal" for group in equal[:1]}
+        found |= dict.fromkeys(equal[:1], "all rewards equal")
         if max(truncated.values()):
             found.setdefault(max(truncated, key=lambda group: truncated[group]), "most truncated")
     found |= {group: "in order" if len(members) > 1 else "the only group" for group in members if group not in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +24,7 @@ PHASE_WORDS = {
     "update": "updates",
     "measure": "measuring update_kl",
 }
+HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
 MAX_VALUE = 2_000
 """Characters of a setting's value that are shown."""
 
@@ -66,28 +68,37 @@ def _is_locked(run: Path) -> bool | None:
 def figures(history: RunHistory) -> list[tuple[str, str, str]]:
     """The figures of the head: name, value, remark."""
     found: list[tuple[str, str, str]] = []
-    steps = [line for line in history.metrics if line["step"] > 0]
-    if steps:
-        found.append(("Steps", f"{steps[-1]['step']:,}", ""))
+    if history.metrics:
+        found.append(("Steps", f"{history.metrics[-1]['step']:,}", ""))
     _, rewards = history.series("reward/mean")
     if rewards:
         part = max(1, len(rewards) // 10)
         first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
         found.append(("Reward", f"{number(first)} → {number(last)}", f"first and last {_count(part, 'step')}"))
-    for key in [key for key in history.keys() if key.startswith("eval/") and key.endswith(("reward/mean", "pass@1/mean"))][:4]:
-        _, values = history.series(key)
-        low, high = (history.metrics and next((line[end] for line in reversed(history.metrics) if line.get(end) is not None), None) for end in (key[:-4] + "low", key[:-4] + "high"))
-        interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else ""
-        found.append((f"Evaluation: {key[5:-5]}", " → ".join(map(number, dict.fromkeys((values[0], values[-1])))), interval))
+    found += [_evaluated(history, key) for key in _evaluation_keys(history) if HEADLINE.search(key)][:4]
     if seconds := history.series("seconds/step")[1]:
         found.append(("Training time", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} per step"))
     if tokens := history.series("tokens")[1]:
         found.append(("Tokens trained on", f"{int(sum(tokens)):,}", ""))
     settings = history.flat_settings()
-    for name, key in (("Model", "model.path"), ("Objective", "objective.preset")):
-        if settings.get(key):
-            found.append((name, Path(str(settings[key])).name[:80] if key == "model.path" else str(settings[key])[:80], ""))
+    if path := settings.get("model.path"):
+        found.append(("Model", Path(str(path)).name[:80], ""))
+    if preset := settings.get("objective.preset"):
+        found.append(("Objective", str(preset)[:80], ""))
     return found
+
+
+def _evaluation_keys(history: RunHistory) -> list[str]:
+    return [key for key in history.keys() if key.startswith("eval/") and key.endswith("/mean")]  # noqa: SIM118
+
+
+def _evaluated(history: RunHistory, key: str) -> tuple[str, str, str]:
+    """The first and the last value of an evaluation's mean, with the interval of the last."""
+    steps, values = history.series(key)
+    last = next(line for line in history.metrics if line["step"] == steps[-1])
+    low, high = (last.get(key[:-4] + end) for end in ("low", "high"))
+    interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else ""
+    return f"Evaluation: {key[5:-5]}", " → ".join(dict.fromkeys((number(values[0]), number(values[-1])))), interval
 
 
 def _count(count: int, word: str) -> str:
@@ -97,8 +108,8 @@ def _count(count: int, word: str) -> str:
 def number(value: Any) -> str:
     """A number with four digits."""
     if not isinstance(value, int | float):
-        return "–"
-    return f"{value:,.4g}".replace("-", "−") if abs(value) < 1e5 else f"{value:,.0f}".replace("-", "−")
+        return "\N{EN DASH}"
+    return (f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
 
 
 def duration(seconds: float) -> str:
@@ -117,7 +128,9 @@ def settings_table(history: RunHistory) -> list[dict[str, Any]]:
         known = key in defaults
         differs = not known or _text(defaults[key]) != _text(value)
         default = _text(defaults[key]) if known else "unset"
-        found.append({"key": key, "value": _text(value), "default": default, "differs": differs and key != "run.output_dir"})
+        found.append(
+            {"key": key, "value": _text(value), "default": default, "differs": differs and key != "run.output_dir"}
+        )
     return found
 
 
@@ -130,7 +143,7 @@ def environment(history: RunHistory) -> dict[str, Any]:
     """Versions and machine of the last start, and all starts."""
     rows = []
     facts = history.starts[-1].get("facts") if history.starts else None
-    for name, value in (facts.items() if isinstance(facts, Mapping) else ()):
+    for name, value in facts.items() if isinstance(facts, Mapping) else ():
         parts = [part.partition("=") for part in str(value).split(", ")]
         if all(equals for _, equals, _ in parts) and name in ("versions", "machine"):
             rows += [(key, text) for key, _, text in parts]
@@ -151,7 +164,7 @@ def _start(start: Mapping[str, Any]) -> dict[str, str]:
 
 def evaluations(history: RunHistory) -> dict[str, Any]:
     """The evaluations by step: a mean with its interval for each metric."""
-    means = [key for key in history.keys() if key.startswith("eval/") and key.endswith("/mean")][:24]
+    means = _evaluation_keys(history)[:24]
     rows = []
     for line in history.metrics:
         if any(line.get(key) is not None for key in means):
@@ -162,7 +175,7 @@ def evaluations(history: RunHistory) -> dict[str, Any]:
 
 def _estimate(mean: float | None, low: float | None, high: float | None) -> str:
     if mean is None:
-        return "–"
+        return "\N{EN DASH}"
     return number(mean) + (f" ({number(low)} to {number(high)})" if low is not None and high is not None else "")
 
 
@@ -175,7 +188,16 @@ def timing(history: RunHistory) -> dict[str, Any]:
     rows, start = [], 0.0
     for place, (name, seconds) in enumerate((name, seconds) for name, seconds in totals.items() if seconds > 0):
         share = seconds / whole
-        rows.append({"name": PHASE_WORDS[name], "total": duration(seconds), "share": f"{share:.1%}", "start": f"{100 * start:.3f}%", "width": f"{100 * share:.3f}%", "colour": place % 6 + 1})
+        rows.append(
+            {
+                "name": PHASE_WORDS[name],
+                "total": duration(seconds),
+                "share": f"{share:.1%}",
+                "start": f"{100 * start:.3f}%",
+                "width": f"{100 * share:.3f}%",
+                "colour": place % 6 + 1,
+            }
+        )
         start += share
     return {"rows": rows, "notes": _clock(history), "sizes": _sizes(history.path)}
 

@@ -3,6 +3,7 @@
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 2], [1, 2]];
 const charts = [];
+const HEIGHT = 180;
 const view = { smooth: 0, axis: "step" };
 
 /** The value of a CSS colour variable under the present theme. */
@@ -50,16 +51,16 @@ function seriesOf(spec) {
   spec.lines.forEach((line, index) => {
     const stroke = colour(COLOURS[index % COLOURS.length]), dash = DASHES[Math.floor(index / COLOURS.length) % DASHES.length];
     const few = line.values.filter((value) => value != null).length < 25;
-    const plain = { label: line.label, stroke, dash, width: 1.75, spanGaps: true, points: { show: few, size: 5 }, value: (_, v) => num(v) };
+    const plain = { stroke, dash, width: 1.75, spanGaps: true, points: { show: few, size: 5 } };
     let { low, high, values } = line;
     const smooth = !low && view.smooth > 1 && line.values.length >= view.smooth;
     if (smooth) {
-      add(values, { ...plain, label: "", stroke: faint(stroke, 0.35), width: 1, class: "hidden", points: { show: false } });
+      add(values, { ...plain, stroke: faint(stroke, 0.35), width: 1, points: { show: false } });
       ({ mean: values, low, high } = windowed(values, view.smooth));
     }
     add(values, { ...plain, points: { show: few && !smooth, size: 5 } });
     if (low && (!smooth || spec.lines.length <= 2)) {
-      const edge = { label: "", stroke: "transparent", width: 0, class: "hidden", points: { show: false }, spanGaps: true };
+      const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
       add(high, edge);
       add(low, edge);
       bands.push({ series: [columns.length - 1, columns.length], fill: faint(stroke, 0.16) });
@@ -103,18 +104,37 @@ function draw(chart) {
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const x = spec.x[view.axis] || spec.x.step;
   const options = {
-    width, height: 190, padding: [10, 8, 0, 0], bands,
-    cursor: { sync: { key: "run", setSeries: false }, y: false, drag: { x: true, y: false } },
+    width, height: HEIGHT, padding: [10, 8, 0, 0], bands, legend: { show: false },
+    cursor: { sync: { key: "run", setSeries: false }, y: false, drag: { x: true, y: false }, points: { show: false } },
     scales: { x: { time: false }, y: { distr: spec.log ? 3 : 1, range: spec.log ? undefined : rangeOf } },
     axes: [
       { ...axis, size: 28, gap: 4, values: (_, splits) => splits.map((v) => tick(v)) },
-      { ...axis, size: 54, gap: 4, values: (_, splits) => splits.map((v) => (v == null ? "" : num(v, 3))) },
+      { ...axis, size: 54, gap: 4, values: (_, splits) => splits.map((v) => (v == null ? "" : num(v, 3))), ...(spec.log && decades(spec)) },
     ],
-    series: [{ label: spec.axisLabel?.[view.axis] || view.axis, value: (_, v) => num(v) }, ...series],
-    hooks: { draw: [(plot) => drawMarks(plot, marks)] },
+    series: [{}, ...series],
+    hooks: { draw: [(plot) => drawMarks(plot, marks)], setCursor: [(plot) => showValues(chart, plot.cursor.idx)] },
   };
   place.replaceChildren();
+  showValues(chart, null);
   chart.plot = new uPlot(options, [x, ...columns], place);
+}
+
+/** Labels and lines of a logarithmic axis: at powers of ten, unless there are too few. */
+function decades(spec) {
+  const known = spec.lines.flatMap(({ values }) => values).filter((value) => value > 0);
+  if (!known.length || Math.max(...known) / Math.min(...known) < 30) return {};
+  const filter = (_, splits) => splits.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));
+  return { filter, grid: { stroke: colour("--line"), width: 1, filter } };
+}
+
+/** The numbers of a chart under the pointer; without a pointer, the last ones. */
+function showValues({ spec, legend }, index) {
+  const at = (values) => (index == null ? values.findLast((value) => value != null) : values[index]);
+  const { label } = index == null ? { label: "last" } : { label: `${spec.axes[view.axis]} ${num(spec.x[view.axis][index])}` };
+  legend.replaceChildren(el("span", {}, label), ...spec.lines.map((line, i) => el("span", {},
+    spec.lines.length > 1 ? el("i", { class: `f${(i % COLOURS.length) + 1}` }) : null,
+    ...(spec.lines.length > 1 ? visible(line.label) : []), " ", el("b", {}, num(at(line.values))),
+    line.low && at(line.low) != null ? ` (${num(at(line.low), 3)} to ${num(at(line.high), 3)})` : null)));
 }
 
 const tick = (value) => (Number.isInteger(value) && Math.abs(value) < 1e5 ? num(value) : num(value, 3));
@@ -122,7 +142,7 @@ const tick = (value) => (Number.isInteger(value) && Math.abs(value) < 1e5 ? num(
 /** The range of a linear axis: constant curves lie in the middle. */
 function rangeOf(_, low, high) {
   if (low == null) return [0, 1];
-  const pad = (high - low || Math.abs(high) || 1) * 0.08;
+  const pad = high > low ? (high - low) * 0.08 : Math.abs(high) || 1;
   return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
 }
 
@@ -145,17 +165,17 @@ const onResize = new ResizeObserver((entries) => {
   for (const { target } of entries) {
     const chart = charts.find((one) => one.place === target), before = widths.get(target);
     widths.set(target, target.clientWidth);
-    if (chart?.plot && before !== target.clientWidth) chart.plot.setSize({ width: target.clientWidth, height: 190 });
+    if (chart?.plot && before !== target.clientWidth) chart.plot.setSize({ width: target.clientWidth, height: HEIGHT });
   }
 });
 
 /** Add a chart to a place in the page. */
 function addChart(parent, spec, onRemove) {
   const place = el("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${spec.title}. ${spoken(spec)}`, keydown: moveCursor });
-  const chart = { spec, place, plot: null };
+  const legend = el("p", { class: "values" }), chart = { spec, place, legend, plot: null };
   const remove = onRemove && el("button", { type: "button", "aria-label": `Remove ${spec.title}`, click: () => { dropChart(chart, figure); onRemove(); } }, "×");
   const figure = el("figure", {}, el("figcaption", {}, el("span", {}, ...visible(spec.title)), remove),
-    el("p", { class: "about" }, ...visible(spec.about || "")), place);
+    el("p", { class: "about" }, ...visible(spec.about || "")), place, legend);
   parent.append(figure);
   charts.push(chart);
   inView.observe(place);
@@ -191,7 +211,7 @@ function redraw(all = false) {
 function chartOf({ title, about, keys, band, log }) {
   const { values, x } = DATA.run, lines = keys.map(({ key, label }) => ({ label, values: values[key], low: null, high: null }));
   if (band) Object.assign(lines[0], { low: values[band[0]], high: values[band[1]] });
-  return { title, about, log, lines, x, axisLabel: DATA.run.axes, keys: [...keys.map(({ key }) => key), ...(band || [])] };
+  return { title, about, log, lines, x, axes: DATA.run.axes, keys: [...keys.map(({ key }) => key), ...(band || [])] };
 }
 
 function startCharts() {

@@ -1,6 +1,6 @@
 // The microscope: choose a step, a group and a completion; filter and search; see the group side by side.
 
-const scope = { group: 0, completion: 0, quantity: "", matches: null };
+const scope = { group: 0, completion: -1, quantity: "", matches: null };
 
 const sampled = () => DATA.microscope;
 
@@ -24,7 +24,7 @@ function startMicroscope() {
   byId("cards").addEventListener("pointerleave", hidePointer);
   byId("cards").addEventListener("click", (event) => { const node = event.target.closest(".t"); if (node) setToken(node); });
   addEventListener("scroll", hidePointer, { passive: true });
-  chooseGroup(0);
+  chooseGroup(groups.findIndex(({ step }) => step === steps.at(-1).step));
 }
 
 /** Step through steps, groups or completions. */
@@ -36,7 +36,7 @@ function go(where) {
   if (steps[at]) chooseGroup(groups.findIndex(({ step }) => step === steps[at].step));
 }
 
-async function chooseGroup(index, completion = 0) {
+async function chooseGroup(index, completion = -1) {
   if (index < 0) return;
   const { groups } = sampled(), { step } = groups[index];
   Object.assign(scope, { group: index, completion });
@@ -75,15 +75,15 @@ const RENDERED = 500, RENDERED_CHOSEN = 4000;
 
 /** A completion of the group. */
 function card(header, completion, at, scale) {
-  const box = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": `Tokens of completion ${at + 1}`, keydown: moveToken });
+  const box = el("div", { class: "tokens", "data-tokens": true, tabindex: 0, role: "group", "aria-label": `Tokens of completion ${completion.number}`, keydown: moveToken });
   const rewards = Object.entries(completion.rewards);
   const facts = [
     `reward ${num(completion.reward)}`,
     completion.advantage == null ? "not used" : `advantage ${signed(completion.advantage)}`,
     plural(completion.drawn, "token"), completion.finish,
   ];
-  const node = el("article", { class: "card", "aria-label": `Completion ${at + 1}` },
-    el("header", { click: () => chooseCompletion(at) }, el("button", { type: "button" }, `#${at + 1}`), ...facts.map((fact) => el("span", {}, fact))),
+  const node = el("article", { class: "card", "aria-label": `Completion ${completion.number}` },
+    el("header", { click: () => chooseCompletion(at === scope.completion ? -1 : at) }, el("button", { type: "button" }, `#${completion.number}`), ...facts.map((fact) => el("span", {}, fact))),
     rewards.length > 0 && (rewards.length > 1 || completion.details.length > 0)
       ? el("div", { class: "rewards" }, ...[...rewards, ...completion.details].map(([name, value]) =>
         el("span", {}, ...visible(name), " ", el("b", {}, ...visible(typeof value === "number" || value == null ? num(value) : value)))))
@@ -92,10 +92,9 @@ function card(header, completion, at, scale) {
     header.spell ? null : el("pre", { class: "tokens" }, ...visible(completion.text)),
     box);
   if (completion.messages) node.append(messages(completion.messages));
-  box.fill = (size) => renderTokens(box, header, completion, scope.quantity, scale, size);
-  box.header = header;
-  box.completion = completion;
-  box.shown = box.fill(RENDERED);
+  box.render = (size) => renderTokens(box, header, completion, scope.quantity, scale, size);
+  Object.assign(box, { header, completion });
+  box.render(RENDERED);
   return node;
 }
 
@@ -108,7 +107,7 @@ function messages(list) {
 
 function chooseCompletion(at) {
   const count = byId("cards").children.length;
-  scope.completion = Math.min(count - 1, Math.max(0, at));
+  scope.completion = Math.min(count - 1, Math.max(-1, at));
   markChosen(true);
 }
 
@@ -117,6 +116,8 @@ function markChosen(move) {
     const chosen = at === scope.completion;
     node.classList.toggle("chosen", chosen);
     node.toggleAttribute("aria-current", chosen);
+    const box = node.querySelector("[data-tokens]");
+    if (chosen) box.render(RENDERED_CHOSEN);
     if (chosen && move) node.scrollIntoView({ block: "nearest" });
   });
 }

@@ -129,7 +129,8 @@ function renderTokens(box, header, completion, key, scale, size) {
   const pieces = piecesOf(header, completion), turns = turnStarts(header, completion);
   let next = 0;
   const more = el("button", { type: "button", click: () => append() });
-  const append = (until = next + size) => {
+  const append = () => {
+    const until = next + size;
     const part = document.createDocumentFragment();
     for (; next < Math.min(until, pieces.length); next++) {
       const piece = pieces[next];
@@ -144,8 +145,7 @@ function renderTokens(box, header, completion, key, scale, size) {
   };
   box.replaceChildren(more);
   append();
-  box.addEventListener("scroll", () => { if (!more.hidden && box.scrollTop + box.clientHeight > box.scrollHeight - 300) append(); });
-  return { showAll: () => append(pieces.length) };
+  box.onscroll = () => { if (!more.hidden && box.scrollTop + box.clientHeight > box.scrollHeight - 300) append(); };
 }
 
 /** Where the turns of a trajectory begin, and where answers that the policy read begin. */
