@@ -172,7 +172,7 @@ def test_a_folder_that_holds_almost_nothing_says_what_is_missing(tmp_path: Path)
     page = page_of(tmp_path)
     text = " ".join(page.texts)
     assert "config.toml cannot be read" in text
-    assert "rollouts/step-1.parquet cannot be read" in text
+    assert "rollouts/step-1.parquet: " in text
     assert data_of(page)["run"]["values"] == {"reward/mean": [0.5]}
 
 
@@ -182,12 +182,12 @@ def test_an_older_table_without_columns_of_tokens_is_shown(tmp_path: Path) -> No
         "completion": ["a", "b"],
         "token_ids": [[2, 3], [4]],
         "reward": [1.0, None],
-        "advantage": ["x", "y"],
     }
     ((header, arrays),) = blocks_of(page_of(make_run(tmp_path / "run", stored={4: old}, tokenizer=False)))
     assert [one["text"] for one in header["completions"]] == ["a", "b"]
     assert [one["advantage"] for one in header["completions"]] == [None, None]
     assert list(arrays) == ["ids"]
+    assert header["completions"][1]["reward"] is None
     assert header["vocabulary"] is None
 
 
@@ -223,12 +223,12 @@ def test_tokens_given_to_the_policy_have_no_numbers(tmp_path: Path) -> None:
     assert completion["messages"][0]["calls"] == ['{"name": "f"}']
 
 
-def test_columns_of_a_wrong_length_are_left_out(tmp_path: Path) -> None:
+def test_a_damaged_step_is_named_and_the_others_are_shown(tmp_path: Path) -> None:
     columns = completions()
     columns["ratio"] = [[1.0]] * 4
-    ((header, arrays),) = blocks_of(page_of(make_run(tmp_path / "run", stored={1: columns})))
-    assert "ratio" not in arrays
-    assert all("ratio" not in one["has"] for one in header["completions"])
+    page = page_of(make_run(tmp_path / "run", stored={1: columns, 2: completions()}))
+    assert len(blocks_of(page)) == 1
+    assert "lists of different lengths" in " ".join(page.texts)
 
 
 def test_the_output_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["<script>document.title = 'owned'</script>", "مرحبا \u202e bidi \x1b[31m", " xyz 😀", " is"]
     stored = {1: completions(), 20: completions(texts=texts), 40: completions()}
-    folder = make_run(tmp_path_factory.mktemp("page") / "run <b>1</b>", stored=stored, summary={"steps": 40})
+    folder = make_run(tmp_path_factory.mktemp("page") / "run <b>1", stored=stored, summary={"steps": 40})
     return write_report(folder)
 
 
@@ -94,8 +94,8 @@ def test_curves_are_drawn(page: Any) -> None:
     ink = """(() => { const c = document.querySelector('#curves canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
       let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })()"""
     assert js(page, ink) > 500
-    assert js(page, "document.title") == "run <b>1</b> \N{EN DASH} Cohort report"
-    assert js(page, "document.querySelector('h1').textContent") == "run <b>1</b>"
+    assert js(page, "document.title") == "run <b>1 \N{EN DASH} Cohort report"
+    assert js(page, "document.querySelector('h1').textContent") == "run <b>1"
     js(page, "(byId('key').value = 'kl/k1', byId('add').click())")
     wait(lambda: js(page, "document.querySelectorAll('#chosen canvas').length") == 1)
     assert js(page, "document.querySelector('#chosen .values').textContent") == "last 0.001"

@@ -16,6 +16,7 @@ from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check
 from cohort.doctor.trial import Trial, try_run
 from cohort.errors import CohortError, ConfigError
 from cohort.presets.parts import DynamicSampling
+from cohort.report import diagnosis
 from cohort.runs.output import output_folder
 from cohort.train.check import CACHED, MAX_SAMPLER_GAP, SERVED
 from cohort.types import FinishReason
@@ -36,16 +37,17 @@ ENDED_BY = {
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check the names of checks to leave out.
+    """Check the names of checks to leave out, before a run or in its diagnosis.
 
     Raises:
         ConfigError: there is no such check.
     """
+    known = (*NAMES, *diagnosis.NAMES)
     for name in names:
-        if name not in NAMES:
-            close = get_close_matches(name, NAMES, 1)
+        if name not in known:
+            close = get_close_matches(name, known, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ConfigError(f"there is no check {name!r}{hint}; there are: {', '.join(NAMES)}")
+            raise ConfigError(f"there is no check {name!r}{hint}; there are: {', '.join(known)}")
 
 
 def refused(error: Exception) -> Finding:

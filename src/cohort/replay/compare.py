@@ -10,7 +10,7 @@ for the coefficients c and d of two gradients. It ignores that tokens share the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ CHANGED = 0.1
 """A coefficient changes if it differs by more than this share of the larger one, beyond the common factor."""
 MOST_TOKENS, MOST_COMPLETIONS, MOST_GROUPS = 40, 20, 10
 """Tokens, completions and groups that are listed."""
+SHOWN_BEFORE = 12
+"""Drawn tokens before a listed token whose text is given."""
 MOST_TEXT = 160
 """Characters of a completion or prompt that are listed."""
 
@@ -224,22 +226,22 @@ def signs(pair: Pair) -> list[dict[str, Any]]:
     return found
 
 
-def tokens(pair: Pair, text_of: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+def strongest(pair: Pair, decode: Callable[[list[int]], str] | None = None) -> list[dict[str, Any]]:
     """The tokens whose coefficient changes most, in units of the gradient: first those of another sign.
 
     Args:
         pair: the two objectives.
-        text_of: texts of token ids.
+        decode: the text of token ids; None: there is no tokenizer.
     """
     run_N, replay_N = pair.scaled_N()
     size_N = (replay_N - run_N).abs() * pair.energy_N.sqrt()
     turned_N = run_N * replay_N < 0
     order_N = torch.argsort(size_N + turned_N * (1 + size_N.max() if len(size_N) else 0), descending=True)
-    strongest = [n for n in order_N[:MOST_TOKENS].tolist() if size_N[n] > 0]
+    chosen = [n for n in order_N[:MOST_TOKENS].tolist() if size_N[n] > 0]
     sequence_N, lengths_S = pair.sequence_N, pair.stored.lengths_S
     starts_S, rows = lengths_S.cumsum(0) - lengths_S, []
     uids = [group.prompt.uid for group in pair.stored.groups for _ in group.completions]
-    for n in strongest:
+    for n in chosen:
         row = int(sequence_N[n])
         position, ids = n - int(starts_S[row]), pair.stored.completions[row].token_ids.tolist()
         rows.append(
@@ -248,7 +250,8 @@ def tokens(pair: Pair, text_of: Mapping[int, str] | None = None) -> list[dict[st
                 "group": uids[row],
                 "position": position,
                 "token_id": ids[position],
-                "text": (text_of or {}).get(ids[position]),
+                "text": decode([ids[position]]) if decode else None,
+                "before": decode(ids[max(0, position - SHOWN_BEFORE) : position]) if decode else None,
                 "change": _change(float(run_N[n]), float(replay_N[n])),
                 "coefficient_run": float(pair.run.total_N[n]),
                 "coefficient_replay": float(pair.replay.total_N[n]),

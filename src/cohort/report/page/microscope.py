@@ -7,25 +7,25 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from cohort.errors import RunFolderError
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import NO_CAUSE, clipped, pack
 from cohort.report.page.sample import Chosen, choose_completions, choose_steps, rank_groups
 from cohort.report.page.tokens import Vocabulary, find_vocabulary
+from cohort.report.rollouts import StoredStep
 
 MAX_BLOCKS = 11_000_000
 """Characters of all blocks: the page stays under 20 MB with everything else."""
 MAX_GROUP_TOKENS = 48_000
 HEAD, TAIL = 16_000, 4_000
 """Tokens at the beginning and the end of a completion that are embedded of one that has more."""
-MAX_TABLE = 1 << 31
-"""Bytes of a table, uncompressed, that is read."""
 
 QUANTITIES = (
     (
@@ -48,17 +48,20 @@ QUANTITIES = (
 stored columns in the browser."""
 STORED = {
     "advantage": "token_advantages",
-    **{name: name for name in ("ratio", "entropy", "sampler_logps", "old_logps", "logps", "ref_logps")},
+    **{name: name for name in ("ratio", "entropy", "sampler_logps", "full_logps", "old_logps", "logps", "ref_logps")},
     **{name: name for name in ("policy_coefficient", "kl_coefficient")},
 }
 """Columns with a number for each drawn token, by name in the page."""
-LISTS = ("token_ids", "drawn", "no_gradient", "turn_lengths", *STORED.values())
+ARRAYS = ("token_ids", "drawn", "turn_lengths", *STORED.values())
+_Arrays: TypeAlias = Mapping[str, Sequence[NDArray[Any] | None]]
+"""The columns of lists of a step by name, an array for each row."""
 PLAIN = (
     *("group", "row", "source", "prompt", "completion", "finish_reason", "reward", "advantage"),
     *("weights_version", "messages", "environment_reward", "episode_error", "reward_error"),
 )
 PREFIXED = ("rewards/", "extra/")
-UNREADABLE = (OSError, pyarrow.ArrowException, ValueError, TypeError, LookupError, OverflowError)
+MAX_PREFIXED = 100
+"""Columns of rewards and logged values that are shown."""
 
 
 @dataclass
@@ -94,13 +97,12 @@ def build_microscope(history: RunHistory, begins: Mapping[int, str], space: int 
     left = space
     for place, step in enumerate(chosen):
         try:
-            table = read_table(history.rollout_steps[step.number])
-            share = left // (len(chosen) - place)
-            packed, groups = _fitting(table, step, vocabulary, share, left)
-        except UNREADABLE as error:
-            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            unreadable.append(f"rollouts/{history.rollout_steps[step.number].name} cannot be read: {reason}")
+            stored = StoredStep.read(history.rollout_steps[step.number], _columns(history.rollout_steps[step.number]))
+        except RunFolderError as error:
+            unreadable.append(str(error))
             continue
+        share = left // (len(chosen) - place)
+        packed, groups = _fitting(stored, vocabulary, share, left)
         left -= sum(len(one.block) for one in packed)
         found.append((step, packed, groups))
     found = sorted(((step, packed, groups) for step, packed, groups in found if packed), key=lambda one: one[0].number)
@@ -118,48 +120,35 @@ class _Packed:
     """Reward, length, finish reason and clipped tokens of each completion."""
 
 
-def _fitting(
-    table: pyarrow.Table, step: Chosen, vocabulary: Vocabulary | None, share: int, left: int
-) -> tuple[list[_Packed], int]:
+def _fitting(stored: StoredStep, vocabulary: Vocabulary | None, share: int, left: int) -> tuple[list[_Packed], int]:
     """The most telling groups of a step that fit into its share of the space; at least one, if that fits what is left.
     Also the number of groups of the step."""
-    cheap = {name: _plain_column(table, name) for name in ("group", "reward", "finish_reason")}
-    groups = [one if isinstance(one, int) else -1 for one in cheap["group"]]
-    ranked = rank_groups(
-        groups, [_number(one) for one in cheap["reward"]], [r == "length" for r in cheap["finish_reason"]]
-    )
+    groups = [-1 if one is None else one for one in stored.values("group")]
+    rewards = [_number(one) for one in stored.values("reward")]
+    ranked = rank_groups(groups, rewards, [reason == "length" for reason in stored.values("finish_reason")])
     places: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         places.setdefault(group, []).append(row)
+    columns = {name: stored.arrays(name) for name in ARRAYS if name in stored}
     packed: list[_Packed] = []
     used = 0
     for choice in ranked:
-        one = pack_group(table, places[choice.number], step.number, choice, vocabulary)
+        one = _pack_group(stored, columns, places[choice.number], choice, vocabulary)
         used += len(one.block)
-        if used > (left if not packed else share):
+        if used > (share if packed else left):
             break
         packed.append(one)
     return packed, len(ranked)
 
 
-def read_table(path: Path) -> pyarrow.Table:
-    """The columns of a stored step that the page shows; what else the table has is not read.
-
-    Raises:
-        OSError, pyarrow.ArrowException, ValueError: the file cannot be read, or is too large.
-    """
-    with pyarrow.parquet.ParquetFile(path) as file:
-        names = [name for name in file.schema_arrow.names if name in (*PLAIN, *LISTS) or name.startswith(PREFIXED)]
-        size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.metadata.num_row_groups))
-        if size > MAX_TABLE:
-            raise ValueError(f"it has {size:,} bytes, uncompressed")
-        if len(set(names)) < len(names):
-            raise ValueError("two columns have one name")
-        return file.read(columns=names[:200]).combine_chunks()
-
-
-def _plain_column(table: pyarrow.Table, name: str) -> list[Any]:
-    return table.column(name).to_pylist() if name in table.column_names else [None] * table.num_rows
+def _columns(path: Path) -> list[str]:
+    """The columns of a file that the page shows; none if it cannot be read, which the reader then says."""
+    try:
+        names = pyarrow.parquet.read_schema(path).names
+    except (OSError, ValueError, pyarrow.ArrowException):
+        return []
+    prefixed = [name for name in names if name.startswith(PREFIXED)][:MAX_PREFIXED]
+    return [name for name in names if name in (*PLAIN, *ARRAYS, "no_gradient")] + prefixed
 
 
 def _number(value: Any) -> float | None:
@@ -167,27 +156,23 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def pack_group(
-    table: pyarrow.Table, rows: Sequence[int], step: int, group: Chosen, vocabulary: Vocabulary | None
+def _pack_group(
+    stored: StoredStep, columns: _Arrays, rows: Sequence[int], group: Chosen, vocabulary: Vocabulary | None
 ) -> _Packed:
-    """Pack some rows of a table as one group."""
-    plain = table.select([name for name in table.column_names if name in PLAIN or name.startswith(PREFIXED)])
-    lists = _Lists(table)
-    rewards = (
-        [_number(one) for one in plain.column("reward").take(rows).to_pylist()]
-        if "reward" in plain.column_names
-        else [None] * len(rows)
-    )
-    lengths = [min(len(lists.ids(row)), HEAD + TAIL) for row in rows]
+    """Pack some rows of a stored step as one group."""
+    names = [name for name in stored.table.column_names if name in PLAIN or name.startswith(PREFIXED)]
+    rewards = [_number(stored.values("reward")[row]) for row in rows]
+    lengths = [min(HEAD + TAIL, _length(columns, row)) for row in rows]
     kept = choose_completions(rewards, lengths, MAX_GROUP_TOKENS)
-    records = plain.take([rows[one] for one in kept]).to_pylist()
-    tokens = _Tokens(lists)
+    chosen = [rows[one] for one in kept]
+    records = stored.table.select(names).take(chosen).to_pylist()
+    causes = stored.table.column("no_gradient").take(chosen).to_pylist() if "no_gradient" in stored else None
+    tokens = _Tokens(columns)
     completions = [
-        {**_describe(record), "number": at + 1, **tokens.add(rows[at])}
-        for at, record in zip(kept, records, strict=True)
+        {**_describe(record), "number": at + 1, **tokens.add(row, record, causes[place] if causes else None)}
+        for place, (at, row, record) in enumerate(zip(kept, chosen, records, strict=True))
     ]
     header = {
-        "step": step,
         "group": group.number,
         "row": records[0].get("row"),
         "source": str(records[0].get("source") or ""),
@@ -211,7 +196,7 @@ def _describe(record: Mapping[str, Any]) -> dict[str, Any]:
         "reward": _number(record.get("reward")),
         "advantage": _number(record.get("advantage")),
         "rewards": {key[8:][:80]: _number(one) for key, one in record.items() if key.startswith("rewards/")},
-        "details": [[key[6:][:80], clipped(str(one), 400)] for key, one in record.items() if _is_detail(key, one)],
+        "details": [[key[6:86], clipped(str(one), 400)] for key, one in record.items() if _is_detail(key, one)],
         "error": clipped(str(record.get("episode_error") or record.get("reward_error") or ""), 2_000),
     }
     if (environment := _number(record.get("environment_reward"))) is not None:
@@ -246,58 +231,25 @@ def _json(value: Any) -> str:
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-class _Lists:
-    """The columns of lists of a table, row by row. A column of another type counts as absent."""
-
-    def __init__(self, table: pyarrow.Table) -> None:
-        self.columns = {name: table.column(name).combine_chunks() for name in table.column_names if name in LISTS}
-        self.columns = {name: one for name, one in self.columns.items() if _is_list(one.type)}
-
-    def ids(self, row: int) -> NDArray[np.int32]:
-        """The token ids of a completion; empty if they are not known."""
-        found = self.numbers("token_ids", row)
-        return (
-            np.zeros(0, np.int32)
-            if found is None
-            else np.clip(np.nan_to_num(found, nan=-1), -1, 2**31 - 1).astype(np.int32)
-        )
-
-    def numbers(self, name: str, row: int) -> NDArray[Any] | None:
-        """The numbers of a row; None if there are none."""
-        column = self.columns.get(name)
-        if column is None or not column[row].is_valid:
-            return None
-        values = column[row].values
-        if not (
-            pyarrow.types.is_integer(values.type)
-            or pyarrow.types.is_floating(values.type)
-            or pyarrow.types.is_boolean(values.type)
-        ):
-            return None
-        return (
-            values.to_numpy(zero_copy_only=False)
-            if not values.null_count
-            else values.cast(pyarrow.float64()).to_numpy(zero_copy_only=False)
-        )
-
-    def texts(self, name: str, row: int) -> list[Any] | None:
-        """The texts of a row."""
-        column = self.columns.get(name)
-        if column is None or not column[row].is_valid:
-            return None
-        texts: list[Any] = column[row].as_py()
-        return texts
+def _ids(columns: _Arrays, row: int) -> NDArray[np.int32]:
+    """The token ids of a completion; -1 where there is none."""
+    ids = columns["token_ids"][row] if "token_ids" in columns else None
+    if ids is None:
+        return np.zeros(0, np.int32)
+    found: NDArray[np.int32] = np.clip(np.nan_to_num(ids, nan=-1), -1, 2**31 - 1).astype(np.int32)
+    return found
 
 
-def _is_list(kind: Any) -> bool:
-    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
+def _length(columns: _Arrays, row: int) -> int:
+    ids = columns["token_ids"][row] if "token_ids" in columns else None
+    return 0 if ids is None else len(ids)
 
 
 class _Tokens:
     """Collects the token arrays of a group, completion by completion."""
 
-    def __init__(self, lists: _Lists) -> None:
-        self._lists = lists
+    def __init__(self, columns: _Arrays) -> None:
+        self._columns = columns
         self._ids: list[NDArray[np.int32]] = []
         self._drawn: list[NDArray[np.bool_]] = []
         self._numbers: dict[str, list[NDArray[np.float32]]] = {name: [] for name in STORED}
@@ -306,60 +258,57 @@ class _Tokens:
         self.causes: list[str] = []
         self._all_drawn, self._caused, self._t, self._n = True, False, 0, 0
 
-    def add(self, row: int) -> dict[str, Any]:
-        """Add the tokens of a row; returns where they are."""
-        ids = self._lists.ids(row)
-        flags = self._lists.numbers("drawn", row)
+    def add(self, row: int, record: Mapping[str, Any], causes: Sequence[str | None] | None) -> dict[str, Any]:
+        """Add the tokens of a row, and why they have no gradient; returns where they are."""
+        advantage = _number(record.get("advantage"))
+        ids = _ids(self._columns, row)
+        flags = self._columns["drawn"][row] if "drawn" in self._columns else None
         drawn = np.ones(len(ids), np.bool_) if flags is None or len(flags) != len(ids) else flags.astype(np.bool_)
         kept_T = np.ones(len(ids), np.bool_)
         if len(ids) > HEAD + TAIL:
             kept_T[HEAD:-TAIL] = False
-        kept_N, count = kept_T[drawn], int(drawn.sum())
+        kept_N = kept_T[drawn]
         self._ids.append(ids[kept_T])
         self._drawn.append(drawn[kept_T])
         self._all_drawn &= bool(drawn.all())
-        has = [name for name in STORED if self._add_numbers(name, row, kept_N)]
-        clipped_tokens = self._add_causes(row, kept_N)
         t, n = self._t, self._n
         self._t, self._n = t + int(kept_T.sum()), n + int(kept_N.sum())
-        turns = self._lists.numbers("turn_lengths", row)
+        turns = self._columns["turn_lengths"][row] if "turn_lengths" in self._columns else None
         return {
             "t": [t, self._t],
             "n": [n, self._n],
             "tokens": len(ids),
-            "drawn": count,
-            "has": has,
+            "drawn": len(kept_N),
+            "has": [name for name in STORED if self._add_numbers(name, row, kept_N, advantage)],
             "gap": None if kept_T.all() else [HEAD, len(ids) - HEAD - TAIL],
-            "turns": None if turns is None else [int(one) for one in turns[:1000]],
-            "clipped": clipped_tokens,
+            "turns": None if turns is None else turns[:1000].tolist(),
+            "clipped": self._add_causes(causes, kept_N),
         }
 
-    def _add_numbers(self, name: str, row: int, kept_N: NDArray[np.bool_]) -> bool:
-        values = self._lists.numbers(STORED[name], row)
-        fits = values is not None and len(values) == len(kept_N)
+    def _add_numbers(self, name: str, row: int, kept_N: NDArray[np.bool_], advantage: float | None) -> bool:
+        values = self._columns[STORED[name]][row] if STORED[name] in self._columns else None
+        if name == "advantage" and STORED[name] not in self._columns and advantage is not None:
+            values = np.full(len(kept_N), advantage)  # one for all tokens of the completion
+        if values is None or len(values) != len(kept_N):
+            self._numbers[name].append(np.full(int(kept_N.sum()), np.nan, np.float32))
+            return False
         with np.errstate(over="ignore"):
-            self._numbers[name].append(
-                values[kept_N].astype(np.float32)
-                if values is not None and fits
-                else np.full(int(kept_N.sum()), np.nan, np.float32)
-            )
-        if fits:
-            self._known.add(name)
-        return fits
+            self._numbers[name].append(values[kept_N].astype(np.float32))
+        self._known.add(name)
+        return True
 
-    def _add_causes(self, row: int, kept_N: NDArray[np.bool_]) -> int:
+    def _add_causes(self, causes: Sequence[str | None] | None, kept_N: NDArray[np.bool_]) -> int:
         """Add why tokens have no gradient; returns how many the trust region clipped."""
-        texts = self._lists.texts("no_gradient", row)
         codes = np.full(len(kept_N), NO_CAUSE, np.uint8)
-        if texts is not None and len(texts) == len(kept_N):
+        if causes is not None and len(causes) == len(kept_N):
             self._caused = True
-            for name in {one for one in texts if one is not None}:
+            for name in {one for one in causes if one is not None}:
                 if name not in self.causes and len(self.causes) < NO_CAUSE:
                     self.causes.append(name)
             numbers = {name: code for code, name in enumerate(self.causes)}
-            codes = np.fromiter((numbers.get(one, NO_CAUSE) for one in texts), np.uint8, len(texts))
+            codes = np.fromiter((numbers.get(one or "", NO_CAUSE) for one in causes), np.uint8, len(causes))
         self._causes.append(codes[kept_N])
-        return sum(str(one).startswith("clipped") for one in texts or () if one is not None)
+        return sum(one is not None and one.startswith("clipped") for one in causes or ())
 
     def ids(self) -> Iterator[int]:
         """All token ids."""
@@ -412,11 +361,11 @@ def _notes(
         notes.append(f"All stored completions are in this page: {groups:,} groups of {stored:,} steps.")
     elif found:
         notes.append(
-            f"This page holds a sample: {groups:,} of {all_groups:,} groups in {len(found):,} of {stored:,} stored steps. "
-            "Steps: the last, the first, those at which findings begin, those with the extremes of the reward, of the "
-            "gradient norm and of update_kl, then steps at even distances. Groups of a step: the largest differences, the "
-            "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until "
-            "the page is full. All completions are in rollouts/."
+            f"This page holds a sample: {groups:,} of {all_groups:,} groups in {len(found):,} of {stored:,} stored "
+            "steps. Steps: the last, the first, those at which findings begin, those with the extremes of the reward, "
+            "of the gradient norm and of update_kl, then steps at even distances. Groups of a step: the largest "
+            "differences of rewards, the highest and the lowest mean reward, equal rewards, the most truncated "
+            "completions, then in order, until the page is full. All completions are in rollouts/."
         )
     if vocabulary is None:
         notes.append(

@@ -8,6 +8,7 @@ from pathlib import Path
 from cohort import __version__
 from cohort.errors import RunFolderError
 from cohort.report.history import RunHistory
+from cohort.report.page import findings as diagnosis
 from cohort.report.page import sections
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.microscope import QUANTITIES, build_microscope
@@ -22,7 +23,9 @@ CAUSES = {
     "clipped_low": "the trust region clipped it at a low ratio",
     "clipped_high": "the trust region clipped it at a high ratio",
     "vanished": "the multiplier of the trust region is 0",
+    "held": "",
 }
+"""Why a token has no policy gradient. ``held`` is the exception: it has one, with a clamped log-ratio."""
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
@@ -49,16 +52,18 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
 def render_run(history: RunHistory) -> str:
     """The page of a run as HTML."""
     curves = run_curves(history)
-    microscope = build_microscope(history, {})
+    findings = diagnosis.found_in(history)
+    microscope = build_microscope(history, diagnosis.begins(findings))
     state, state_words = sections.run_state(history)
     content = {
         "title": history.path.resolve().name,
         "state": state,
         "state_words": state_words,
-        "verdict": "",
+        "verdict": diagnosis.verdict(history, findings),
         "figures": sections.figures(history),
         "missing": history.missing,
-        "findings": [],
+        "findings": diagnosis.listed(findings),
+        "timeline": diagnosis.timeline(history, findings),
         "stride": curves["stride"],
         "settings": sections.settings_table(history),
         "objective": history.text("objective.txt"),
@@ -74,7 +79,7 @@ def render_run(history: RunHistory) -> str:
     data = {
         "run": curves if history.metrics else None,
         "charts": charts_of(list(curves["values"])),
-        "findings": [],
+        "findings": diagnosis.marks(history, findings),
         "quantities": [dict(zip(("key", "label", "scale", "about"), row, strict=True)) for row in QUANTITIES],
         "causes": CAUSES,
         "microscope": microscope.data(),

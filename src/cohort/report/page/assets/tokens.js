@@ -76,7 +76,7 @@ const log = Math.log;
 /** Quantities that follow from others. k3 is the non-negative estimator of KL(policy || reference). */
 const DERIVED = {
   kl: { from: ["logps", "ref_logps"], value: (a, n) => { const d = a.ref_logps[n] - a.logps[n]; return Math.exp(d) - 1 - d; } },
-  gap: { from: ["old_logps", "sampler_logps"], value: (a, n) => a.old_logps[n] - a.sampler_logps[n] },
+  gap: { from: ["logps", "sampler_logps"], value: (a, n) => (a.old_logps || a.logps)[n] - (a.full_logps || a.sampler_logps)[n] },
   coefficient: { from: ["policy_coefficient"], value: (a, n) => a.policy_coefficient[n] + (a.kl_coefficient?.[n] || 0) },
 };
 
@@ -201,10 +201,10 @@ function causeOf(header, completion, n) {
   const code = header.arrays.no_gradient?.[n];
   if (code !== undefined && code < 255) {
     const name = header.causes[code];
-    return `No gradient: ${DATA.causes[name] || name}.`;
+    return name === "held" ? "It has a gradient; its log-ratio was clamped to 20." : `No gradient: ${DATA.causes[name] || name}.`;
   }
   if (completion.advantage == null) return "No update used this completion.";
-  if (!header.arrays.no_gradient && completion.advantage === 0 && !completion.has.includes("advantage"))
+  if (!header.arrays.no_gradient && header.arrays.advantage?.[n] === 0)
     return "No gradient: the advantage is 0.";
   return "";
 }
