@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from pathlib import Path
 
-from cohort import __version__
 from cohort.errors import RunFolderError
 from cohort.report.history import RunHistory
 from cohort.report.page import findings as diagnosis
@@ -74,7 +74,7 @@ def render_run(history: RunHistory) -> str:
         "notes": microscope.notes,
         "has_microscope": bool(microscope.groups),
         "written": sections.written_at(),
-        "version": __version__,
+        "version": _version(),
     }
     data = {
         "run": curves if history.metrics else None,
@@ -85,6 +85,13 @@ def render_run(history: RunHistory) -> str:
         "microscope": microscope.data(),
     }
     return render(content, data, microscope.blocks)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("cohort-rl")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return ""
 
 
 def check_target(target: Path) -> None:
