@@ -35,6 +35,8 @@ from cohort.train import (
 from cohort.train.logps import token_logps
 from cohort.train.term_norms import term_gradients
 
+WHOLE = ""
+"""Stands for the sum of the terms."""
 PLAIN = Objective(group_filter=None)
 """An objective that uses every group, for the layout of all usable completions."""
 
@@ -194,7 +196,7 @@ def gap(stored: Stored, found: Known) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ParameterGradients:
-    """The gradients of both objectives in all trained parameters, over the updates of a pass."""
+    """The gradients of both objectives in all trained parameters: root mean squares over the updates of a pass."""
 
     whole: Products
     terms: Mapping[str, Products]
@@ -220,8 +222,7 @@ def parameter_gradients(before: Before, run: Laid, objective: Objective, replay:
     Raises:
         NonFiniteError: a value is not finite.
     """
-    terms: dict[str, Products] = {}
-    updates: list[Products] = []
+    updates: list[dict[str, Products]] = []
     pairs = list(zip(run.minibatches, replay.minibatches, strict=False))
     contexts = before.context, before.under(objective)
     for number, (own, other) in enumerate(pairs):
@@ -229,16 +230,26 @@ def parameter_gradients(before: Before, run: Laid, objective: Objective, replay:
         for context, laid, part in zip(contexts, (run, replay), (own, other), strict=True):
             coefficient = before.entropy_coefficient(context.objective)
             found.append(context.within_memory(term_gradients, laid.batch, part, coefficient))
-        for name in dict.fromkeys([*found[0], *found[1]]):
-            like = next(one[name] for one in found if name in one)
-            first, second = (one.get(name, torch.zeros_like(like)) for one in found)
-            terms[name] = terms.get(name, Products()) + Products.of(first, second)
-        wholes = [sum(one.values(), torch.zeros(())) for one in found]
-        first, second = (whole if whole.ndim else torch.zeros_like(wholes[1 - i]) for i, whole in enumerate(wholes))
-        updates.append(Products.of(first, second) if first.ndim else Products())
+        updates.append(_products(*found))
         if number + 1 < len(pairs):
             make_update(before, before.context, run, own)
-    return ParameterGradients(sum(updates, Products()), terms, updates)
+    names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
+    return ParameterGradients(
+        Products.mean([one[WHOLE] for one in updates]),
+        {name: Products.mean([one.get(name, Products()) for one in updates]) for name in names},
+        [one[WHOLE] for one in updates],
+    )
+
+
+def _products(run: Mapping[str, Tensor], replay: Mapping[str, Tensor]) -> dict[str, Products]:
+    """Those of the gradients' terms, and of the whole gradients. A term that one of them lacks is 0."""
+    both, names = (run, replay), dict.fromkeys([*run, *replay])
+    if not names:  # no sequence has a gradient
+        return {WHOLE: Products()}
+    zero = torch.zeros_like(next(iter((run or replay).values())))
+    found = {name: Products.of(*(one.get(name, zero) for one in both)) for name in names}
+    wholes = (sum(one.values(), zero) for one in both)
+    return found | {WHOLE: Products.of(*wholes)}
 
 
 def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Any) -> float:

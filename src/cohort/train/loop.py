@@ -48,6 +48,7 @@ from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
 from cohort.train.stop import save_instant, stop_point
+from cohort.train.store import store_step
 from cohort.train.term_norms import term_norms
 from cohort.train.update import NonFinite, update
 from cohort.types import TokenBatch
@@ -119,9 +120,7 @@ def run(
         adaptive.after_step(objective, updates.results, batch.num_sequences)
         move_reference(parts, config, updates.version_before)
         complete_step(parts, schedule, current, metrics)
-        if config.report.log_completions:
-            sampled = rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)
-            on_main(parts.world, partial(folder.write_rollout, step + 1, *sampled))
+        on_main(parts.world, partial(store_step, folder, config, context, step + 1, rollout, batch, updates))
         yield finish_step(parts, schedule, config, folder)
 
 
