@@ -16,6 +16,7 @@ from cohort.cli import (  # noqa: F401  (commands)
     doctor,
     explain,
     models,
+    plot,
     replay,
     report,
     resuming,
