@@ -181,14 +181,19 @@ def write_table(table: pyarrow.Table, target: Path) -> None:
     part = target.with_suffix(".part")
     target.parent.mkdir(exist_ok=True)
     try:
-        paths = {name: _path(table.schema.field(name)) for name in table.column_names}
-        split = {path: "BYTE_STREAM_SPLIT" for name, path in paths.items() if name in ALL_DIFFERENT}
-        others = [path for path in paths.values() if path not in split]
+        split = {_path(field): "BYTE_STREAM_SPLIT" for field in table.schema if _is_split(field)}
+        others = [_path(field) for field in table.schema if not _is_split(field)]
         settings = {"compression": "zstd", "use_dictionary": others, "column_encoding": split}
         pyarrow.parquet.write_table(table, part, write_page_checksum=True, **settings)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _is_split(column: pyarrow.Field) -> bool:
+    """Whether the bytes of a column's floats are split."""
+    kind = column.type
+    return column.name in ALL_DIFFERENT and pyarrow.types.is_list(kind) and pyarrow.types.is_floating(kind.value_type)
 
 
 def _path(column: pyarrow.Field) -> str:
