@@ -9,12 +9,14 @@ from typing import Any
 
 from cohort.config.report import ThresholdsConfig
 from cohort.report.diagnosis.facts import Facts
-from cohort.report.diagnosis.numbers import mean, number, share_interval
+from cohort.report.diagnosis.numbers import differs, mean, number, share_interval
 
 FIRST = 10
 """Steps that the start of a run is measured by."""
 WINDOW = 20
 """Steps that are remembered besides: no check looks further back, so a step costs the same however long the run is."""
+RISES = 2.0
+"""Standard errors that the reward has to rise by."""
 EVALUATIONS = 50
 """Evaluations that are remembered."""
 
@@ -34,6 +36,8 @@ class Case:
         """Steps with metrics of updates."""
         self.highest, self.lowest = float("-inf"), float("inf")
         """Of the mean rewards of groups (10% and 90% quantiles) and of steps."""
+        self.largest_spread: dict[str, float] = {}
+        """The largest ``rewards/NAME/within_group_std`` so far, by NAME."""
 
     def add(self, metrics: Metrics) -> None:
         """Take a line of ``metrics.jsonl``."""
@@ -45,6 +49,9 @@ class Case:
             for key in ("groups/mean_reward_q90", "groups/mean_reward_q10", "reward/mean"):
                 if (value := number(metrics, key)) is not None:
                     self.highest, self.lowest = max(self.highest, value), min(self.lowest, value)
+            for key in function_keys(metrics):
+                name, spread = key[8:-17], number(metrics, key) or 0.0
+                self.largest_spread[name] = max(spread, self.largest_spread.get(name, 0.0))
         if any(key.startswith("eval/") for key in metrics):
             self.evaluations.append((int(metrics["step"]), self.mean("reward/mean", FIRST), metrics))
 
@@ -68,6 +75,23 @@ class Case:
     def mean(self, key: str, count: int = WINDOW) -> float | None:
         """The mean over the last steps."""
         return mean(self.values(key, count))
+
+    def since_start(self, key: str, count: int = FIRST) -> tuple[float | None, float | None, float]:
+        """Mean over the first steps, mean over the last ``count``, and their difference in standard errors. None where
+        the two windows would overlap."""
+        if self.steps < FIRST + count:
+            return None, None, 0.0
+        before, after = self.start(key), self.values(key, count)
+        return mean(before), mean(after), differs(before, after)
+
+    def risen(self) -> bool:
+        """Whether the reward is higher than at the start."""
+        return differs(self.start("reward/mean"), self.values("reward/mean", FIRST)) > RISES
+
+    def rising(self) -> bool:
+        """Whether the reward has risen within the last steps."""
+        rewards = self.values("reward/mean")
+        return differs(rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]) > RISES
 
     def groups(self, count: int = FIRST) -> float:
         """Groups sampled in the last steps."""
@@ -102,6 +126,11 @@ class Case:
         # All rewards of the step are equal: the best ones if the run had worse ones, or if they cannot be 0.
         middle = (self.highest + self.lowest) / 2 if self.highest > self.lowest else 0.0
         return (dead, 0.0) if reward > middle else (0.0, dead)
+
+
+def function_keys(metrics: Metrics) -> list[str]:
+    """The keys ``rewards/NAME/within_group_std``, in the order of the functions."""
+    return [key for key in metrics if key.startswith("rewards/") and key.endswith("/within_group_std")]
 
 
 def _numbers(lines: Sequence[Metrics], key: str) -> Iterator[float]:
