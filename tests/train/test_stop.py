@@ -50,7 +50,7 @@ def stored_of(folder, kind):
     """All completions in a run's store, without times."""
     return {
         path.name: [
-            {key: value for key, value in row.items() if not key.startswith("time")}
+            {key: value for key, value in row.items() if not key.startswith("seconds")}
             for row in pyarrow.parquet.read_table(path).to_pylist()
         ]
         for path in sorted((folder / kind).glob("*.parquet"))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cohort.config.section import Count, PositiveFloat, Section, Share, Strings
+from cohort.config.section import Count, PositiveFloat, PositiveInt, Section, Share, Strings
 
 Factor = Annotated[float, Field(gt=1)]
 
@@ -53,8 +53,12 @@ class ReportConfig(Section):
     progress: bool = True
     """Print a description of the run at its start, progress and evaluations. Off: print nothing."""
     log_completions: bool = True
-    """Write every completion with its tokens, log-probs, rewards and advantage to rollouts/step-N.parquet, and those of
-    evaluations to evaluations/."""
+    """Write the completions of each step to rollouts/step-N.parquet, with their rewards and what the updates saw of
+    each token (docs/store.md), and those of evaluations to evaluations/."""
+    store_steps: PositiveInt = 1
+    """Write the completions of every this many steps."""
+    store_groups: Count = 0
+    """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
     skip_checks: Strings = ()
     """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (docs/doctor.md), and in
     the diagnosis of a run (docs/diagnosis.md)."""

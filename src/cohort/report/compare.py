@@ -203,7 +203,7 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
     if a.num_rows != b.num_rows:
         yield Difference(step, f"{what}: rows", f"{a.num_rows} and {b.num_rows}")
         return
-    for name in dict.fromkeys([*a.column_names, *b.column_names]):
+    for name in dict.fromkeys(name for name in [*a.column_names, *b.column_names] if not _is(name, OF_THE_CLOCK)):
         if name not in a.column_names or name not in b.column_names:
             yield Difference(step, f"{what}: {name}", "only one run has this column")
         elif not _same_column(a.select([name]), b.select([name])):

@@ -38,6 +38,11 @@ class Start:
     missing: Mapping[str, str] = field(default_factory=dict)
     """What was given in Python and has no name, and what it is."""
 
+    def to_give_again(self) -> list[str]:
+        """A line in words that names what is missing; none if nothing is."""
+        missing = ", ".join(f"{name} ({what})" for name, what in self.missing.items())
+        return [f"without a name in the run folder, so to be given again to resume: {missing}"] if missing else []
+
     def working_directory(self, run: Path) -> Path | None:
         """``folder``, if it is here: absolute, and not in the run folder, which may come from a stranger."""
         path = Path(self.folder)
