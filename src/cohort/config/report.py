@@ -29,7 +29,7 @@ class ThresholdsConfig(Section):
     """Factor by which lengths may grow or shrink without a gain in reward."""
     drowned: Share = 0.1
     """Spread of a reward function within groups over that of the one that varies most."""
-    entropy_fall: Factor = 5.0
+    entropy_fall: Factor = 3.0
     """Factor by which entropy may fall while prompts are left to learn."""
     entropy_rise: Factor = 2.0
     """Factor by which entropy may rise without a gain in reward."""

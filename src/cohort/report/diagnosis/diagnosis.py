@@ -31,16 +31,17 @@ class Check:
 
 
 NO_REWARD = ("failing_rewards", "unscored")
-NO_SIGNAL = (*NO_REWARD, "all_right", "identical", "all_wrong", "dead_groups")
+NO_SIGNAL = (*NO_REWARD, "all_right", "entropy_collapse", "identical", "all_wrong", "dead_groups")
 CHECKS = (
     Check("sampling_errors", sources.sampling_errors),
     Check("nonfinite", movement.nonfinite),
     Check("failing_rewards", sources.failing_rewards),
     Check("unscored", signal.unscored, ("failing_rewards",)),
     Check("all_right", signal.all_right, NO_REWARD),
-    Check("identical", signal.identical, NO_REWARD),
-    Check("all_wrong", signal.all_wrong, NO_REWARD),
-    Check("dead_groups", signal.dead_groups, NO_REWARD),
+    Check("entropy_collapse", movement.entropy_collapse, NO_REWARD),
+    Check("identical", signal.identical, (*NO_REWARD, "entropy_collapse")),
+    Check("all_wrong", signal.all_wrong, (*NO_REWARD, "entropy_collapse")),
+    Check("dead_groups", signal.dead_groups, (*NO_REWARD, "entropy_collapse")),
     Check("zero_gradient", signal.zero_gradient, NO_SIGNAL),
     Check("value_zero", signal.value_zero),
     Check("sampler_mismatch", sources.sampler_mismatch),
@@ -50,12 +51,11 @@ CHECKS = (
     Check("kl_fast", movement.kl_fast, ("learning_rate_high",)),
     Check("clipped", movement.clipped, ("learning_rate_high",)),
     Check("few_tokens", movement.few_tokens, (*NO_SIGNAL, "zero_gradient")),
-    Check("entropy_collapse", movement.entropy_collapse),
     Check("entropy_explosion", movement.entropy_explosion),
     Check("end_token", lengths.end_token),
     Check("truncation", lengths.truncation, ("end_token",)),
     Check("length_drift", lengths.length_drift),
-    Check("duplicates", lengths.duplicates, ("identical",)),
+    Check("duplicates", lengths.duplicates, ("identical", "entropy_collapse")),
     Check("repetition", lengths.repetition),
     Check("drowned_reward", sources.drowned_reward),
     Check("evaluation_falls", sources.evaluation_falls),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.report.diagnosis.case import FIRST, Case
+from cohort.report.diagnosis.case import RECENT, Case
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.numbers import number
 
@@ -41,7 +41,7 @@ def end_token(case: Case) -> Verdict | None:
 def truncation(case: Case) -> Verdict | None:
     """Completions that the length limit cuts."""
     share, low, high = case.share("length/cut_share")
-    if len(case.recent(FIRST)) < FEWEST_STEPS or low <= case.limits.truncated or case.facts.fixed_length:
+    if len(case.recent(RECENT)) < FEWEST_STEPS or low <= case.limits.truncated or case.facts.fixed_length:
         return None
     masked = case.facts.objective.truncated == "mask"
     effect = ", and objective.truncated 'mask' leaves them out" if masked else ": their rewards are of unfinished texts"
@@ -62,7 +62,7 @@ def length_drift(case: Case) -> Verdict | None:
     if 1 / limit < factor < limit or case.risen():
         return None
     correlation = case.mean("advantage/length_correlation") or 0.0
-    reward = case.mean("reward/mean", FIRST)
+    reward = case.mean("reward/mean", RECENT)
     cause = "the advantage does not follow the length, so the denominator of the objective may favour it"
     advice = "try objective.aggregation 'constant' or 'token_mean'; look at the longest completions in rollouts/"
     if abs(correlation) > CORRELATED and (correlation > 0) == (factor > 1):
@@ -81,10 +81,11 @@ def length_drift(case: Case) -> Verdict | None:
 def duplicates(case: Case) -> Verdict | None:
     """Completions of a prompt that are the same text, although the prompts are not learned."""
     share, _, high = case.share("completions/distinct_share")
-    length = case.mean("length/mean", FIRST) or 0.0
-    if len(case.values("completions/distinct_share", FIRST)) < FEWEST_STEPS or length < SHORT:
+    length = case.mean("length/mean", RECENT) or 0.0
+    if len(case.values("completions/distinct_share", RECENT)) < FEWEST_STEPS or length < SHORT:
         return None
-    if high >= case.limits.distinct or case.ends_of_dead()[0] >= 0.5 * (case.mean("groups/dead_share", FIRST) or 0.0):
+    learned, dead = case.ends_of_dead()[0], case.mean("groups/dead_share", RECENT) or 0.0
+    if high >= case.limits.distinct or learned > 0.5 * dead:
         return None
     size = case.facts.generations
     return Verdict(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from cohort.report.diagnosis.case import FIRST, Case
+from cohort.report.diagnosis.case import RECENT, Case
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.health import clipped_share
-from cohort.report.diagnosis.numbers import mean, number
+from cohort.report.diagnosis.numbers import mean, number, share_interval
 
 FEWEST_STEPS = 5
 CERTAIN = 4.0
@@ -29,19 +29,18 @@ def entropy_collapse(case: Case) -> Verdict | None:
     before, after, certainty = case.since_start("entropy", 5)
     if before is None or after is None or certainty > -CERTAIN or after * case.limits.entropy_fall > before:
         return None
-    right, _ = case.ends_of_dead()
-    wrong = case.share("groups/dead_low_share")[1]
-    same = case.share("groups/identical_share")[1]
-    if case.rising() or max(wrong, same - right) < STUCK:
+    right, wrong = case.ends_of_dead()
+    stuck = max(wrong, case.share("groups/identical_share")[0] - right)
+    if case.rising() or share_interval(stuck * case.groups(), case.groups())[0] < STUCK:
         return None
     factor = before / after if after else float("inf")
     return Verdict(
         Level.ALARM if factor > case.limits.entropy_fall**2 else Level.WARNING,
         f"entropy fell from {before:.2g} to {after:.2g} nats and the reward no longer rises: the policy has stopped "
-        f"trying other answers, and at least {max(wrong, same - right):.0%} of groups cannot improve",
+        f"trying other answers, and {stuck:.0%} of groups are wrong and have nothing to learn from",
         "raise objective.epsilon_high (0.28), add an entropy bonus (objective.entropy), raise rollout.temperature, or "
         "go back to an earlier checkpoint with a lower optim.learning_rate",
-        {"entropy_before": before, "entropy": after},
+        {"entropy_before": before, "entropy": after, "stuck_share": stuck},
     )
 
 
@@ -83,7 +82,7 @@ def kl_fast(case: Case) -> Verdict | None:
 
 def learning_rate_high(case: Case) -> Verdict | None:
     """Updates that move the policy too far."""
-    values = case.values("update_kl", FIRST)
+    values = case.values("update_kl", RECENT)
     if len(values) < FEWEST_STEPS or (size := median(values)) <= case.limits.update_kl_high:
         return None
     return Verdict(
@@ -97,10 +96,10 @@ def learning_rate_high(case: Case) -> Verdict | None:
 
 def learning_rate_low(case: Case) -> Verdict | None:
     """Updates that hardly move the policy although there is a gradient."""
-    steps = case.recent(FIRST)
+    steps = case.recent(RECENT)
     values = [number(one, "update_kl") for one in steps if _steps_made(one) and _full_rate(case, one)]
     known = [value for value in values if value is not None]
-    if len(known) < FIRST or max(known) >= case.limits.update_kl_low:
+    if len(known) < RECENT or max(known) >= case.limits.update_kl_low:
         return None
     size, rate = median(known), number(case.now, "learning_rate")
     still = max(known) == 0
@@ -161,7 +160,7 @@ def clipped(case: Case) -> Verdict | None:
 
 def few_tokens(case: Case) -> Verdict | None:
     """A gradient that hangs on a few tokens."""
-    values, tokens = case.values("gradient/effective_tokens", FIRST), case.mean("tokens", FIRST) or 0.0
+    values, tokens = case.values("gradient/effective_tokens", RECENT), case.mean("tokens", RECENT) or 0.0
     alive = [value for value in values if value > 0]
     if len(alive) < FEWEST_STEPS or tokens < MANY_TOKENS or (count := median(alive)) >= case.limits.gradient_tokens:
         return None
@@ -177,7 +176,7 @@ def few_tokens(case: Case) -> Verdict | None:
 
 def nonfinite(case: Case) -> Verdict | None:
     """Updates that were skipped because a value was NaN or infinite."""
-    steps = case.recent(FIRST)
+    steps = case.recent(RECENT)
     skipped = sum(number(one, "updates_nonfinite") or 0 for one in steps)
     made = sum(number(one, "updates") or 0 for one in steps)
     if not skipped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cohort.report.diagnosis.case import FIRST, WINDOW, Case, function_keys
+from cohort.report.diagnosis.case import RECENT, WINDOW, Case, function_keys
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.numbers import mean, number, share_interval
 
@@ -27,12 +27,12 @@ def failing_rewards(case: Case) -> Verdict | None:
     completions = case.groups() * case.facts.generations
     worst: tuple[float, str, float] = (0.0, "", 0.0)
     for name in _functions(case.now):
-        failed = sum(case.values(f"rewards/{name}/failed", FIRST))
+        failed = sum(case.values(f"rewards/{name}/failed", RECENT))
         worst = max(worst, (share_interval(failed, completions)[0], name, failed))
     low, name, failed = worst
     if not completions or low <= case.limits.failed_rewards:
         return None
-    slow = sum(case.values(f"rewards/{name}/timeouts", FIRST))
+    slow = sum(case.values(f"rewards/{name}/timeouts", RECENT))
     return Verdict(
         Level.ALARM if low > MANY_FAILED else Level.WARNING,
         f"reward function {name} failed on {failed / completions:.0%} of {completions:.0f} completions"
