@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
 from cohort.replay.stored import Known, Stored, read_step
 from cohort.replay.weights import Before
-from cohort.runs import as_json, check_code, check_files, steps_of, write_atomically
+from cohort.runs import as_json, check_code, check_files, damage_named, steps_of, write_atomically
 
 VERSION = 1
 """Of the result; see docs/replay.md."""
@@ -81,17 +82,14 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
     if request.train:
         repeat.check_output(Path(str(request.output)).expanduser(), folder)
     stored = read_step(folder, step, config)
+    if request.train and stored.groups_missing:
+        raise RunFolderError(
+            f"{stored.path.name} holds {len(stored.groups)} of the step's {len(stored.groups) + stored.groups_missing} "
+            "groups, and the updates need all of them: store the next run's with report.store_groups = 0"
+        )
     own = of_step(config.resolved_objective, stored)
     other = _asked_for(request, own, config)
-    settings = Settings(
-        minibatches=int(stored.facts.get("minibatches") or config.objective.minibatches),
-        max_completion_length=int(stored.facts.get("max_completion_length") or config.rollout.max_completion_length),
-        has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
-        top_entropy=own.top_entropy,
-        microbatch_tokens=int(stored.facts.get("microbatch_tokens") or 0),
-        shared_prompts=bool(stored.facts.get("shared_prompts", True)),
-    )
-    return _Replay(folder, config, stored, own, other, settings, request).result()
+    return _Replay(folder, config, stored, own, other, settings_of(stored, config, own), request).result()
 
 
 def _settings_of(folder: Path, request: Request) -> GRPOConfig:
@@ -108,6 +106,20 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
     return config
 
 
+def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Settings:
+    """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
+    facts = stored.facts
+    with damage_named(stored.path):
+        return Settings(
+            minibatches=int(facts.get("minibatches") or config.objective.minibatches),
+            max_completion_length=int(facts.get("max_completion_length") or config.rollout.max_completion_length),
+            has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
+            top_entropy=objective.top_entropy,
+            microbatch_tokens=max(0, int(facts.get("microbatch_tokens") or 0)),
+            shared_prompts=bool(facts.get("shared_prompts", True)),
+        )
+
+
 def _last_step(folder: Path) -> int:
     steps = [int(p.stem[5:]) for p in (folder / "rollouts").glob("step-*.parquet") if p.stem[5:].isdecimal()]
     if not steps:
@@ -117,9 +129,10 @@ def _last_step(folder: Path) -> int:
 
 def of_step(objective: Objective, stored: Stored) -> Objective:
     """The run's objective with the step's weight of the KL, which may follow a target."""
-    facts = stored.facts.get("objective")
-    beta = facts.get("kl", {}).get("beta") if isinstance(facts, dict) else None
-    return objective if beta is None or objective.kl.target is None else objective.replace(beta=float(beta))
+    if objective.kl.target is None or "objective" not in stored.facts:
+        return objective
+    with damage_named(stored.path):
+        return objective.replace(beta=float(stored.facts["objective"]["kl"]["beta"]))
 
 
 def _asked_for(request: Request, own: Objective, config: GRPOConfig) -> Objective:
@@ -304,7 +317,15 @@ class _Replay:
                 tokenizer = load_tokenizer(str(newest), trust_remote_code=self.config.model.trust_remote_code)
             except CohortError:
                 return None
-        return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
+        return None if tokenizer is None else partial(_decoded, tokenizer)
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids; nothing for ids that the tokenizer does not have."""
+    try:
+        return str(tokenizer.decode(ids))
+    except (OverflowError, ValueError, TypeError, IndexError):
+        return ""
 
 
 def from_sampler(stored: Stored) -> Known:

@@ -10,7 +10,7 @@ for the coefficients c and d of two gradients. It ignores that tokens share the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,12 @@ class Products:
     replay: float = 0.0
     both: float = 0.0
 
-    def __add__(self, other: Products) -> Products:
-        return Products(self.run + other.run, self.replay + other.replay, self.both + other.both)
+    @classmethod
+    def mean(cls, some: Sequence[Products]) -> Products:
+        """Those of gradients of several updates, laid end to end and divided by the root of their number."""
+        count = max(1, len(some))
+        sums = (sum(getattr(one, name) for one in some) for name in ("run", "replay", "both"))
+        return cls(*(total / count for total in sums))
 
     @classmethod
     def of(cls, run: Tensor, replay: Tensor, weight: Tensor | None = None) -> Products:
@@ -91,10 +95,15 @@ class Pair:
         """The row of each token."""
         return torch.repeat_interleave(torch.arange(len(self.stored.lengths_S)), self.stored.lengths_S)
 
+    @property
+    def factor(self) -> float:
+        """The common factor of the replay's coefficients: the ratio of the gradients' norms in the logits; 1 if one of
+        them is 0."""
+        return Products.of(self.run.total_N, self.replay.total_N, self.energy_N).ratio or 1.0
+
     def scaled_N(self) -> tuple[Tensor, Tensor]:
-        """Both coefficients, the replay's without the common factor of the gradients' norms."""
-        ratio = Products.of(self.run.total_N, self.replay.total_N, self.energy_N).ratio
-        return self.run.total_N, self.replay.total_N / (ratio or 1.0)
+        """Both coefficients, the replay's without the common factor."""
+        return self.run.total_N, self.replay.total_N / self.factor
 
 
 def is_same(one: Replayed, other: Replayed) -> bool:
@@ -105,13 +114,12 @@ def is_same(one: Replayed, other: Replayed) -> bool:
 def stored_gap(stored: Stored, run: Replayed) -> float | None:
     """The largest difference between the replay of the run's objective and the stored coefficients: 0 where they are
     equal bit for bit. None: no coefficients are stored, or those of a part of the step."""
-    if stored.policy_N is None or stored.kl_N is None or stored.groups_missing:
+    if stored.policy_N is None or stored.groups_missing:
         return None
-    gaps = [
-        (mine.double() - theirs.nan_to_num(nan=0.0)).abs().max() if len(mine) else torch.tensor(0.0)
-        for mine, theirs in ((run.policy_N, stored.policy_N), (run.kl_N, stored.kl_N))
-    ]
-    return float(max(gaps))
+    kl_N = torch.zeros_like(stored.policy_N) if stored.kl_N is None else stored.kl_N
+    pairs = ((run.policy_N, stored.policy_N), (run.kl_N, kl_N))
+    gaps = [(mine.double() - theirs.nan_to_num(nan=0.0)).abs().max() for mine, theirs in pairs if len(mine)]
+    return float(max(gaps, default=torch.tensor(0.0)))
 
 
 def gradients(pair: Pair) -> dict[str, Any]:
@@ -142,7 +150,7 @@ def token_counts(pair: Pair) -> dict[str, Any]:
     for name, where_N in numbers.items():
         count = int(where_N.sum())
         found |= {name: count, f"{name}_share": count / total if total else 0.0}
-    return found | {"changed_means": CHANGED}
+    return found | {"changed_means": CHANGED, "factor": pair.factor}
 
 
 def causes(pair: Pair) -> list[dict[str, Any]]:

@@ -21,11 +21,11 @@ def sentence(result: Mapping[str, Any]) -> str:
     if not gradient["norm_run"] or not gradient["norm_replay"]:
         which = name if gradient["norm_run"] else result["objective"]["run"] if gradient["norm_replay"] else "either"
         return f"Under {which} the gradient of this step is 0; there is nothing to compare it with"
-    factor = f"{gradient['ratio']:.3g}"
+    factor = f"{tokens['factor']:.3g}"
     return (
         f"Under {name}, {share(tokens['changed_share'])} of the tokens change their coefficient by more than "
         f"{tokens['changed_means']:.0%} beyond the common factor {factor}, {share(tokens['sign_share'])} change its "
-        f"sign; gradient norm {factor}x, cosine {cosine(gradient['cosine'])}"
+        f"sign; gradient norm {gradient['ratio']:.3g}x, cosine {cosine(gradient['cosine'])}"
     )
 
 

@@ -6,8 +6,8 @@ included. A log-prob that no update computed is NaN.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.compute
-import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cohort.config import GRPOConfig
 from cohort.errors import RunFolderError
+from cohort.report.rollouts import StoredStep
 from cohort.rewards.scores import Scores
 from cohort.runs import damage_named
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
@@ -32,9 +31,7 @@ NEEDED = (*COLUMNS, "reward", "advantage")
 """Columns that every version of Cohort has written."""
 OPTIONAL = ("row", "prompt", "prompt_ids", "drawn", "segment_lengths", "turn_lengths", "turn_rewards", "full_logps")
 SUPPORT = tuple(f"support/{name}" for name in ("token_ids", "counts", "excluded"))
-VERSION, FACTS = b"cohort_store_version", b"cohort_step"
-"""Keys of the file's metadata: see docs/store.md."""
-NEWEST_VERSION = 1
+KNOWN = ("logps", "old_logps", "ref_logps", "entropy", "collision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +114,13 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
     path = run / "rollouts" / f"step-{step}.parquet"
     if not path.is_file():
         raise RunFolderError(f"{run} has no rollouts/step-{step}.parquet: {_what_there_is(path.parent)}")
+    file = StoredStep.read(path)
     with damage_named(path):
-        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
-        missing = [name for name in NEEDED if name not in table.column_names]
-        if missing:
+        if missing := [name for name in NEEDED if name not in file]:
             raise ValueError(f"it has no column {', '.join(missing)}")
-        return _stored(path, step, table, config, _facts(path, table.schema.metadata or {}))
+        if not len(file):
+            raise ValueError("it holds no completions")
+        return _stored(step, file, config)
 
 
 def _what_there_is(folder: Path) -> str:
@@ -133,69 +131,55 @@ def _what_there_is(folder: Path) -> str:
     return f"the stored steps are {shown}"
 
 
-def _stored(path: Path, step: int, table: pyarrow.Table, config: GRPOConfig, facts: Mapping[str, Any]) -> Stored:
-    groups, scores = _groups(table), _scores(table, config, facts)
+def _stored(step: int, file: StoredStep, config: GRPOConfig) -> Stored:
+    groups, scores = _groups(file), _scores(file, config)
     lengths_S = np.array([one.num_tokens for group in groups for one in group.completions], np.int64)
 
     def tokens(name: str) -> Tensor | None:
-        return _flat(table.column(name), lengths_S) if name in table.column_names else None
+        return _flat(file.arrays(name), lengths_S) if name in file else None
 
     unknown_N = torch.full((int(lengths_S.sum()),), torch.nan, dtype=torch.float64)
-    names = ("logps", "old_logps", "ref_logps", "entropy", "collision")
-    known = {f"{name}_N": unknown_N if (values := tokens(name)) is None else values for name in names}
-    minibatch_S, dtype = None, torch.float64 if config.model.precision == "float64" else torch.float32
-    if "minibatch" in table.column_names:
-        minibatch_S = table.column("minibatch").fill_null(-1).to_numpy().astype(np.int64)
-    if "logps" in table.column_names:
-        is_double = table.schema.field("logps").type.value_type == pyarrow.float64()
-        dtype = torch.float64 if is_double else torch.float32
+    known = {f"{name}_N": unknown_N if (values := tokens(name)) is None else values for name in KNOWN}
+    is_double = config.model.precision == "float64"
+    if "logps" in file:
+        is_double = file.table.schema.field("logps").type.value_type == pyarrow.float64()
+    minibatch_S = None
+    if "minibatch" in file:
+        minibatch_S = np.array([-1 if one is None else one for one in file.values("minibatch")], np.int64)
     return Stored(
-        path=path,
+        path=file.path,
         step=step,
         groups=groups,
         scores=replace(scores, token_rewards_N=tokens("token_rewards")),
-        is_used_S=table.column("advantage").is_valid().to_numpy(),
+        is_used_S=np.array([one is not None for one in file.values("advantage")], np.bool_),
         minibatch_S=minibatch_S,
         known=Known(**known),
         policy_N=tokens("policy_coefficient"),
         kl_N=tokens("kl_coefficient"),
         weight_N=tokens("weight"),
-        dtype=dtype,
-        facts=facts,
+        dtype=torch.float64 if is_double else torch.float32,
+        facts=file.facts,
     )
 
 
-def _facts(path: Path, metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
-    if (version := int(metadata.get(VERSION, b"0"))) > NEWEST_VERSION:
-        raise RunFolderError(
-            f"{path} is a store of version {version}; this version of Cohort reads {NEWEST_VERSION}: install a newer "
-            "one"
-        )
-    found = json.loads(metadata.get(FACTS, b"{}"))
-    if not isinstance(found, dict):
-        raise TypeError(f"expected a JSON object in its metadata, got {type(found).__name__}")
-    return found
-
-
-def _flat(column: pyarrow.ChunkedArray, lengths_S: NDArray[np.int64]) -> Tensor:
-    """A column of lists end to end; NaN for the tokens of a null list."""
-    lists = column.combine_chunks()
-    valid_S = lists.is_valid().to_numpy(zero_copy_only=False)
-    counts_S = pyarrow.compute.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
-    if not np.array_equal(counts_S[valid_S], lengths_S[valid_S]):
-        raise ValueError("a list has another length than the completion has drawn tokens")
-    flat_N = np.full(int(lengths_S.sum()), np.nan)
-    values = pyarrow.compute.cast(lists.flatten(), pyarrow.float64())
-    flat_N[np.repeat(valid_S, lengths_S)] = values.to_numpy(zero_copy_only=False)
-    return torch.from_numpy(flat_N)
+def _flat(lists: Sequence[NDArray[Any] | None], lengths_S: NDArray[np.int64]) -> Tensor:
+    """Lists end to end; NaN for the tokens of a null list."""
+    pieces = [np.zeros(0)]
+    for values, length in zip(lists, lengths_S.tolist(), strict=True):
+        piece = np.full(length, np.nan) if values is None else np.asarray(values, np.float64)
+        if len(piece) != length:
+            raise ValueError("a list has another length than the completion has drawn tokens")
+        if np.isinf(piece).any():
+            raise ValueError("a number of a token is infinite")
+        pieces.append(piece)
+    return torch.from_numpy(np.concatenate(pieces))
 
 
 # Groups and scores ----------------------------------------------------------------------------------------------------
 
 
-def _groups(table: pyarrow.Table) -> list[Group]:
-    names = [*COLUMNS, *(name for name in (*OPTIONAL, *SUPPORT) if name in table.column_names)]
-    columns = {name: table.column(name).to_pylist() for name in names}
+def _groups(file: StoredStep) -> list[Group]:
+    columns = {name: file.values(name) for name in (*COLUMNS, *OPTIONAL, *SUPPORT)}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     found = []
     for uid, some in groupby(rows, key=lambda row: row["group"]):
@@ -210,13 +194,16 @@ def _groups(table: pyarrow.Table) -> list[Group]:
 def _completion(row: Mapping[str, Any]) -> Completion:
     ids = np.asarray(row["token_ids"], np.int64)
     lengths = row.get("segment_lengths")
-    cuts = np.cumsum([len(ids)] if lengths is None else lengths)[:-1]
+    lengths = [len(ids)] if lengths is None else lengths
+    if sum(lengths) != len(ids):
+        raise ValueError("the segments of a completion have other lengths than its tokens")
+    cuts = np.cumsum(lengths)[:-1]
     drawn = row.get("drawn")
     flags = [None] * (len(cuts) + 1) if drawn is None else np.split(np.asarray(drawn, np.bool_), cuts)
     segments = tuple(Segment(*pair) for pair in zip(np.split(ids, cuts), flags, strict=True))
     full = row.get("full_logps")
     return Completion(
-        () if lengths == [] else segments,
+        segments if lengths else (),
         np.asarray(row["sampler_logps"], np.float64),
         FinishReason(row["finish_reason"]),
         row["completion"] or "",
@@ -245,16 +232,17 @@ def _episode(row: Mapping[str, Any]) -> Episode | None:
     if not rewards:
         return None
     reason = FinishReason(row["finish_reason"])
+    if reason.usable and sum(row["turn_lengths"]) != len(row["sampler_logps"]):
+        raise ValueError("the turns of a completion have other lengths than its tokens")
     turns = zip(row["turn_lengths"], rewards, strict=True)
     return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in turns))
 
 
-def _scores(table: pyarrow.Table, config: GRPOConfig, facts: Mapping[str, Any]) -> Scores:
-    names = tuple(name.removeprefix("rewards/") for name in table.column_names if name.startswith("rewards/"))
-    columns = [_numbers(table, f"rewards/{name}") for name in names]
-    rewards_S = _numbers(table, "reward")
+def _scores(file: StoredStep, config: GRPOConfig) -> Scores:
+    names = tuple(name.removeprefix("rewards/") for name in file.names if name.startswith("rewards/"))
+    rewards_S, *columns = (_numbers(file, name) for name in ("reward", *(f"rewards/{name}" for name in names)))
     weights = config.reward.weights
-    if stored := facts.get("reward_weights"):
+    if stored := file.facts.get("reward_weights"):
         weights = tuple(float(stored[name]) for name in names)
     return Scores(
         rewards_S=rewards_S,
@@ -264,6 +252,8 @@ def _scores(table: pyarrow.Table, config: GRPOConfig, facts: Mapping[str, Any]) 
     )
 
 
-def _numbers(table: pyarrow.Table, name: str) -> Tensor:
-    column = pyarrow.compute.cast(table.column(name), pyarrow.float64()).combine_chunks()
-    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
+def _numbers(file: StoredStep, name: str) -> Tensor:
+    numbers = [math.nan if one is None else one for one in file.values(name)]
+    if any(map(math.isinf, numbers)):
+        raise ValueError(f"column {name!r} holds an infinite number")
+    return torch.tensor(numbers, dtype=torch.float64)

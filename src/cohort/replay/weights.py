@@ -35,6 +35,8 @@ from cohort.train import (
 from cohort.train.logps import token_logps
 from cohort.train.term_norms import term_gradients
 
+WHOLE = ""
+"""Stands for the sum of the terms."""
 PLAIN = Objective(group_filter=None)
 """An objective that uses every group, for the layout of all usable completions."""
 
@@ -159,9 +161,14 @@ def _learning_rate(run: Path, config: GRPOConfig, step: int) -> float | None:
 
 
 def measured(before: Before, stored: Stored, settings: Settings) -> Known:
-    """The log-probs of all usable completions under the weights before the step, and under the reference."""
+    """The log-probs of all usable completions under the weights before the step, and under the reference.
+
+    Raises:
+        RunFolderError: the step holds token ids that the model does not have.
+    """
     context = before.context
     laid = laid_out(stored, PLAIN, settings)
+    _check_ids(context.policy, laid, stored)
     part = part_of(laid.batch, range(laid.batch.num_sequences))
     found = context.within_memory(token_logps, context.policy, laid.batch, part)
     unknown_N = torch.full_like(stored.known.logps_N, torch.nan)
@@ -176,6 +183,14 @@ def measured(before: Before, stored: Stored, settings: Settings) -> Known:
         ref_N = on_axis(context.within_memory(policy_logps, context.reference, laid.batch, part))
     logps_N = on_axis(found.logps_N)
     return Known(logps_N, logps_N, ref_N, on_axis(found.entropy_N), on_axis(found.collision_N))
+
+
+def _check_ids(policy: Policy, laid: Laid, stored: Stored) -> None:
+    model: Any = policy.model
+    count = model.get_input_embeddings().num_embeddings
+    ids = torch.cat([laid.batch.ids_T, *(torch.tensor(prompt) for prompt in laid.batch.prompt_ids)])
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise RunFolderError(f"{stored.path} holds token ids up to {int(ids.max())}, and the model has {count} tokens")
 
 
 def gap(stored: Stored, found: Known) -> float | None:
@@ -194,7 +209,7 @@ def gap(stored: Stored, found: Known) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ParameterGradients:
-    """The gradients of both objectives in all trained parameters, over the updates of a pass."""
+    """The gradients of both objectives in all trained parameters: root mean squares over the updates of a pass."""
 
     whole: Products
     terms: Mapping[str, Products]
@@ -220,8 +235,7 @@ def parameter_gradients(before: Before, run: Laid, objective: Objective, replay:
     Raises:
         NonFiniteError: a value is not finite.
     """
-    terms: dict[str, Products] = {}
-    updates: list[Products] = []
+    updates: list[dict[str, Products]] = []
     pairs = list(zip(run.minibatches, replay.minibatches, strict=False))
     contexts = before.context, before.under(objective)
     for number, (own, other) in enumerate(pairs):
@@ -229,16 +243,26 @@ def parameter_gradients(before: Before, run: Laid, objective: Objective, replay:
         for context, laid, part in zip(contexts, (run, replay), (own, other), strict=True):
             coefficient = before.entropy_coefficient(context.objective)
             found.append(context.within_memory(term_gradients, laid.batch, part, coefficient))
-        for name in dict.fromkeys([*found[0], *found[1]]):
-            like = next(one[name] for one in found if name in one)
-            first, second = (one.get(name, torch.zeros_like(like)) for one in found)
-            terms[name] = terms.get(name, Products()) + Products.of(first, second)
-        wholes = [sum(one.values(), torch.zeros(())) for one in found]
-        first, second = (whole if whole.ndim else torch.zeros_like(wholes[1 - i]) for i, whole in enumerate(wholes))
-        updates.append(Products.of(first, second) if first.ndim else Products())
+        updates.append(_products(*found))
         if number + 1 < len(pairs):
             make_update(before, before.context, run, own)
-    return ParameterGradients(sum(updates, Products()), terms, updates)
+    names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
+    return ParameterGradients(
+        Products.mean([one[WHOLE] for one in updates]),
+        {name: Products.mean([one.get(name, Products()) for one in updates]) for name in names},
+        [one[WHOLE] for one in updates],
+    )
+
+
+def _products(run: Mapping[str, Tensor], replay: Mapping[str, Tensor]) -> dict[str, Products]:
+    """Those of the gradients' terms, and of the whole gradients. A term that one of them lacks is 0."""
+    both, names = (run, replay), dict.fromkeys([*run, *replay])
+    if not names:  # no sequence has a gradient
+        return {WHOLE: Products()}
+    zero = torch.zeros_like(next(iter((run or replay).values())))
+    found = {name: Products.of(*(one.get(name, zero) for one in both)) for name in names}
+    wholes = (sum(one.values(), zero) for one in both)
+    return found | {WHOLE: Products.of(*wholes)}
 
 
 def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Any) -> float:

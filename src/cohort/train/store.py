@@ -175,6 +175,8 @@ def _facts(
         "temperature": context.temperature,
         "repetition_penalty": context.repetition_penalty,
         "max_completion_length": sampling.max_completion_length,
+        "microbatch_tokens": context.budget.tokens,
+        "shared_prompts": context.policy.passes.shared,
     }
 
 

@@ -42,8 +42,10 @@ def all_right(case: Case) -> Verdict | None:
         return None
     dead, reward = case.share("groups/dead_share")[0], case.mean("reward/mean", RECENT)
     learned = differs(case.start("reward/mean"), case.values("reward/mean", RECENT)) > 2
-    found = f"{dead:.0%} of groups have equal rewards, nearly all of them because every completion is right "
+    found = (
+        f"{dead:.0%} of groups have equal rewards, nearly all of them because every completion is right "
         f"(mean reward {reward:.2f})"
+    )
     if learned:
         return Verdict(
             Level.NOTE,
