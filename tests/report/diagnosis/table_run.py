@@ -17,6 +17,7 @@ from cohort.policy import Policy, Precision
 from cohort.rewards import RewardRunner
 from cohort.rollout import Sampling
 from cohort.train import Optimizer, StepContext, TokenBudget, lay_out, split_minibatches, update
+from cohort.train.adapt import Adaptive
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement, step_metrics
 from cohort.train.rollout import Rollout
@@ -123,9 +124,10 @@ def train(rewards=right, table=None, sampler=sample, each_update=None, seed=0, *
     optimizer = Optimizer(policy.model, config.optim, schedule.updates)
     reference = policy.copy_frozen() if schedule.objective.beta else None
     runner = RewardRunner(rewards if isinstance(rewards, list) else [rewards], config.reward.weights)
-    objective = schedule.objective
+    adaptive = Adaptive.of(schedule.objective)
     lines = []
     for step in range(schedule.steps):
+        objective = adaptive.applied_to(schedule.objective)
         context = StepContext(
             policy, optimizer, objective, Sampling.of(config.rollout), TokenBudget(100_000), reference
         )
@@ -136,12 +138,15 @@ def train(rewards=right, table=None, sampler=sample, each_update=None, seed=0, *
         batch = with_advantages_and_logps(context, batch, rollout, schedule)
         results, nonfinite = [], 0
         for part in split_minibatches(batch, config.objective.minibatches) * config.objective.num_iterations:
-            outcome = update(context, each_update(context, batch) if each_update else batch, part)
+            changed = each_update(context, batch) if each_update else batch
+            outcome = update(context, changed, part, adaptive.applied_entropy_coefficient(objective))
             if isinstance(outcome, NonFinite):
                 nonfinite += 1
             else:
                 results.append(outcome)
+                adaptive.after_update(objective, outcome)
         moved = policy_movement(context, batch, results, config.report.update_kl_completions)
+        adaptive.after_step(objective, results, batch.num_sequences)
         metrics = {"step": step + 1, "updates_nonfinite": nonfinite, **moved}
         lines.append(metrics | step_metrics(rollout, batch, results, objective, version))
     return lines, config

@@ -10,7 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cohort.report.diagnosis import Diagnosis, Level
+from cohort import GRPOConfig
+from cohort.report.diagnosis import NAMES, Diagnosis, Level
 from cohort.train.layout import part_of
 from cohort.train.logps import policy_logps
 from cohort.types import FinishReason
@@ -146,7 +147,7 @@ ILL = {
     "few_tokens": lambda: train(outlier, scale="none", max_steps=8),
     "entropy_collapse": lambda: train(one_word, table=OneRow(), learning_rate=0.25, max_steps=30),
     "entropy_explosion": lambda: train(
-        noise(), table=peaked(5.0), **FIXED, entropy={"coefficient": 5.0}, learning_rate=0.3, max_steps=18
+        noise(), table=peaked(5.0), **FIXED, entropy={"coefficient": 1.0}, learning_rate=0.1, max_steps=18
     ),
     "end_token": lambda: train(text_hash, table=Table(end=-20.0), max_steps=6),
     "truncation": lambda: train(text_hash, table=Table(end=-0.3), max_steps=8),
@@ -157,6 +158,44 @@ ILL = {
 }
 
 
+def falling(evaluations):
+    """Thirty steps of a rising reward, with evaluations of mean and half the width of its interval, by step."""
+    lines = [{"step": 0, **evaluated(*evaluations[0])}]
+    for step in range(1, 31):
+        line = {"step": step, "updates": 1, "updates_skipped": 0, "groups/sampled": 8, "groups/dead_share": 0.2}
+        line["reward/mean"] = 0.3 + 0.015 * step
+        lines.append(line | (evaluated(*evaluations[step]) if step in evaluations else {}))
+    return lines, GRPOConfig()
+
+
+def evaluated(mean, half):
+    return {f"eval/reward/{end}": value for end, value in (("mean", mean), ("low", mean - half), ("high", mean + half))}
+
+
 @pytest.mark.parametrize("name", ILL)
 def test_an_illness_is_named_and_no_other(name):
     assert set(named(ILL[name]())) == {name}
+
+
+def test_an_evaluation_that_falls_while_the_reward_rises():
+    """By numbers: a run would have to evaluate a few hundred prompts before two intervals part."""
+    assert named(falling({0: (0.30, 0.05), 15: (0.42, 0.05), 30: (0.28, 0.05)})) == {"evaluation_falls": "alarm"}
+    assert named(falling({0: (0.30, 0.05), 15: (0.42, 0.05), 30: (0.35, 0.05)})) == {}  # within the intervals
+    (recovered,) = findings_of(falling({0: (0.3, 0.05), 15: (0.42, 0.05), 20: (0.28, 0.05), 25: (0.4, 0.05)}))
+    assert (recovered.begin, recovered.end) == (20, 25)
+
+
+def test_every_check_has_an_illness():
+    assert {*ILL, "evaluation_falls", "value_zero"} == set(NAMES)
+
+
+def test_a_healthy_run_is_only_told_why_its_value_is_zero():
+    findings = findings_of(train())
+    assert [(one.check, one.level, one.step) for one in findings] == [("value_zero", Level.NOTE, 1)]
+    assert "normal" in findings[0].found
+
+
+def test_a_run_that_has_learned_its_prompts_is_told_so_and_is_not_ill():
+    findings = findings_of(train(learning_rate=0.3, max_steps=30, table=Table(end=3.0)))
+    assert {one.check for one in findings} == {"value_zero", "all_right"}
+    assert {one.level for one in findings} == {Level.NOTE}
