@@ -18,6 +18,7 @@ from cohort.cli import (  # noqa: F401  (commands)
     models,
     plot,
     replay,
+    report,
     resuming,
     saving,
     training,
