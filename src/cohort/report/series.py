@@ -32,6 +32,8 @@ AXES = {
 """What a curve can be drawn over, and the label of the axis. ``tokens``, ``updates`` and ``seconds`` are sums from the
 start of the run. ``seconds`` is that of the steps, without evaluations, writing, and pauses between a stop and a
 resume. ``time`` is the Unix time in seconds."""
+MAX_TIME = 2.5e11
+"""Times are before the year 9892; calendars end in 9999."""
 GRID = 200
 """Points of a mean over runs whose points lie at different places."""
 NOT_OF_A_GROUP = ("run.", "report.", "parallel.", "vllm.", "eval.eval_steps", "eval.eval_on_start", "reward.workers",
@@ -171,12 +173,13 @@ def positions(run: RunHistory, axis: str) -> dict[int, float]:
     if axis == "step":
         return {line["step"]: float(line["step"]) for line in run.metrics}
     if axis == "time":
-        return {line["step"]: line["time"] for line in run.metrics if line.get("time") is not None}
+        times = ((line["step"], line.get("time")) for line in run.metrics)
+        return {step: round(time, 6) for step, time in times if time is not None and 0 <= time < MAX_TIME}
     found, total, before, known = {}, 0.0, 0, None
     for line in run.metrics:
         step = line["step"]
         given = _increment(line, axis)
-        known = known if given is None else given
+        known = known if given is None else max(0.0, round(given, 6))  # so that distances are 0 or not tiny
         if step and known is not None:
             total += known * (step - before)
             before = step
@@ -285,12 +288,15 @@ def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:
     if window < 3:
         return values_T.copy(), np.zeros(count)
     half = window // 2
-    rows_HW = np.array([_fit_weights(at, window) for at in range(half + 1)])  # from the first point to the middle
-    middle = np.convolve(values_T, rows_HW[half][::-1], "valid")
-    ends = rows_HW[:half] @ values_T[:window], (rows_HW[:half] @ values_T[::-1][:window])[::-1]
-    fit_T = np.concatenate([ends[0], middle, ends[1]])
-    row_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
-    own_T, norm_T = rows_HW.diagonal()[row_T], (rows_HW**2).sum(axis=1)[row_T]
+    first_W, last_W, ends = values_T[:window], values_T[::-1][:window], []
+    for at in range(half + 1):  # from an end to the middle
+        weights_W = _fit_weights(at, window)
+        ends.append((weights_W @ first_W, weights_W @ last_W, weights_W[at], weights_W @ weights_W))
+    left_H, right_H, own_H, norm_H = np.array(ends).T
+    middle = np.convolve(values_T, weights_W[::-1], "valid")
+    fit_T = np.concatenate([left_H[:half], middle, right_H[:half][::-1]])
+    from_end_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
+    own_T, norm_T = own_H[from_end_T], norm_H[from_end_T]
     squares_T = (values_T - fit_T) ** 2 / (1 - 2 * own_T + norm_T)
     means_M = np.convolve(squares_T, np.ones(window) / window, "valid")
     variance_T = means_M[np.clip(np.arange(count) - half, 0, count - window)]
@@ -368,9 +374,9 @@ def means_of_groups(
 
 
 def window_for(points: int) -> int:
-    """A window that suits a curve of so many points: a tenth, and none below 30 points.
+    """A window that suits a curve of so many points: a tenth, at most 2,001, and none below 30 points.
 
-    >>> window_for(29), window_for(100), window_for(1000)
-    (1, 11, 101)
+    >>> window_for(29), window_for(100), window_for(1000), window_for(100_000)
+    (1, 11, 101, 2001)
     """
-    return (points // 10) | 1 if points >= 30 else 1
+    return min(points // 10, 2001) | 1 if points >= 30 else 1
