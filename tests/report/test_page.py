@@ -70,7 +70,7 @@ def blocks_of(page: _Page) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]
 
 
 def page_of(folder: Path) -> _Page:
-    return _Page(write_report(folder).read_text(encoding="utf-8"))
+    return _Page(write_report([folder]).read_text(encoding="utf-8"))
 
 
 def data_of(page: _Page) -> dict[str, Any]:
@@ -106,9 +106,11 @@ def test_a_hostile_run_writes_no_markup(tmp_path: Path) -> None:
     config = f'[model]\npath = {json.dumps(HOSTILE.replace(chr(0xD800), ""))}\n["<b>x</b>"]\nunknown = "</script>"\n'
     folder = make_run(tmp_path / "run", lines=[line], stored={1: columns}, config=config.replace("\\u007f", ""))
     (folder / "objective.txt").write_text(HOSTILE, encoding="utf-8", errors="replace")
-    html = write_report(folder).read_text(encoding="utf-8")
+    html = write_report([folder]).read_text(encoding="utf-8")
     page = _Page(html)
-    plain = _Page(write_report(make_run(tmp_path / "plain", lines=[metrics(1)], stored={1: completions()})).read_text())
+    plain = _Page(
+        write_report([make_run(tmp_path / "plain", lines=[metrics(1)], stored={1: completions()})]).read_text()
+    )
     assert {*page.tags} == {*plain.tags} | {"pre", "summary", "details"}
     assert len(page.scripts) == len(plain.scripts)
     assert not CONTROL.search(html.replace("\n", ""))
@@ -123,7 +125,7 @@ def test_data_for_scripts_cannot_end_its_element() -> None:
 
 
 def test_a_policy_names_the_scripts_and_forbids_the_network(tmp_path: Path) -> None:
-    html = write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8")
+    html = write_report([make_run(tmp_path / "run")]).read_text(encoding="utf-8")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert policy is not None
     assert "default-src &#39;none&#39;" in policy[1]
@@ -164,7 +166,7 @@ def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_almost_nothing_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is not a run folder"):
-        write_report(tmp_path)
+        write_report([tmp_path])
     (tmp_path / "config.toml").write_text("[model\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rewa')
     (tmp_path / "rollouts").mkdir()
@@ -234,16 +236,16 @@ def test_a_damaged_step_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
 def test_the_output_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     target = tmp_path / "page.html"
-    assert write_report(folder, target) == target
-    write_report(folder, target)
+    assert write_report([folder], target) == target
+    write_report([folder], target)
     (tmp_path / "thesis.html").write_text("mine")
     with pytest.raises(RunFolderError, match="was not written by cohort report"):
-        write_report(folder, tmp_path / "thesis.html")
+        write_report([folder], tmp_path / "thesis.html")
     (folder / "report.html").symlink_to(tmp_path / "thesis.html")
     with pytest.raises(RunFolderError, match="symbolic link"):
-        write_report(folder)
+        write_report([folder])
     with pytest.raises(RunFolderError, match="is a folder"):
-        write_report(folder, tmp_path)
+        write_report([folder], tmp_path)
     assert (tmp_path / "thesis.html").read_text() == "mine"
 
 

@@ -47,7 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["<script>document.title = 'owned'</script>", "مرحبا \u202e bidi \x1b[31m", " xyz 😀", " is"]
     stored = {1: completions(), 20: completions(texts=texts), 40: completions()}
     folder = make_run(tmp_path_factory.mktemp("page") / "run <b>1", stored=stored, summary={"steps": 40})
-    return write_report(folder)
+    return write_report([folder])
 
 
 @pytest.fixture
