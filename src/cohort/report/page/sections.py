@@ -177,11 +177,11 @@ def evaluations(history: RunHistory) -> dict[str, Any]:
 def _before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Evaluations before and after the training, as the summary has them: ``NAME_before`` and ``NAME_after`` with their
     ``_interval``, or the tables ``before`` and ``after``."""
-    found = []
+    found: list[tuple[str, str, str]] = []
     for key in summary:
         name, after = key.removesuffix("_before"), summary.get(f"{key.removesuffix('before')}after")
         if key.endswith("_before") and isinstance(after, int | float):
-            found.append((name, *(_with_interval(summary, f"{name}_{when}") for when in ("before", "after"))))
+            found.append((name, _with_interval(summary, key), _with_interval(summary, f"{name}_after")))
     tables = [dict(flat(one)) if isinstance(one := summary.get(when), dict) else {} for when in ("before", "after")]
     found += [(name.replace(".", ", "), number(tables[0][name]), number(tables[1].get(name))) for name in tables[0]]
     return found
