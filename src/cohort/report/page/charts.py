@@ -115,10 +115,10 @@ def run_curves(history: RunHistory) -> dict[str, Any]:
     stride = -(-len(lines) // points) or 1
     axes = {"step": AXES["step"]}
     x: dict[str, list[float | None]] = {"step": [line["step"] for line in lines]}
-    for axis in ("updates", "tokens", "seconds"):
-        places = positions(history, axis)
-        if len(places) == len(lines) and any(places.values()):
-            axes[axis], x[axis] = AXES[axis], [places[line["step"]] for line in lines]
+    for name in ("updates", "tokens", "seconds"):
+        places = positions(history, name)
+        if any(places.values()):
+            axes[name], x[name] = AXES[name], [places.get(line["step"], 0.0) for line in lines]
     return {
         "name": history.path.resolve().name,
         "axes": axes,
