@@ -17,7 +17,7 @@ from typing import Any
 
 from cohort.rewards.runner import Scoring
 from cohort.rollout import LocalEngine
-from cohort.runs import RunFolder
+from cohort.runs import RunFolder, save_merged
 from cohort.train import loop
 from cohort.train.update import update
 from cohort.trainer import GRPOTrainer
@@ -35,7 +35,7 @@ MARKS: dict[str, list[Callable[..., Any]]] = {
     "store": [RunFolder.write_rollout, RunFolder.write_evaluation],
     "metrics": [RunFolder.append_metrics],
     "checkpoint": [RunFolder.save_checkpoint],
-    "end": [RunFolder.write_summary, GRPOTrainer.save_model],
+    "end": [RunFolder.write_summary, save_merged],
 }
 """The functions in which a run is in a phase. Outside of all of them, it is where it began, "start"; from the first
 rollout on "between updates"; and from the first function of "end" on there."""

@@ -29,6 +29,7 @@ from cohort.rollout.budget import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
 from cohort.runs import RunFolder
+from cohort.runs.lock import is_written
 from cohort.runs.saving import COPY_SHARE
 from cohort.runs.tensors import own
 from cohort.train import TrainerParts
@@ -237,11 +238,26 @@ def folder(run: Run) -> list[Finding]:
     try:
         RunFolder(path).check_free()
     except RunFolderError as error:
+        if _can_go_on(path):
+            check.warn(
+                f"{path} holds a run already, which 'cohort train' does not write over",
+                f"go on with it: 'cohort resume {path}', or --resume auto; or choose another run.output_dir",
+            )
+            return check.findings("")
         check.fail(str(error), "choose another run.output_dir, or go on with the run that is there")
         return check.findings("")
     if not os.access(existing_parent(path), os.W_OK):
         check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
+
+
+def _can_go_on(path: Path) -> bool:
+    """Whether a folder holds a run that no process writes."""
+    try:
+        RunFolder(path).check_is_run()
+    except RunFolderError:
+        return False
+    return not is_written(path)
 
 
 def existing_parent(path: Path) -> Path:

@@ -116,12 +116,14 @@ def differences(a: Run, b: Run) -> Iterator[Difference]:
 
 
 def only_in(a: Run, b: Run) -> list[str]:
-    """What the first run has and the second lacks."""
-    found = [f"metrics of step {step}" for step in a.steps if step not in b.metrics]
+    """What the first run has and the second lacks. Files of steps that the second has not made are left out."""
+    more = [step for step in a.steps if step not in b.metrics]
+    found = [f"step{'s' * (len(more) > 1)} {_spans(more)}"] if more else []
     for kind in ("rollouts", "evaluations"):
         mine, others = a.tables(kind), b.tables(kind)
-        found += [f"{kind}/{mine[key].name}" for key in sorted(mine) if key not in others]
-    found += [f"checkpoints/step-{step}" for step in sorted(a.checkpoints()) if step not in b.checkpoints()]
+        found += [f"{kind}/{mine[key].name}" for key in sorted(mine) if key not in others and key[0] not in more]
+    lacking = [step for step in sorted(a.checkpoints()) if step not in b.checkpoints() and step not in more]
+    found += [f"checkpoints/step-{step}" for step in lacking]
     return found + [name for name in ("best", "summary.json") if (a.path / name).exists() > (b.path / name).exists()]
 
 
@@ -135,8 +137,21 @@ def changed_facts(a: Run, b: Run) -> list[tuple[str, str]]:
     return _changed(a.facts(), b.facts())
 
 
+def _spans(steps: Sequence[int]) -> str:
+    """Steps in order as text.
+
+    >>> _spans([1, 2, 3, 5])
+    '1 to 3, 5'
+    """
+    ends = [step for step in steps if step + 1 not in steps]
+    begins = [step for step in steps if step - 1 not in steps]
+    return ", ".join(str(one) if one == last else f"{one} to {last}" for one, last in zip(begins, ends, strict=True))
+
+
 def _ends(a: Run, b: Run, step: int) -> Iterator[Difference]:
-    """The differences of the best models and of the summaries."""
+    """The differences of the best models and of the summaries: only of runs that have made the same steps."""
+    if a.steps[-1:] != b.steps[-1:]:
+        return
     best = (a.path / "best", b.path / "best")
     if all(path.exists() for path in best):
         records = [_table(path / "best.json") for path in best]
