@@ -141,9 +141,7 @@ def check_cut(cut: int, completions: int, limit: int, *, masked: bool, no_signal
     if share >= ALL_CUT and masked:
         check.fail(f"{found}, and objective.truncated 'mask' leaves them out: almost nothing is trained on", advice)
     elif share >= ALL_CUT and no_signal:
-        check.fail(
-            f"{found}, and their rewards do not differ: they end before an answer that could be rewarded", advice
-        )
+        check.fail(f"{found}, and their rewards do not differ: they end before an answer", advice)
     elif share >= MANY_CUT:
         check.warn(found, advice)
     return check.findings(found)

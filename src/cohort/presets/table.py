@@ -31,7 +31,7 @@ def preset(name: str) -> Objective:
     versions = {str(row.version): row for row in TABLE if row.name == plain}
     if not versions:
         hint = did_you_mean(plain.lower().replace("-", "_"), PRESETS, most=3, cutoff=0.5)
-        raise ConfigError(f"unknown preset {plain!r}{hint or "; 'cohort objective' lists all"}")
+        raise ConfigError(f"unknown preset {plain!r}" + (hint or "; 'cohort objective' lists all"))
     if version and version not in versions:
         raise ConfigError(f"preset {plain} has version {', '.join(versions)}, not {version!r}")
     return versions[version] if version else PRESETS[plain]

@@ -48,10 +48,10 @@ def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Col
     folder.check_settings(config, allowed)
     saved = load_config(folder.path / "config.toml")
     steps = folder.checkpoint_steps()
-    if folder.has_summary and resume == "auto" and not _goes_further(saved, config, folder.read_summary()):
-        if not steps or folder.check_resumable(config, allowed) == steps[-1]:
-            folder.close()
-            return Beginning.COMPLETE
+    ended = folder.has_summary and resume == "auto" and not _goes_further(saved, config, folder.read_summary())
+    if ended and (not steps or folder.check_resumable(config, allowed) == steps[-1]):
+        folder.close()
+        return Beginning.COMPLETE
     if not steps:
         check_replaceable(folder.path)
     return Beginning.RESUMED if steps else Beginning.AGAIN
