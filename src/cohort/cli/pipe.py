@@ -48,7 +48,7 @@ def output_outlasted() -> Iterator[None]:
     if before is None:  # Python was started without one
         yield
         return
-    sys.stdout = _Outlasting(before)  # type: ignore[assignment]
+    sys.stdout = _Outlasting(before)
     try:
         yield
     finally:

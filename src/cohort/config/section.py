@@ -123,8 +123,8 @@ def suggestion(name: str, schema: type[BaseModel], prefix: str = "") -> str:
         return f": {foreign_names()[key]}"
     if key in paths:  # the right name in the wrong section, or in none
         return f"; did you mean {prefix}{paths[key]}?"
-    if close := did_you_mean(name, paths.values(), form=f"{prefix}{{}}", cutoff=0.75):
-        return close
+    if hint := did_you_mean(name, paths.values(), form=f"{prefix}{{}}", cutoff=0.75):
+        return hint
     if close := difflib.get_close_matches(key, paths, n=1):
         return f"; did you mean {prefix}{paths[close[0]]}?"
     return "; 'cohort config' lists all settings"
