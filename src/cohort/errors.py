@@ -11,6 +11,7 @@
     │   └── DiskError        files could not be written                                (also OSError)
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
+    ├── CallbackError        a callback raised                                         (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     ├── StepError            memory ran out halfway through an optimizer step          (also RuntimeError)
     └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
@@ -75,6 +76,10 @@ class PolicyMismatchError(CohortError, RuntimeError):
     """The sampler and the trainer give different log-probabilities to the same tokens under the same weights."""
 
 
+class CallbackError(CohortError, RuntimeError):
+    """A callback raised. The run ends with a checkpoint."""
+
+
 class RankError(CohortError, RuntimeError):
     """Another rank of the run has ended or does not answer."""
 
@@ -85,6 +90,10 @@ class NonFiniteError(CohortError, FloatingPointError):
 
 class StepError(CohortError, RuntimeError):
     """An optimizer step ended halfway: some weights are stepped and others not. Nothing of them is written."""
+
+
+FIXABLE = (RewardError, EpisodeError, DataError, ConfigError, EngineError, ModelError, CallbackError)
+"""Errors that end a run with a checkpoint: once their cause is fixed, the run can go on."""
 
 
 class Stopped(SystemExit):

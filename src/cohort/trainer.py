@@ -5,32 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cohort.callbacks import Callbacks
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
 from cohort.doctor import check_names, problem_lines
 from cohort.environments import Acting
-from cohort.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    EpisodeError,
-    ModelError,
-    NonFiniteError,
-    RewardError,
-    RunFolderError,
-)
+from cohort.errors import FIXABLE, CallbackError, DataError, NonFiniteError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.policy.device import use_deterministic_algorithms
-from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
+from cohort.report.console.describe import announce, describe_run
+from cohort.report.console.display import StepDisplay
+from cohort.report.console.lines import best_lines, evaluation_line
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_model, set_seed
@@ -63,6 +57,8 @@ class GRPOTrainer:
             plain or ``async``, or names.
         environment_factory: a class or function that makes the environment of each completion, or a dict of several by
             name, of which a row's column ``environment`` chooses one. None: ``environment.factory``.
+        callbacks: objects with any of ``on_start``, ``on_rollout``, ``on_step``, ``on_evaluate``, ``on_save`` and
+            ``on_end``. See ``cohort.callbacks``.
 
     Raises:
         CohortError: something is wrong that can be known before training. Checks run from cheap to expensive: data,
@@ -82,6 +78,7 @@ class GRPOTrainer:
         processing_class: Any = None,
         tools: Any = None,
         environment_factory: Any = None,
+        callbacks: Sequence[Any] = (),
     ) -> None:
         self.started = time.perf_counter()
         """Start, for the summary, by the clock that never goes back. The command line sets it to its own start."""
@@ -98,6 +95,7 @@ class GRPOTrainer:
         self._requests = Requests()
         self.args = config = checked_settings(args)
         check_names(config.report.skip_checks)
+        self._callbacks = Callbacks(self, callbacks)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
@@ -198,10 +196,9 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
             Stopped: a signal came, or ``stop`` was called; a checkpoint is written.
         """
-        groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            shown = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
+            shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
             with contextlib.closing(steps), shown as display, self._how_to_go_on_told():
                 for metrics in steps:
                     display.show(metrics)
@@ -234,12 +231,13 @@ class GRPOTrainer:
             self._parts = parts = self.make_parts()
             goes_on = beginning is Beginning.RESUMED
             first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder, beginning)
-            on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
+            on_main(
+                self.world, lambda: folder.record_start(self.started_by, first_step, self.schedule.steps, self._facts)
+            )
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {"steps": first_step, "updates": self.policy.version, "output_dir": str(folder.path)}
-        self.summary["completions"] = parts.cursor.position * self.args.rollout.num_generations
-        return closing(folder, self._steps(folder, parts, first_step))
+        self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}
+        return closing(folder, self._callbacks.told_of_end(self._steps(folder, parts, first_step)))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""
@@ -261,14 +259,18 @@ class GRPOTrainer:
             facts=self._facts,
             layout=self.layout,
             requests=self._requests,
+            rollout_scored=self._callbacks.rollout,
+            evaluated=self._callbacks.evaluation,
         )
 
-    def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Iterator[dict[str, Any]]:
+    def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Generator[dict[str, Any]]:
         try:
+            self._callbacks.start(first_step, self._facts)
             if before := self._evaluation_before(folder, parts, first_step):
                 self.summary["eval_before"] = before
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self._record(metrics, parts.cursor)
+                self._record(metrics, parts)
+                self._callbacks.step(metrics)
                 yield metrics
         except CancelledError:  # a rollout or an evaluation, because the run is to stop
             parts.keep_unfinished()
@@ -277,12 +279,13 @@ class GRPOTrainer:
         except NonFiniteError as error:  # the weights may be what is not finite: nothing is written of them
             error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
             raise
-        except (RewardError, EpisodeError, DataError, ConfigError, EngineError, ModelError) as error:
+        except FIXABLE as error:
             parts.keep_unfinished()
             parts.abandon_pending()
             save_instant(parts, folder, wait=True)
             hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
-            error.args = (f"{error}; in step {self.summary['steps'] + 1}; {hint}",)
+            where = "" if isinstance(error, CallbackError) else f"in step {self.summary['steps'] + 1}; "
+            error.args = (f"{error}; {where}{hint}",)
             raise
         finally:
             parts.abandon_pending()
@@ -298,12 +301,10 @@ class GRPOTrainer:
         self.summary["seconds"] = round(time.perf_counter() - self.started, 2)
         on_main(self.world, lambda: folder.write_summary(self.summary))
 
-    def _record(self, metrics: dict[str, Any], cursor: DataCursor) -> None:
+    def _record(self, metrics: dict[str, Any], parts: TrainerParts) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
-        self.summary["steps"] = metrics["step"]
-        self.summary["updates"] = self.policy.version
-        self.summary["completions"] = cursor.position * self.args.rollout.num_generations
+        self.summary |= parts.counts(self.args.rollout.num_generations)
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 
@@ -374,9 +375,7 @@ class GRPOTrainer:
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
             note = " (it has no checkpoint: the run starts again)" if again else ""
-            announce(self.describe(), f"run folder: {folder.path}{note}")
-            if missing := ", ".join(f"{name} ({what})" for name, what in self.started_by.missing.items()):
-                announce(f"without a name in the run folder, so to be given again to resume: {missing}")
+            announce(self.describe(), f"run folder: {folder.path}{note}", *self.started_by.to_give_again())
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:

@@ -37,7 +37,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from cohort import trainer
 from cohort.cli import main as cohort
-from cohort.report.compare import Run, changed_settings, differences, only_in
+from cohort.report.compare import changed_settings, differences, only_in, read_whole
 from cohort.runs.durable import check_whole
 from cohort.train.memory import TokenBudget
 from tests.faults.killer import PHASES, Killer
@@ -251,7 +251,7 @@ def problems(reference: Path, folder: Path, strict: bool) -> list[str]:
         folder: that of the other.
         strict: False allows more checkpoints, as a signal writes one.
     """
-    a, b = Run.read(reference), Run.read(folder)
+    a, b = read_whole(reference), read_whole(folder)
     found = [str(one) for one in differences(a, b)]
     found += [f"setting {key}: {values}" for key, values in changed_settings(a, b)]
     found += [f"lacks {name}" for name in only_in(a, b)]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from cohort.cli import main
 from cohort.errors import RunFolderError
-from cohort.report.compare import Run, changed_facts, changed_settings, differences, only_in
+from cohort.report.compare import changed_facts, changed_settings, differences, only_in, read_whole
 from tests.train.harness import ROWS, make_trainer
 
 
@@ -27,12 +27,12 @@ def trained(demo_tokenizer, tmp_path_factory):
 @pytest.fixture
 def pair(trained, tmp_path):
     """The run and a copy of it."""
-    return Run.read(trained), Run.read(shutil.copytree(trained, tmp_path / "copy"))
+    return read_whole(trained), read_whole(shutil.copytree(trained, tmp_path / "copy"))
 
 
 def again(pair):
     """The differences, after the copy was changed."""
-    return list(differences(pair[0], Run.read(pair[1].path)))
+    return list(differences(pair[0], read_whole(pair[1].path)))
 
 
 def change_table(path, column, row, change):
@@ -113,10 +113,10 @@ def test_the_state_beside_the_weights(pair):
 def test_nan_equals_nan_and_zero_differs_from_minus_zero(pair):
     for run in pair:
         change_metrics(run, 1, entropy=float("nan"))
-    assert list(differences(*map(Run.read, (run.path for run in pair)))) == []
+    assert list(differences(*map(read_whole, (run.path for run in pair)))) == []
     change_metrics(pair[0], 1, entropy=0.0)
     change_metrics(pair[1], 1, entropy=-0.0)
-    (found,) = differences(*map(Run.read, (run.path for run in pair)))
+    (found,) = differences(*map(read_whole, (run.path for run in pair)))
     assert found.detail == "0.0 and -0.0"
 
 
@@ -158,8 +158,8 @@ def test_runs_of_different_length(pair, capsys):
 )
 def test_metrics_that_are_none(pair, text):
     (pair[1].path / "metrics.jsonl").write_text(text)
-    with pytest.raises(RunFolderError, match="line [12]: expected the metrics of a step"):
-        Run.read(pair[1].path)
+    with pytest.raises(RunFolderError, match=r"is damaged: metrics.jsonl, line [12]: "):
+        read_whole(pair[1].path)
 
 
 def test_a_line_that_is_being_written(pair):
@@ -172,13 +172,13 @@ def test_a_line_that_is_being_written(pair):
 @pytest.mark.parametrize("name", ["best/best.json", "summary.json", "checkpoints/step-1/state/loop.json"])
 def test_files_that_are_no_tables(pair, name, text):
     (pair[1].path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(RunFolderError, match="cannot read .*json"):
+    with pytest.raises(RunFolderError, match="cannot read .*json|json cannot be read"):
         again(pair)
 
 
 def test_no_run_folder(pair, tmp_path):
-    with pytest.raises(RunFolderError, match="is not a run folder: it has no config.toml"):
-        Run.read(tmp_path)
+    with pytest.raises(RunFolderError, match="is not a run folder: it has none of config.toml"):
+        read_whole(tmp_path)
     (pair[1].path / "rollouts" / "step-1.parquet").write_bytes(b"PAR1")
     with pytest.raises(RunFolderError, match="cannot read .*step-1.parquet"):
         again(pair)

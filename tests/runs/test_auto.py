@@ -102,7 +102,7 @@ def test_a_run_whose_checkpoints_were_removed(tmp_path, caplog):
     """It had one if a process went on from it. Else its steps are named that are made again."""
     (tmp_path / "config.toml").write_text(to_toml(GRPOConfig(output_dir=str(tmp_path))))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
-    starts = [json.dumps(Start().line(step, {})) for step in (0, 2, 0)]
+    starts = [json.dumps(Start().line(step, 9, {})) for step in (0, 2, 0)]
     (tmp_path / "starts.jsonl").write_text("\n".join(starts) + '\n{"step"')
     with pytest.raises(RunFolderError, match=r"no checkpoint to go on from.*starts.jsonl \(it went on from step 2\)"):
         clear(tmp_path)

@@ -28,10 +28,12 @@ SETTINGS = {
 }
 
 
-def make_trainer(tokenizer, output_dir, model=None, rewards=digits_reward, rows=ROWS, eval_rows=None, **settings):
+def make_trainer(
+    tokenizer, output_dir, model=None, rewards=digits_reward, rows=ROWS, eval_rows=None, callbacks=(), **settings
+):
     config = GRPOConfig(**SETTINGS | {"output_dir": output_dir and str(output_dir), **settings})
     model = model if model is not None else tiny_llama(vocab_size=len(tokenizer))
-    return GRPOTrainer(model, rewards, config, rows, eval_rows, processing_class=tokenizer)
+    return GRPOTrainer(model, rewards, config, rows, eval_rows, processing_class=tokenizer, callbacks=callbacks)
 
 
 def shift_sampler_logps(monkeypatch, shift):

@@ -23,17 +23,16 @@ def diff(run_a: str, run_b: str, /) -> int:
         run_a: A run folder.
         run_b: Another run folder.
     """
-    from cohort.report.compare import Run, changed_facts, changed_settings, differences, only_in
+    from cohort.report.compare import changed_facts, changed_settings, differences, last_step, only_in, read_whole
 
-    a, b = Run.read(run_a), Run.read(run_b)
+    a, b = read_whole(run_a), read_whole(run_b)
     for title, changed in (("settings", changed_settings(a, b)), ("data and versions", changed_facts(a, b))):
         if changed:
             print(f"{title} that differ:", *(f"  {key}: {values}" for key, values in changed), sep="\n")
     found = differences(a, b)
     first = next(found, None)
     if first is None:
-        last = max(set(a.steps) & set(b.steps), default=0)
-        print(f"no difference in what both runs have, up to step {last}")
+        print(f"no difference in what both runs have, up to step {last_step(a, b)}")
     else:
         print(f"the runs part in step {first.step}, {first.quantity}: {first.detail}")
         later = [one for one in islice(found, SHOWN) if one.step == first.step]

@@ -71,7 +71,7 @@ def run_training(
             f"{' since it was resumed' if checkpoint else ''}; run folder: {summary['output_dir']}"
         )
         if not summary["updates"]:
-            from cohort.report.console import why_no_gradient
+            from cohort.report.diagnosis import why_no_gradient
 
             print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
 

@@ -11,6 +11,7 @@ from cohort.config.load import (
     to_toml,
     with_settings,
 )
+from cohort.config.report import ReportConfig, ThresholdsConfig
 from cohort.config.schema import (
     EnvironmentConfig,
     EvalConfig,

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from cohort.config import schema
 from cohort.config.data import DataConfig
 from cohort.config.objective import ObjectiveConfig
+from cohort.config.report import ReportConfig
 from cohort.config.section import Section, explain_errors, setting_paths, suggestion
 from cohort.config.vllm import VLLMConfig
 from cohort.errors import ConfigError, DataError
@@ -46,7 +47,7 @@ class GRPOConfig(Section):
     eval: schema.EvalConfig = schema.EvalConfig()
     parallel: schema.ParallelConfig = schema.ParallelConfig()
     run: schema.RunConfig = schema.RunConfig()
-    report: schema.ReportConfig = schema.ReportConfig()
+    report: ReportConfig = ReportConfig()
 
     def __init__(self, **settings: Any) -> None:
         with explain_errors(type(self)):

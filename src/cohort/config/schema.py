@@ -378,23 +378,3 @@ class RunConfig(Section):
     stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
     """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to finish the optimizer step and write a checkpoint. Then
     the process ends without one. 0: no limit."""
-
-
-class ReportConfig(Section):
-    """Output and diagnostics."""
-
-    progress: bool = True
-    """Print a description of the run at its start, progress and evaluations. Off: print nothing."""
-    log_completions: bool = True
-    """Write every completion with its tokens, log-probs, rewards and advantage to rollouts/step-N.parquet, and those of
-    evaluations to evaluations/."""
-    skip_checks: Strings = ()
-    """Checks to leave out, in `cohort doctor` and before a run, by their names, as in ["text"] (docs/doctor.md)."""
-    check_saved: bool = True
-    """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
-    trained ones."""
-    term_norms_steps: Count = 0
-    """Every this many steps, measure the gradient norm of each term (policy, KL, entropy) with a separate backward pass
-    over the first minibatch. 0: never."""
-    update_kl_completions: Count = 8
-    """Number of completions per step on which to measure how far the step moved the policy (update_kl). 0: off."""

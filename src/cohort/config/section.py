@@ -56,6 +56,15 @@ def setting_paths(schema: type[BaseModel]) -> dict[str, str]:
     return paths
 
 
+def _nested_paths(schema: type[BaseModel]) -> dict[str, str]:
+    """The settings of tables within sections, such as ``{"rank": "model.lora.rank"}``."""
+    sections = {name: subsection(field.annotation) for name, field in schema.model_fields.items()}
+    tables = {name: setting_paths(section) for name, section in sections.items() if section}
+    return {
+        key: f"{name}.{path}" for name, paths in tables.items() for key, path in paths.items() if path.count(".") == 1
+    }
+
+
 def read_text(path: str | Path) -> str:
     """A UTF-8 file's text, of at most ``MAX_TEXT`` bytes.
 
@@ -118,7 +127,7 @@ def _explanation(item: Any, schema: type[BaseModel], path: str) -> str:
 
 def suggestion(name: str, schema: type[BaseModel], prefix: str = "") -> str:
     """What follows "unknown setting NAME" in an error."""
-    key, paths = name.rpartition(".")[2], setting_paths(schema)
+    key, paths = name.rpartition(".")[2], _nested_paths(schema) | setting_paths(schema)
     if key in foreign_names():
         return f": {foreign_names()[key]}"
     if key in paths:  # the right name in the wrong section, or in none

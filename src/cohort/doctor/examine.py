@@ -15,6 +15,7 @@ from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check
 from cohort.doctor.trial import Trial, try_run
 from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.presets.parts import DynamicSampling
+from cohort.report import diagnosis
 from cohort.runs.output import output_folder
 from cohort.train.check import CACHED, MAX_SAMPLER_GAP, SERVED
 from cohort.types import FinishReason
@@ -35,14 +36,15 @@ ENDED_BY = {
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Check the names of checks to leave out.
+    """Check the names of checks to leave out, before a run or in its diagnosis.
 
     Raises:
         ConfigError: there is no such check.
     """
+    known = (*NAMES, *diagnosis.NAMES)
     for name in names:
-        if name not in NAMES:
-            raise ConfigError(f"there is no check {name!r}; there are: {', '.join(NAMES)}{did_you_mean(name, NAMES)}")
+        if name not in known:
+            raise ConfigError(f"there is no check {name!r}; there are: {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def refused(error: Exception) -> Finding:

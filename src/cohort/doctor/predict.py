@@ -46,7 +46,9 @@ def costs_of(run: Run, trial: Trial, rounds: float) -> tuple[Time, Disk]:
     )
     by_clock = int(time.step * steps / 60 / settings.save_minutes) if settings.save_minutes else 0
     exempt = steps // settings.keep_every if settings.keep_every else 0
-    completions = steps * per_step * rounds + evaluations * evaluated
+    report, all_groups = run.config.report, run.config.rollout.prompts_per_step * rounds
+    groups = min(report.store_groups or all_groups, all_groups)
+    stored = steps // report.store_steps * groups * run.config.rollout.num_generations + evaluations * evaluated
     weights = run.parts.policy.model.parameters()
     # The old best model stays until the new one is written.
     best = 2 * model if run.config.eval.metric_for_best_model else 0
@@ -56,7 +58,7 @@ def costs_of(run: Run, trial: Trial, rounds: float) -> tuple[Time, Disk]:
         checkpoint=checkpoint,
         kept=kept_of(time.checkpoints + by_clock, settings.save_total_limit, exempt),
         models=best + merged,
-        completions=int(per_completion * completions if run.config.report.log_completions else 0) + LINE * steps,
+        completions=int(per_completion * stored if report.log_completions else 0) + LINE * steps,
     )
 
 
@@ -65,8 +67,7 @@ def _sizes(run: Run, trial: Trial) -> tuple[int, int, float]:
     parts, model = run.parts, run.parts.policy.model
     with tempfile.TemporaryDirectory() as made:
         parts.tokenizer.save_pretrained(made)
-        completions = trial.rollout.completions
-        RunFolder(made).write_rollout(1, trial.rollout.sampled, trial.rollout.sampled_scores, [None] * len(completions))
+        RunFolder(made).write_rollout(1, trial.table)
         stored = sum(path.stat().st_size for path in Path(made, "rollouts").iterdir())
         tokenizer = sum(path.stat().st_size for path in Path(made).iterdir() if path.is_file())
     saved = adapter_weights(model) if has_adapters(model) else named_weights(model)
@@ -74,7 +75,7 @@ def _sizes(run: Run, trial: Trial) -> tuple[int, int, float]:
     state = sum(tensor.nbytes for tensor in parts.optimizer.state_dict()["tensors"].values())
     if (reference := parts.models.stored_reference) is not None:
         state += sum(tensor.nbytes for tensor in named_weights(reference.model).values())
-    return weights + state, weights, stored / len(completions)
+    return weights + state, weights, stored / trial.table.num_rows
 
 
 def _evaluations(run: Run) -> tuple[int, int]:

@@ -2,4 +2,4 @@
 
 from cohort.evaluation.best import Best
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
-from cohort.evaluation.statistics import Estimate
+from cohort.statistics import Estimate

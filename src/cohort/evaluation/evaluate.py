@@ -17,11 +17,11 @@ from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet
 from cohort.environments import Acting
 from cohort.errors import ConfigError
-from cohort.evaluation.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rewards.scores import Scores
 from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
 from cohort.runs import completion_columns, score_columns, seeded
+from cohort.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.types import FinishReason
 from cohort.watchdog import waiting
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from cohort.config import GRPOConfig, hide_secrets
 from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling, prefix
-from cohort.evaluation.statistics import Comparison, Estimate, compare
 from cohort.runs import as_json, write_atomically
+from cohort.statistics import Comparison, Estimate, compare
 
 Evaluations = Mapping[str, Evaluation]
 Comparisons = Mapping[str, Mapping[str, Comparison]]

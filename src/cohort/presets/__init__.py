@@ -3,4 +3,4 @@
 from cohort.presets.objective import Objective, choices, optional_parts, setting_names
 from cohort.presets.settings import nested, with_flags
 from cohort.presets.table import PRESETS, TABLE, preset
-from cohort.presets.text import describe
+from cohort.presets.text import changes_between, describe

@@ -42,10 +42,18 @@ def describe(objective: Objective) -> str:
 
 def changes_from_preset(objective: Objective) -> list[str]:
     """The parts that differ from the row of the table that the objective is named after."""
-    before, changed = _row(objective).settings(), []
-    for name, value in objective.settings().items():
-        was = before[name]
-        if value == was or (name == "aggregation_length" and was is None):  # follows from the rollout's limit
+    row = _row(objective)
+    if row.aggregation_length is None:  # it follows from the rollout's limit
+        row = row.model_copy(update={"aggregation_length": objective.aggregation_length})
+    return changes_between(row, objective)
+
+
+def changes_between(before: Objective, after: Objective) -> list[str]:
+    """The parts in which two objectives differ: "beta 0 -> 0.1", "trust_region.high 1.2 -> 1.28"."""
+    changed = []
+    for name, value in after.settings().items():
+        was = getattr(before, name)
+        if value == was:
             continue
         if isinstance(value, Part) and isinstance(was, Part) and value.rule == was.rule:
             old, new = was.numbers(), value.numbers()

@@ -7,7 +7,6 @@ updates, the evaluation, the weights and states after it. Times are left out.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
+from cohort.report.history import RunHistory, flat
 from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
 from cohort.runs.tensors import read_tensors
 
@@ -46,66 +46,36 @@ class Difference:
         return f"step {self.step}, {self.quantity}: {self.detail}"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a run folder holds.
+def read_whole(path: str | Path) -> RunHistory:
+    """The run in a folder, none of whose files is damaged.
 
     Raises:
         RunFolderError: it is not a run folder, or a file of it cannot be read.
     """
-
-    path: Path
-    metrics: Mapping[int, Mapping[str, Any]]
-    """The lines of ``metrics.jsonl`` by step; of several lines of one step, the last."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Run:
-        """The run in a folder."""
-        path = Path(path).expanduser()
-        if not (path / "config.toml").is_file():
-            raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
-        return cls(path, _metrics(path / "metrics.jsonl"))
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps with metrics, in order."""
-        return sorted(self.metrics)
-
-    def tables(self, kind: str) -> dict[tuple[int, str], Path]:
-        """The tables of ``rollouts`` or ``evaluations``, by step and name of the set."""
-        return {_step_of(path): path for path in (self.path / kind).glob("step-*.parquet")}
-
-    def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints by step."""
-        paths = {path.name.removeprefix("step-"): path for path in (self.path / "checkpoints").glob("step-*")}
-        return {int(name): path for name, path in paths.items() if name.isdecimal()}
-
-    def settings(self) -> dict[str, Any]:
-        """The settings by ``section.key``."""
-        return dict(_flat(_parsed(self.path / "config.toml", tomllib.loads)))
-
-    def facts(self) -> dict[str, str]:
-        """What the newest checkpoint records besides the settings, such as the hash of the prompts."""
-        checkpoints = self.checkpoints()
-        return dict(saved_identity(checkpoints[max(checkpoints)])) if checkpoints else {}
+    run = RunHistory.read(path)
+    if run.damaged:
+        raise RunFolderError(f"{run.path} is damaged: {run.damaged[0]}")
+    if not run.settings:
+        raise RunFolderError(f"{run.path} is not a run folder: it has no config.toml")
+    return run
 
 
-def differences(a: Run, b: Run) -> Iterator[Difference]:
+def differences(a: RunHistory, b: RunHistory) -> Iterator[Difference]:
     """The differences of what both runs have, in the order in which it was computed. Checkpoints of an instant within a
     step are left out.
 
     Raises:
         RunFolderError: a file cannot be read.
     """
-    rollouts, evaluations = _common(a.tables("rollouts"), b.tables("rollouts")), _evaluations(a, b)
-    checkpoints = _common(a.checkpoints(), b.checkpoints())
+    rollouts, evaluations = _common(a.rollout_steps, b.rollout_steps), _common(a.evaluation_files, b.evaluation_files)
+    checkpoints = _common(a.checkpoints, b.checkpoints)
     checkpoints = {step: pair for step, pair in checkpoints.items() if not any(map(_within_a_step, pair))}
-    steps = {*_common(a.metrics, b.metrics), *(step for step, _ in (*rollouts, *evaluations)), *checkpoints}
+    metrics = _common(_by_step(a), _by_step(b))
+    steps = {*metrics, *rollouts, *(step for step, _ in evaluations), *checkpoints}
     for step in sorted(steps):
-        for key in [key for key in rollouts if key[0] == step]:
-            yield from _tables(step, "rollout", rollouts[key])
-        metrics = tuple(_timeless(run.metrics[step]) for run in (a, b) if step in run.metrics)
-        changed = _changed(*metrics) if len(metrics) == 2 else []
+        if step in rollouts:
+            yield from _tables(step, "rollout", rollouts[step])
+        changed = _changed(*map(_timeless, metrics[step])) if step in metrics else []
         yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if not _is(key, EVALUATED))
         for key in [key for key in evaluations if key[0] == step]:
             yield from _tables(step, f"evaluation{key[1] and ' of ' + key[1]}", evaluations[key])
@@ -115,26 +85,30 @@ def differences(a: Run, b: Run) -> Iterator[Difference]:
     yield from _ends(a, b, max(steps, default=0))
 
 
-def only_in(a: Run, b: Run) -> list[str]:
+def only_in(a: RunHistory, b: RunHistory) -> list[str]:
     """What the first run has and the second lacks. Files of steps that the second has not made are left out."""
-    more = [step for step in a.steps if step not in b.metrics]
+    made, others = _by_step(b), _tables_of(b)
+    more = [step for step in sorted(_by_step(a)) if step not in made]
     found = [f"step{'s' * (len(more) > 1)} {_spans(more)}"] if more else []
-    for kind in ("rollouts", "evaluations"):
-        mine, others = a.tables(kind), b.tables(kind)
-        found += [f"{kind}/{mine[key].name}" for key in sorted(mine) if key not in others and key[0] not in more]
-    lacking = [step for step in sorted(a.checkpoints()) if step not in b.checkpoints() and step not in more]
-    found += [f"checkpoints/step-{step}" for step in lacking]
+    found += [name for name, step in _tables_of(a).items() if name not in others and step not in more]
+    found += [f"checkpoints/step-{step}" for step in a.checkpoints if step not in b.checkpoints and step not in more]
     return found + [name for name in ("best", "summary.json") if (a.path / name).exists() > (b.path / name).exists()]
 
 
-def changed_settings(a: Run, b: Run) -> list[tuple[str, str]]:
+def changed_settings(a: RunHistory, b: RunHistory) -> list[tuple[str, str]]:
     """Settings that differ, with both values."""
-    return [(key, text) for key, text in _changed(a.settings(), b.settings()) if not key.endswith(OF_THE_PLACE)]
+    changed = _changed(a.flat_settings(), b.flat_settings())
+    return [(key, text) for key, text in changed if not key.endswith(OF_THE_PLACE)]
 
 
-def changed_facts(a: Run, b: Run) -> list[tuple[str, str]]:
+def changed_facts(a: RunHistory, b: RunHistory) -> list[tuple[str, str]]:
     """Recorded facts about data, functions and versions that differ, with both values."""
-    return _changed(a.facts(), b.facts())
+    return _changed(_facts(a), _facts(b))
+
+
+def last_step(a: RunHistory, b: RunHistory) -> int:
+    """The last step with metrics in both runs; 0 without any."""
+    return max(_common(_by_step(a), _by_step(b)), default=0)
 
 
 def _spans(steps: Sequence[int]) -> str:
@@ -148,9 +122,9 @@ def _spans(steps: Sequence[int]) -> str:
     return ", ".join(str(one) if one == last else f"{one} to {last}" for one, last in zip(begins, ends, strict=True))
 
 
-def _ends(a: Run, b: Run, step: int) -> Iterator[Difference]:
+def _ends(a: RunHistory, b: RunHistory, step: int) -> Iterator[Difference]:
     """The differences of the best models and of the summaries: only of runs that have made the same steps."""
-    if a.steps[-1:] != b.steps[-1:]:
+    if max(_by_step(a), default=0) != max(_by_step(b), default=0):
         return
     best = (a.path / "best", b.path / "best")
     if all(path.exists() for path in best):
@@ -164,17 +138,20 @@ def _ends(a: Run, b: Run, step: int) -> Iterator[Difference]:
         yield from (Difference(step, f"summary: {key}", text) for key, text in _changed(*pair))
 
 
-def _metrics(path: Path) -> dict[int, dict[str, Any]]:
-    lines = _parsed(path, str.splitlines) if path.exists() else []
-    found: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            metrics = dict(json.loads(line))
-            found[int(metrics["step"])] = metrics
-        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-            if number < len(lines):  # a run that is being written, or was killed, may end within a line
-                raise RunFolderError(f"{path}, line {number}: expected the metrics of a step") from None
-    return found
+def _tables_of(run: RunHistory) -> dict[str, int]:
+    """The steps of the tables, by name."""
+    evaluations = ((path, step) for (step, _), path in run.evaluation_files.items())
+    files = [*((path, step) for step, path in run.rollout_steps.items()), *evaluations]
+    return {str(path.relative_to(run.path)): step for path, step in files}
+
+
+def _facts(run: RunHistory) -> dict[str, str]:
+    """What the newest checkpoint records besides the settings, such as the hash of the prompts."""
+    return dict(saved_identity(run.checkpoints[max(run.checkpoints)])) if run.checkpoints else {}
+
+
+def _by_step(run: RunHistory) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in run.metrics}
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
@@ -198,26 +175,8 @@ def _without_times(tree: Any) -> Any:
     return [_without_times(one) for one in tree] if isinstance(tree, list) else tree
 
 
-def _step_of(path: Path) -> tuple[int, str]:
-    """Step and set of ``step-N-SET.parquet``."""
-    number, _, name = path.stem.removeprefix("step-").partition("-")
-    return (int(number) if number.isdecimal() else -1, name)
-
-
-def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{name}{key}.")
-        else:
-            yield f"{name}{key}", value
-
-
 def _common(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
     return {key: (value, b[key]) for key, value in a.items() if key in b}
-
-
-def _evaluations(a: Run, b: Run) -> dict[tuple[int, str], tuple[Path, Path]]:
-    return _common(a.tables("evaluations"), b.tables("evaluations"))
 
 
 def _is(name: str, beginnings: tuple[str, ...]) -> bool:
@@ -260,7 +219,7 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
     if a.num_rows != b.num_rows:
         yield Difference(step, f"{what}: rows", f"{a.num_rows} and {b.num_rows}")
         return
-    for name in dict.fromkeys([*a.column_names, *b.column_names]):
+    for name in dict.fromkeys(name for name in [*a.column_names, *b.column_names] if not _is(name, OF_THE_CLOCK)):
         if name not in a.column_names or name not in b.column_names:
             yield Difference(step, f"{what}: {name}", "only one run has this column")
         elif not _same_column(a.select([name]), b.select([name])):
@@ -271,6 +230,10 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
                 where = f"completion {rows[0]}" + (f" (group {groups[rows[0]]})" if groups else "")
                 text = _first_place(columns[0][rows[0]], columns[1][rows[0]])
                 yield Difference(step, f"{what}: {name}", f"{where}{text}; {len(rows)} of {a.num_rows} rows")
+    metadata = [
+        {key.decode("utf-8", "replace"): value for key, value in (one.schema.metadata or {}).items()} for one in (a, b)
+    ]
+    yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*metadata))
 
 
 def _same_column(a: Any, b: Any) -> bool:
@@ -296,7 +259,7 @@ def _within_a_step(checkpoint: Path) -> bool:
     state = checkpoint / "state"
     if _table(checkpoint / LOOP).get("metrics") is not None or (state / f"{UPDATES}.json").exists():
         return True
-    facts = [dict(_flat(_table(path))) for path in state.glob(f"{ROLLOUT}*.json")]
+    facts = [dict(flat(_table(path))) for path in state.glob(f"{ROLLOUT}*.json")]
     return any("facts.samples" in one or not one.get("facts.in_background", True) for one in facts)
 
 
@@ -313,7 +276,7 @@ def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Differ
         pair = [_table(folder / LOOP) for folder in folders]
         for loop in pair:
             loop.pop("identity", None)  # facts, which ``changed_facts`` compares
-        yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(_flat, pair))))
+        yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(flat, pair))))
     yield from _pending(step, what, folders)
 
 

@@ -53,6 +53,8 @@ class Scores:
     """Counters by metric name: seconds in calls, completions that a function failed on, timeouts."""
     logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Numbers that functions logged, by name: one for each call."""
+    seconds: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """By function, the duration of the call that scored each completion. None: no call."""
 
     def select(self, sequences: Sequence[int]) -> Scores:
         """The scores of some completions. ``token_rewards_N`` stays as it is; ``Rollout.used_scores`` selects it."""
@@ -63,6 +65,7 @@ class Scores:
             by_function_SK=self.by_function_SK[chosen],
             extras={name: [column[s] for s in chosen] for name, column in self.extras.items()},
             errors={index: self.errors[s] for index, s in enumerate(chosen) if s in self.errors},
+            seconds={name: [column[s] for s in chosen] for name, column in self.seconds.items()},
         )
 
     def __add__(self, other: Scores) -> Scores:
@@ -90,6 +93,9 @@ class Scores:
             logged={
                 name: [*self.logged.get(name, ()), *other.logged.get(name, ())]
                 for name in dict.fromkeys([*self.logged, *other.logged])
+            },
+            seconds={
+                name: [*self.seconds[name], *other.seconds[name]] for name in self.seconds if name in other.seconds
             },
         )
 
@@ -139,9 +145,11 @@ def combine(
     extras: dict[str, list[Any]] = {}
     logged: dict[str, list[float]] = {}
     counts: defaultdict[str, float] = defaultdict(int)
+    seconds: dict[str, list[float | None]] = {function.name: [None] * len(completions) for function in functions}
     for task in tasks:
         name, sequences = task.function.name, [index[position] for position in task.positions]
         for s, value in zip(sequences, task.values, strict=True):
+            seconds[name][s] = task.call.seconds
             if isinstance(value, CallFailed):
                 errors.setdefault(s, f"{name}: {value.details}")
             else:
@@ -172,6 +180,7 @@ def combine(
         errors=errors,
         counts=counts,
         logged=logged,
+        seconds=seconds,
     )
 
 

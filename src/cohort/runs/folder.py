@@ -4,7 +4,7 @@ config.toml              the settings as resolved
 objective.txt            the objective's formula with its numbers, and its coefficients as a table
 metrics.jsonl            one line per step
 first_prompt.txt         the first prompt as the model reads it, special tokens shown
-rollouts/step-N.parquet  every completion of step N
+rollouts/step-N.parquet  every completion of step N, with what the updates saw of each token (docs/store.md)
 evaluations/step-N.parquet  completions of the evaluation after step N (0: before the first); -NAME for a named set
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 merged/                  the model with its adapters merged, with model.lora.save_merged
@@ -21,33 +21,30 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
+from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
-from cohort.rewards.scores import Scores
 from cohort.runs import durable
 from cohort.runs.anew import clear
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
 from cohort.runs.lines import append_line, as_json
-from cohort.runs.lock import LOCK, Lock
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start
-from cohort.runs.tables import advantage_columns, completion_columns, score_columns, write_table
+from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
-from cohort.types import Group
 from cohort.watchdog import waiting
 
 log = logging.getLogger("cohort.runs")
@@ -70,6 +67,7 @@ class RunFolder:
         self._started = False
         self._saved = time.monotonic()
         self._missed = False
+        self.saved: deque[tuple[int, Path]] = deque()  # models that were written, with their step; callbacks take them
 
     @classmethod
     def next_free(cls, name: str) -> RunFolder:
@@ -229,11 +227,10 @@ class RunFolder:
                 found[line["step"]] = evaluated
         return found
 
-    def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
-        """Append a line to ``starts.jsonl``."""
-        self._write(
-            "record of the start", step, partial(append_line, self.path / STARTS, as_json(start.line(step, facts)))
-        )
+    def record_start(self, start: Start, step: int, steps: int, facts: Mapping[str, str]) -> None:
+        """Append a line to ``starts.jsonl``: of a start after ``step`` of the run's ``steps``."""
+        line = as_json(start.line(step, steps, facts))
+        self._write("record of the start", step, partial(append_line, self.path / STARTS, line))
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``.
@@ -266,27 +263,16 @@ class RunFolder:
         self._write("summary", summary.get("steps", 0), write)
         self._writer.settle()
 
-    def write_rollout(
-        self, step: int, groups: Sequence[Group], scores: Scores, advantages: Sequence[Sequence[float] | None]
-    ) -> None:
-        """Write every completion of a step as a row of a Parquet file.
-
-        Args:
-            step: the step.
-            groups: all sampled groups.
-            scores: their scores.
-            advantages: of each completion, the advantages of its tokens; None if no update used it.
-        """
-        columns = completion_columns(groups) | score_columns(scores) | advantage_columns(advantages)
-        self._write_table("completions", step, columns, self.path / "rollouts" / f"step-{step}.parquet")
+    def write_rollout(self, step: int, table: Any) -> None:
+        """Write the completions of a step."""
+        self._write_table("completions", step, table, self.path / "rollouts" / f"step-{step}.parquet")
 
     def write_evaluation(self, step: int, name: str, table: Any) -> None:
         """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
         file = f"step-{step}{name and '-' + name}.parquet"
         self._write_table("evaluations", step, table, self.path / "evaluations" / file)
 
-    def _write_table(self, kind: str, step: int, columns: Any, file: Path) -> None:
-        table = pyarrow.table(columns) if isinstance(columns, dict) else columns
+    def _write_table(self, kind: str, step: int, table: Any, file: Path) -> None:
         self._write(kind, step, partial(write_table, table, file), table.nbytes)
 
     def _write(self, kind: str, step: int, function: Callable[[], None], num_bytes: int = 0) -> bool:
@@ -383,6 +369,7 @@ class RunFolder:
 
     def _replace(self, target: Path, content: Content, world: World) -> None:
         replace(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
+        self.saved.append((content.step, target))
 
     def close(self) -> None:
         """Wait for what is being written, try once more what failed, and unlock the folder."""

@@ -54,6 +54,21 @@ def set_seed(seed: int) -> None:
 
 
 @contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the state of all generators after the block."""
+    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators inside the block, and restore their state afterwards."""
     before = random_state()

@@ -48,6 +48,7 @@ from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, place_after, trainer_state
 from cohort.train.stop import save_instant, stop_point
+from cohort.train.store import store_step
 from cohort.train.term_norms import term_norms
 from cohort.train.update import NonFinite, update
 from cohort.types import TokenBatch
@@ -87,6 +88,7 @@ def run(
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):
             batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule, updates))
+        parts.rollout_scored(step + 1, rollout, batch)
         minibatches = split_minibatches(batch, config.objective.minibatches)
 
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
@@ -118,9 +120,7 @@ def run(
         adaptive.after_step(objective, updates.results, batch.num_sequences)
         move_reference(parts, config, updates.version_before)
         complete_step(parts, schedule, current, metrics)
-        if config.report.log_completions:
-            sampled = rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)
-            on_main(parts.world, partial(folder.write_rollout, step + 1, *sampled))
+        on_main(parts.world, partial(store_step, folder, config, context, step + 1, rollout, batch, updates))
         yield finish_step(parts, schedule, config, folder)
 
 
@@ -234,6 +234,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         metrics |= evaluation.metrics(name)
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
+    parts.evaluated(step, evaluations, metrics)
     is_saved = parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
     if is_saved and config.report.check_saved:
         together(parts.world, partial(check_saved, parts.policy, folder.best))

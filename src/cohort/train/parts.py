@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from cohort.data import DataCursor, PromptLoader
-from cohort.evaluation import Best, Evaluator
+from cohort.evaluation import Best, Evaluation, Evaluator
 from cohort.objective import Objective
 from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
@@ -21,8 +22,14 @@ from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
 from cohort.train.progress import Updates
 from cohort.train.requests import Requests
+from cohort.train.rollout import Rollout
 from cohort.train.unfinished import Unfinished
 from cohort.train.update import NonFinite, UpdateResult
+from cohort.types import TokenBatch
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -52,6 +59,10 @@ class TrainerParts:
     """The ranks, and how they hold the policy."""
     requests: Requests = field(default_factory=Requests)
     """Whether the run is to stop, or to write a checkpoint."""
+    rollout_scored: Callable[[int, Rollout, TokenBatch], None] = _nothing
+    """Told of each step's rollout before its updates: the step, counted from 1, rollout, and tokens with advantages."""
+    evaluated: Callable[[int, Mapping[str, Evaluation], Mapping[str, Any]], None] = _nothing
+    """Told of each evaluation: complete steps, the evaluations by set, and their metrics."""
 
     # Where the run is: what a checkpoint of any instant holds besides models, optimizer and ``adaptive``.
 
@@ -102,6 +113,11 @@ class TrainerParts:
         if self.unfinished:
             return f"{step}, while it was sampled or scored"
         return f"{step}, before its updates" if self.current else f"after step {self.complete_steps}"
+
+    def counts(self, num_generations: int) -> dict[str, int]:
+        """Complete steps, updates and completions so far, for the summary."""
+        completions = self.cursor.position * num_generations
+        return {"steps": self.complete_steps, "updates": self.policy.version, "completions": completions}
 
     def saved_state(self) -> SavedState:
         """Everything that a checkpoint stores besides the models. Waits for pending rollouts. Every rank must call."""

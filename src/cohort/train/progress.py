@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cohort.objective import TokenStatistics
 from cohort.train.layout import Part
+from cohort.train.seen import Seen, bits_of, of_bits
 from cohort.train.update import NonFinite, UpdateResult
 from cohort.types import TokenBatch
 
@@ -23,13 +24,20 @@ class Updates:
     version_before: int
     """``Policy.version`` before the first of them."""
     results: list[UpdateResult] = field(default_factory=list)
-    num_nonfinite: int = 0
-    """Updates that were skipped."""
+    skipped: list[int] = field(default_factory=list)
+    """Numbers, from 0, of those that were skipped because a value was not finite."""
     old_logps_N: Tensor | None = None
     """Of the batch, with the weights before the first update."""
     ref_logps_N: Tensor | None = None
     term_norms: dict[str, Any] = field(default_factory=dict)
     """Metrics that were measured before the first update."""
+    seen: Seen | None = None
+    """What the updates have seen of the batch; None before ``share``."""
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Number of updates that were skipped."""
+        return len(self.skipped)
 
     @property
     def done(self) -> int:
@@ -43,24 +51,28 @@ class Updates:
     def share(self, batch: TokenBatch) -> TokenBatch:
         """Remember what the updates share."""
         self.old_logps_N, self.ref_logps_N = batch.old_logps_N, batch.ref_logps_N
+        self.seen = self.seen or Seen.nothing(batch)
         return batch
 
     def ended(self, outcome: UpdateResult | NonFinite) -> None:
         """Count an update."""
         if isinstance(outcome, NonFinite):
-            self.num_nonfinite += 1
-        else:
-            self.results.append(outcome)
+            self.skipped.append(self.done)
+            return
+        if self.seen is not None and outcome.used is not None:
+            self.seen.add(self.done, outcome.used, len(outcome.logps_N))
+        self.results.append(replace(outcome, used=None))
 
     def to_store(self) -> dict[str, Any]:
         """Everything, in types that files hold."""
         return {
             "version_before": self.version_before,
             "results": [_plain(result) for result in self.results],
-            "num_nonfinite": self.num_nonfinite,
+            "skipped": self.skipped,
             "old_logps_N": _bits(self.old_logps_N),
             "ref_logps_N": _bits(self.ref_logps_N),
             "term_norms": self.term_norms,
+            "seen": self.seen and self.seen.to_store(),
         }
 
     @classmethod
@@ -69,6 +81,7 @@ class Updates:
         values = dict(stored)
         for name in ("old_logps_N", "ref_logps_N"):
             values[name] = _of_bits(values[name], device)
+        values["seen"] = values["seen"] and Seen.stored(values["seen"], device)
         values["results"] = [
             UpdateResult(
                 **{
@@ -83,17 +96,14 @@ class Updates:
 
 
 def _plain(result: UpdateResult) -> dict[str, Any]:
-    values = {one.name: getattr(result, one.name) for one in fields(result)}
+    values = {one.name: getattr(result, one.name) for one in fields(result) if one.name != "used"}
     statistics = {one.name: getattr(result.statistics, one.name) for one in fields(result.statistics)}
     return values | {"statistics": statistics, "logps_N": _bits(result.logps_N)}
 
 
 def _bits(values_N: Tensor | None) -> tuple[str, Tensor] | None:
-    """Name of the dtype and the bytes: files do not hold every dtype."""
-    if values_N is None:
-        return None
-    return str(values_N.dtype).removeprefix("torch."), values_N.detach().cpu().contiguous().view(torch.uint8)
+    return None if values_N is None else bits_of(values_N)
 
 
 def _of_bits(bits: tuple[str, Tensor] | None, device: torch.device) -> Tensor | None:
-    return None if bits is None else bits[1].view(getattr(torch, bits[0])).to(device)
+    return None if bits is None else of_bits(bits, device)

@@ -21,7 +21,7 @@ def term_norms(
     ``gradient/..._energy`` estimates. Costs a backward pass per term; the weights do not change. Empty if a value is
     not finite."""
     try:
-        flat = _term_gradients(context, batch, minibatch, entropy_coefficient)
+        flat = term_gradients(context, batch, minibatch, entropy_coefficient)
     except NonFiniteError:  # the update will say so
         return {}
     metrics = {f"gradient/{name}_norm": float(vector.norm()) for name, vector in flat.items()}
@@ -31,10 +31,15 @@ def term_norms(
     return metrics
 
 
-def _term_gradients(
+def term_gradients(
     context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float
 ) -> dict[str, Tensor]:
-    """Each term's gradient in all trained parameters, end to end. Each rank computes its share."""
+    """Each term's gradient in all trained parameters, end to end: "policy", "kl" and "entropy", as far as the objective
+    has them. Each rank computes its share.
+
+    Raises:
+        NonFiniteError: a value is not finite.
+    """
     policy = context.policy
     weights = minibatch_weights(context, batch, minibatch)
     part = active_part(batch, minibatch, context.objective, entropy_coefficient)

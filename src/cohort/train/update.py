@@ -11,7 +11,7 @@ outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cohort.errors import NonFiniteError, StepError
 from cohort.objective import (
-    Coefficients,
     Objective,
     TokenStatistics,
     UpdateTokens,
@@ -28,7 +27,6 @@ from cohort.objective import (
     entropy,
     kl_correction,
     token_statistics,
-    token_weights,
     top_entropy_tokens,
     vocabulary_kl,
 )
@@ -40,7 +38,9 @@ from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
 from cohort.train.logps import expert_balance, states_of, token_logps
+from cohort.train.seen import Forward, Used, at_tokens, update_tokens
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
+from cohort.train.term_weights import TermWeights, term_weights
 from cohort.types import TokenBatch
 
 
@@ -59,6 +59,8 @@ class UpdateResult:
     entropy_coefficient: float
     load: float = 1.0
     """The cost of the largest rank's share over the mean."""
+    used: Used | None = None
+    """What it used, until the step's record (``Seen``) has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +102,26 @@ def update(
         masked = int(masked_N[minibatch.tokens_N].sum()) - int(masked_N[active.tokens_N].sum())
         idle = TokenStatistics.of_idle(minibatch.num_tokens - active.num_tokens, masked)
         if not active.num_tokens:
-            return UpdateResult(idle, logps_N, 0.0, learning_rate, entropy_coefficient)
+            used = Used(minibatch, active, None)
+            return UpdateResult(idle, logps_N, 0.0, learning_rate, entropy_coefficient, used=used)
         weights = weights.at(active.positions_N)
         balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
         shared = share(context, batch, active)
         together(context.world, optimizer.allocate_state)
         forwards = shared_passes(context, batch, shared, weights, entropy_coefficient, balance)
 
-        def statistics_of_tokens() -> TokenStatistics:
+        def seen() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
             logps_N[active.tokens_N] = tokens.logps_N
-            return token_statistics(context.objective, tokens) + idle
+            return tokens, token_statistics(context.objective, tokens) + idle
 
-        statistics = together(context.world, statistics_of_tokens)
+        tokens, statistics = together(context.world, seen)
         grad_norm = step(context)
     except NonFiniteError as error:
         return NonFinite(str(error))
     together(context.world, optimizer.check_weights)
-    return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient, shared.load)
+    used = Used(minibatch, active, tokens)
+    return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient, shared.load, used)
 
 
 def step(context: StepContext) -> float:
@@ -144,54 +148,13 @@ def step(context: StepContext) -> float:
     return grad_norm
 
 
-@dataclass(frozen=True, slots=True)
-class TermWeights:
-    """1/Z of every token in each term, shape ``[N]``."""
-
-    policy_N: Tensor
-    base_N: Tensor
-    """Of the KL term: without ``top_entropy`` the policy term's too. 0 outside of the loss."""
-    entropy_N: Tensor
-    """The entropy bonus is a mean over all loss tokens, whatever the policy term's denominator."""
-
-    def at(self, positions_N: Tensor) -> TermWeights:
-        """The weights of some tokens."""
-        return TermWeights(self.policy_N[positions_N], self.base_N[positions_N], self.entropy_N[positions_N])
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """A microbatch's forward pass, detached."""
-
-    positions_N: Tensor
-    """Where its tokens lie among those of the part."""
-    current: TokenLogps
-    terms: Coefficients
-    ref_logps_N: Tensor | None
-
-
 def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) -> TermWeights:
     """1/Z of every token. With ``top_entropy``, a pass without gradient finds the threshold first."""
-    objective, loss_N = context.objective, batch.loss_N[minibatch.tokens_N]
-
-    def weights_of(counted_N: Tensor, aggregation: str) -> Tensor:
-        return token_weights(
-            minibatch.sequence_N,
-            minibatch.num_sequences,
-            aggregation=aggregation,
-            group_S=batch.group_S[minibatch.sequences_S].to(loss_N.device),
-            length=objective.aggregation_length,
-            counted_N=counted_N,
-            count_empty=objective.count_empty,
-        )
-
-    base_N = policy_N = weights_of(loss_N, objective.aggregation)
+    objective, chosen_N = context.objective, None
     if objective.top_entropy < 1:
         entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
-        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, loss_N)
-        after_masks = objective.denominator == "after_masks"
-        policy_N = weights_of(chosen_N, objective.aggregation) if after_masks else base_N * chosen_N
-    return TermWeights(policy_N, base_N, weights_of(loss_N, "token_mean"))
+        chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, batch.loss_N[minibatch.tokens_N])
+    return term_weights(objective, batch, minibatch, chosen_N)
 
 
 def shared_passes(
@@ -364,37 +327,3 @@ def weighted_kl(objective: Objective) -> Callable[[Tensor, Tensor, Tensor], Tens
     return lambda log_probs_NV, ref_NV, weights_N: (
         weights_N * vocabulary_kl(log_probs_NV, ref_NV, kl.direction, kl.top_k)
     ).sum()
-
-
-def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards: Sequence[Forward]) -> UpdateTokens:
-    """The part's tokens with what the forward passes gave, in the part's order."""
-    positions_N = torch.cat([forward.positions_N for forward in forwards])
-
-    def in_order(pieces: Sequence[Tensor]) -> Tensor:
-        joined = torch.cat(list(pieces)).to(positions_N.device)
-        ordered = torch.empty_like(joined)
-        ordered[positions_N] = joined
-        return ordered
-
-    logps_N, entropy_N, collision_N = map(in_order, zip(*(forward.current for forward in forwards), strict=True))
-    ref_logps = [forward.ref_logps_N for forward in forwards if forward.ref_logps_N is not None]
-    tokens_N = part.tokens_N
-    return UpdateTokens(
-        logps_N=logps_N,
-        entropy_N=entropy_N,
-        collision_N=collision_N,
-        advantages_N=batch.advantages_N[tokens_N],
-        weights_N=weights.policy_N,
-        base_weights_N=weights.base_N,
-        sequence_N=part.sequence_N,
-        coefficients=Coefficients(*map(in_order, zip(*(forward.terms for forward in forwards), strict=True))),
-        sampler_logps_N=batch.sampler_logps_N[tokens_N],
-        old_logps_N=at_tokens(batch.old_logps_N, tokens_N),
-        ref_logps_N=in_order(ref_logps) if ref_logps else None,
-        full_logps_N=at_tokens(batch.full_logps_N, tokens_N),
-    )
-
-
-def at_tokens(values_N: Tensor | None, tokens_N: Tensor) -> Tensor | None:
-    """The values of some tokens; None for None."""
-    return None if values_N is None else values_N[tokens_N]

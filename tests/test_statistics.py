@@ -6,15 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from cohort.evaluation.statistics import (
+from cohort.statistics import (
     MOST_SUBSETS,
     compare,
     estimates,
     majority_at_k,
     paired_shares,
+    paired_t,
     pass_at_k,
     resampled_means,
     sign_flip_p,
+    t_probability,
+    t_quantile,
+    welch_t,
     wilson,
 )
 
@@ -142,7 +146,7 @@ def test_prompts_without_a_value_are_left_out_and_change_nothing_else():
 def test_resamples_do_not_depend_on_the_chunk(monkeypatch):
     values = np.random.default_rng(3).random((30, 2))
     at_once = resampled_means(values, 200, seed=4)
-    monkeypatch.setattr("cohort.evaluation.statistics.CHUNK", 30 * 7)
+    monkeypatch.setattr("cohort.statistics.CHUNK", 30 * 7)
     # matrix products of other shapes round differently
     assert resampled_means(values, 200, seed=4) == pytest.approx(at_once, abs=1e-12)
     assert resampled_means(values, 200, seed=5) != pytest.approx(at_once, abs=1e-3)
@@ -210,7 +214,7 @@ def test_intervals_of_rare_differences_cover_the_truth(count, more):
 def test_sampled_signs_agree_with_all_signs(monkeypatch):
     differences = np.array([0.3, 0.5, -0.2, 0.4, 0.1, 0.6, -0.1, 0.2, 0.35, -0.3])
     exact = sign_flip_p(differences)
-    monkeypatch.setattr("cohort.evaluation.statistics.MOST_SIGNS", 0)
+    monkeypatch.setattr("cohort.statistics.MOST_SIGNS", 0)
     drawn = sign_flip_p(differences, resamples=20_000)
     # standard error at most 0.5 / sqrt(20000) = 0.0035; four of them
     assert drawn == pytest.approx(exact, abs=0.015)
@@ -224,3 +228,28 @@ def test_equal_models_are_rarely_called_different():
         first, second = ((rng.random((40, 2)) < rates[:, None]).mean(axis=1) for _ in range(2))
         shown += compare(first, second, resamples=400, seed=trial).shown(0.95)
     assert shown / 400 < 0.05 + 3 * 0.011  # three standard errors of a share of 400 above 5%
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (10, 2.2281), (29, 2.0452), (200, 1.9719), (201, 1.9718)],
+)
+def test_quantiles_of_student_t(degrees, expected):
+    """Against the printed tables."""
+    assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=5e-5)
+    assert t_probability(t_quantile(0.975, degrees), degrees) == pytest.approx(0.975, abs=1e-6)
+    assert t_probability(-1.0, degrees) == pytest.approx(1 - t_probability(1.0, degrees))
+
+
+def test_intervals_of_student_t():
+    """Student's own sleep data of 1908 (t = 4.0621 paired, 1.8608 by Welch, both in the documentation of R's t.test)."""
+    first = np.array([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0])
+    second = np.array([1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])
+    estimate, p_value = paired_t(first - second)
+    assert [estimate.mean, estimate.low, estimate.high, p_value] == pytest.approx(
+        [-1.58, -2.4598858, -0.7001142, 0.002832890], rel=1e-6
+    )
+    estimate, p_value = welch_t(first, second)  # 17.776 degrees of freedom, here 17
+    assert [estimate.mean, p_value] == pytest.approx([-1.58, 0.0802], abs=1e-3)
+    assert paired_t(np.array([1.0, 1.0]))[0].has_interval is paired_t(np.array([1.0]))[0].has_interval is False
+    assert welch_t(np.array([1.0, 1.0]), np.array([2.0, 2.0]))[0].has_interval is False

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from cohort.report.console import StepDisplay, step_line, why_no_gradient
+from cohort.report.console.display import StepDisplay
+from cohort.report.console.lines import step_line
+from cohort.report.diagnosis import why_no_gradient
 from tests.train.harness import make_trainer
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}

@@ -1,0 +1,264 @@
+"""Callbacks: objects of the user that a run tells what happens in it.
+
+``GRPOTrainer(callbacks=[...])`` takes objects with any of the methods ``on_start``, ``on_rollout``, ``on_step``,
+``on_evaluate``, ``on_save`` and ``on_end``. Each is called as ``method(trainer, event)``, in the order of the list, in
+the training thread, on rank 0. The events are the classes of this file; docs/trackers.md has an example.
+
+``trainer.stop()`` and ``trainer.save_now()`` may be called from any method. An exception in a method ends the run with
+a checkpoint and a ``CallbackError``. The random generators of Python, NumPy and torch are restored after each call, so
+a callback that only looks changes no number of the run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from cohort.config import GRPOConfig
+from cohort.errors import CallbackError, ConfigError, Stopped
+from cohort.evaluation import Evaluation
+from cohort.parallel import on_main
+from cohort.rewards.scores import Scores
+from cohort.runs.generators import preserved
+from cohort.train.rollout import Rollout
+from cohort.types import Group, TokenBatch
+
+log = logging.getLogger("cohort.callbacks")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The run begins, or goes on: the folder is made, and no step of this process has begun."""
+
+    output_dir: Path
+    """The run folder."""
+    settings: GRPOConfig
+    """The settings as resolved."""
+    facts: Mapping[str, str]
+    """Versions, hashes of the data and of functions, the machine: what ``starts.jsonl`` records."""
+    complete_steps: int
+    """0, or the steps that a resumed run has made before."""
+    steps: int
+    """The steps of the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A step's completions are sampled and scored; its updates follow. A run that was stopped within a step and resumed
+    tells of it again."""
+
+    step: int
+    """The step, counted from 1."""
+    groups: Sequence[Group]
+    """Every sampled group, P of them, with all its completions, S in total."""
+    scores: Scores
+    """The rewards of the S completions, in the order of ``groups``."""
+    advantages: Sequence[Sequence[float] | None]
+    """Of each of the S completions, the advantages of its tokens; None if no update uses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step is complete: its updates are made, its metrics written, a due evaluation and checkpoint included."""
+
+    step: int
+    metrics: Mapping[str, Any]
+    """The line of ``metrics.jsonl``."""
+    findings: Sequence[Any] = ()
+    """What the diagnosis found at this step and had not said before (docs/diagnosis.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation ended. Its step's ``on_step`` follows."""
+
+    step: int
+    """Complete steps; 0 for the evaluation before the first."""
+    metrics: Mapping[str, Any]
+    """The metrics, ``eval/...``."""
+    evaluations: Mapping[str, Evaluation]
+    """The evaluation of each set, "" if there is one, with every prompt's numbers and every completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A model was written completely. Checkpoints are written in the background, so later steps may have begun."""
+
+    step: int
+    path: Path
+    """``checkpoints/step-N``, or ``best``. The run may remove it later: ``run.save_total_limit``."""
+    is_best: bool
+    """Whether it is the best model so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run ended."""
+
+    outcome: Literal["complete", "stopped", "error"]
+    """``stopped``: by a signal, ``trainer.stop()``, Ctrl-C, or a loop that left ``trainer.steps()``."""
+    summary: Mapping[str, Any]
+    """The summary; of a run that is not complete, as far as it is known."""
+    error: BaseException | None = None
+    """What ended it; None if it is complete."""
+
+
+Event: TypeAlias = Start | ScoredRollout | Step | Evaluated | Saved | End
+EVENTS: dict[str, type[Event]] = {
+    "on_start": Start,
+    "on_rollout": ScoredRollout,
+    "on_step": Step,
+    "on_evaluate": Evaluated,
+    "on_save": Saved,
+    "on_end": End,
+}
+"""The methods, and the event that each is given."""
+STOPS = (Stopped, CancelledError, KeyboardInterrupt, GeneratorExit)
+
+
+class Callbacks:
+    """Tells the callbacks of a run what happens in it.
+
+    Args:
+        trainer: the run's trainer, which every callback is given.
+        callbacks: the callbacks.
+
+    Raises:
+        ConfigError: one has no method of a callback, an unknown one, or one with other parameters.
+    """
+
+    def __init__(self, trainer: Any, callbacks: Any) -> None:
+        if not isinstance(callbacks, list | tuple | None):
+            raise ConfigError(f"callbacks: expected a list of objects, got {type(callbacks).__name__}")
+        self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
+        self._callbacks = list(callbacks or ())
+        for callback in self._callbacks:
+            check_callback(callback)
+
+    @property
+    def _trainer(self) -> Any:
+        return self._of()
+
+    def start(self, complete_steps: int, facts: Mapping[str, str]) -> None:
+        """Call ``on_start``. Every rank must call this method, and those below."""
+        run = self._trainer
+        self._tell(lambda: Start(run.folder.path, run.args, facts, complete_steps, run.schedule.steps))
+
+    def rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
+        """Call ``on_rollout``."""
+        self._tell(lambda: ScoredRollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)))
+
+    def step(self, metrics: Mapping[str, Any], findings: Sequence[Any] = ()) -> None:
+        """Call ``on_step``, and ``on_save`` for each model written meanwhile."""
+        self._tell(lambda: Step(metrics["step"], metrics, findings))
+        on_main(self._trainer.world, self._tell_saved)
+
+    def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
+        """Call ``on_evaluate``."""
+        self._tell(lambda: Evaluated(step, metrics, evaluations))
+
+    def told_of_end(self, steps: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:
+        """The steps of a run; calls ``on_end`` when they end, however they do. Exchanges nothing: other ranks may have
+        failed.
+
+        If the steps raise, an exception in a callback is logged, and that of the steps is raised.
+        """
+        try:
+            with closing(steps):
+                yield from steps
+        except BaseException as error:
+            try:
+                self._end("stopped" if isinstance(error, STOPS) else "error", error)
+            except CallbackError as other:
+                log.error("%s", other, exc_info=other)
+            raise
+        self._end("complete")
+
+    def _end(self, outcome: Literal["complete", "stopped", "error"], error: BaseException | None = None) -> None:
+        if self._trainer.world.is_main:
+            try:
+                self._tell_saved()
+            finally:
+                self._call(lambda: End(outcome, self._trainer.summary, error))
+
+    def _tell_saved(self) -> None:
+        folder = self._trainer.folder
+        while folder.saved:
+            step, path = folder.saved.popleft()
+            self._call(partial(Saved, step, path, path == folder.best))
+
+    def _tell(self, make: Callable[[], Event]) -> None:
+        on_main(self._trainer.world, lambda: self._call(make))
+
+    def _call(self, make: Callable[[], Event]) -> None:
+        """Make an event if there is a callback, and call those that have its method. None is called after one that
+        raised, except for the end of the run, which all are told."""
+        if not self._callbacks:
+            return
+        event, failure = make(), None
+        name = next(name for name, kind in EVENTS.items() if isinstance(event, kind))
+        for callback in self._callbacks:
+            if (method := getattr(callback, name, None)) is None or (failure and not isinstance(event, End)):
+                continue
+            try:
+                with preserved():
+                    method(self._trainer, event)
+            except Exception as error:
+                step = f" of step {event.step}" if hasattr(event, "step") else ""
+                what = f"{type(callback).__name__}.{name}{step} raised {type(error).__name__}: {error}"
+                failure = failure or CallbackError(f"callback {what}")
+                failure.__cause__ = failure.__cause__ or error
+        if failure:
+            raise failure
+
+
+def check_callback(callback: Any) -> None:
+    """Check an object's methods.
+
+    Raises:
+        ConfigError: as ``Callbacks``.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    known = ", ".join(EVENTS)
+    if isinstance(callback, type):
+        raise ConfigError(f"callbacks: expected objects, got the class {kind.__name__}: pass {kind.__name__}(...)")
+    found = [name for name in dir(callback) if name.startswith("on_")]
+    if any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__):
+        raise ConfigError(
+            f"callbacks: {kind.__name__} is a callback of transformers, which has other events than {known}"
+        )
+    for name in found:
+        if name not in EVENTS:
+            near = difflib.get_close_matches(name, EVENTS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; the methods are {known}"
+            raise ConfigError(f"callbacks: {kind.__name__} has an unknown method {name}{hint}")
+        _check_method(kind.__name__, name, getattr(callback, name))
+    if not found:
+        raise ConfigError(f"callbacks: {kind.__name__} has none of the methods {known}")
+
+
+def _check_method(owner: str, name: str, method: Any) -> None:
+    expected = f"expected {name}(trainer, event), where event is a cohort.callbacks.{EVENTS[name].__name__}"
+    if not callable(method):
+        raise ConfigError(f"callbacks: {owner}.{name} is not a method, but {method!r:.40}; {expected}")
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+        raise ConfigError(
+            f"callbacks: {owner}.{name} would not run when it is called; {expected}, without async or yield"
+        )
+    try:
+        signature = inspect.signature(method)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError(f"callbacks: {owner}.{name}{signature} does not take two arguments; {expected}") from None

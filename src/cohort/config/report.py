@@ -1,0 +1,50 @@
+"""The settings of ``[report]``: output and diagnostics, and the thresholds of the diagnosis."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cohort.config.section import Count, PositiveInt, Section, Share, Strings
+
+Factor = Annotated[float, Field(gt=1)]
+
+
+class ThresholdsConfig(Section):
+    """When the diagnosis of a run says something (docs/diagnosis.md). A share counts as above a threshold when its
+    whole confidence interval is."""
+
+    dead_groups: Share = 0.8
+    """Share of groups with equal rewards."""
+    truncated: Share = 0.3
+    """Share of completions cut at the length limit."""
+    failed_rewards: Share = 0.01
+    """Share of completions that a reward function failed on."""
+
+
+class ReportConfig(Section):
+    """Output and diagnostics."""
+
+    progress: bool = True
+    """Print a description of the run at its start, progress and evaluations. Off: print nothing."""
+    log_completions: bool = True
+    """Write the completions of each step to rollouts/step-N.parquet, with their rewards and what the updates saw of
+    each token (docs/store.md), and those of evaluations to evaluations/."""
+    store_steps: PositiveInt = 1
+    """Write the completions of every this many steps."""
+    store_groups: Count = 0
+    """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
+    skip_checks: Strings = ()
+    """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (docs/doctor.md), and in
+    the diagnosis of a run (docs/diagnosis.md)."""
+    thresholds: ThresholdsConfig = ThresholdsConfig()
+    """Thresholds of the diagnosis; see below."""
+    check_saved: bool = True
+    """Read back the weights of the last checkpoint and of best/ after writing, and compare them bit for bit with the
+    trained ones."""
+    term_norms_steps: Count = 0
+    """Every this many steps, measure the gradient norm of each term (policy, KL, entropy) with a separate backward pass
+    over the first minibatch. 0: never."""
+    update_kl_completions: Count = 8
+    """Number of completions per step on which to measure how far the step moved the policy (update_kl). 0: off."""

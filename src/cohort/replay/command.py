@@ -1,0 +1,349 @@
+"""``cohort replay``: its request, everything checked, then the replay, its file and its tables."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cohort.config import GRPOConfig, load_config, parse_settings
+from cohort.errors import CohortError, ConfigError, NonFiniteError, RunFolderError
+from cohort.objective import Objective, try_user_functions
+from cohort.policy import load_tokenizer
+from cohort.presets import changes_between, preset, setting_names
+from cohort.replay import compare, repeat, weights
+from cohort.replay.coefficients import Settings, coefficients_of, laid_out
+from cohort.replay.compare import Pair
+from cohort.replay.show import sentence, show
+from cohort.replay.stored import Known, Stored, read_step
+from cohort.replay.weights import Before
+from cohort.runs import as_json, check_code, check_files, damage_named, steps_of, write_atomically
+
+VERSION = 1
+"""Of the result; see docs/replay.md."""
+LARGE_GAP = 0.01
+"""A difference of log-probs, in nats, that other passes over the same weights do not explain in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``cohort replay``; see its ``--help``."""
+
+    run: str
+    step: int | None = None
+    objective: str | None = None
+    changes: Sequence[str] = ()
+    name: str | None = None
+    as_json: bool = False
+    no_model: bool = False
+    train: bool = False
+    output: str | None = None
+    trust: str | None = None
+
+
+def run(request: Request) -> int:
+    """Replay a step, write the result and print it."""
+    folder = Path(request.run).expanduser()
+    result = replay(folder, request)
+    text = as_json(result, indent=1)
+    if request.train:
+        target = Path(str(request.output)).expanduser() / "replay.json"
+    else:
+        check_files(folder)
+        target = folder / "replays" / f"step-{result['step']}-{result['name']}.json"
+        target.parent.mkdir(exist_ok=True)
+    write_atomically(target, text)
+    if request.as_json:
+        print(text, end="")
+        return 0
+    console = Console(width=None if Console().is_terminal else 120, soft_wrap=True, highlight=False)
+    show(result, console)
+    console.print(f"\n{target}", markup=False)
+    return 0
+
+
+def replay(folder: Path, request: Request) -> dict[str, Any]:
+    """The result of a replay, in types of JSON.
+
+    Raises:
+        RunFolderError: the run, the step or what the objective needs is missing or damaged, or the settings of the run
+            name code that this account has not run before.
+        ConfigError: the objective is unknown, or its parts do not fit together.
+    """
+    config = _settings_of(folder, request)
+    step = request.step if request.step is not None else _last_step(folder)
+    if request.train:
+        repeat.check_output(Path(str(request.output)).expanduser(), folder)
+    stored = read_step(folder, step, config)
+    if request.train and stored.groups_missing:
+        raise RunFolderError(
+            f"{stored.path.name} holds {len(stored.groups)} of the step's {len(stored.groups) + stored.groups_missing} "
+            "groups, and the updates need all of them: store the next run's with report.store_groups = 0"
+        )
+    own = of_step(config.resolved_objective, stored)
+    other = _asked_for(request, own, config)
+    return _Replay(folder, config, stored, own, other, settings_of(stored, config, own), request).result()
+
+
+def _settings_of(folder: Path, request: Request) -> GRPOConfig:
+    """The settings of the run."""
+    if not (folder / "config.toml").is_file():
+        raise RunFolderError(f"{folder} is not a run folder: it has no config.toml")
+    if request.train != bool(request.output):
+        raise ConfigError("--train and --output FOLDER belong together: the folder gets the model that is trained")
+    if request.train and request.no_model:
+        raise ConfigError("--train needs the model, and --no-model leaves it out: give one of them")
+    config = load_config(folder / "config.toml")
+    # Of the settings of the run, only these are used: rewards, tools and data are not.
+    check_code(folder, config, request.trust, read={"model.path", *(f"objective.{name}" for name in setting_names())})
+    return config
+
+
+def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Settings:
+    """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
+    facts = stored.facts
+    with damage_named(stored.path):
+        return Settings(
+            minibatches=int(facts.get("minibatches") or config.objective.minibatches),
+            max_completion_length=int(facts.get("max_completion_length") or config.rollout.max_completion_length),
+            has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
+            top_entropy=objective.top_entropy,
+            microbatch_tokens=max(0, int(facts.get("microbatch_tokens") or 0)),
+            shared_prompts=bool(facts.get("shared_prompts", True)),
+        )
+
+
+def _last_step(folder: Path) -> int:
+    steps = [int(p.stem[5:]) for p in (folder / "rollouts").glob("step-*.parquet") if p.stem[5:].isdecimal()]
+    if not steps:
+        raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
+    return max(steps)
+
+
+def of_step(objective: Objective, stored: Stored) -> Objective:
+    """The run's objective with the step's weight of the KL, which may follow a target."""
+    if objective.kl.target is None or "objective" not in stored.facts:
+        return objective
+    with damage_named(stored.path):
+        return objective.replace(beta=float(stored.facts["objective"]["kl"]["beta"]))
+
+
+def _asked_for(request: Request, own: Objective, config: GRPOConfig) -> Objective:
+    """The objective to replay: a preset or the run's own, with changes.
+
+    Raises:
+        ConfigError: it is unknown, or its parts do not fit together.
+    """
+    changes = parse_settings(request.changes)
+    objective = (own if request.objective is None else preset(request.objective)).replace(**changes)
+    if objective.aggregation == "constant" and objective.aggregation_length is None:
+        objective = objective.replace(aggregation_length=config.rollout.max_completion_length)
+    try_user_functions(objective, config.rollout.num_generations)
+    return objective
+
+
+def result_name(request: Request) -> str:
+    """The name of a result in its file's name.
+
+    >>> result_name(Request("run", objective="dr_grpo", changes=["beta=0.1", "trust_region.high=1.4"]))
+    'dr_grpo+beta=0.1+trust_region.high=1.4'
+    """
+    text = request.name or "+".join([request.objective or "run", *request.changes])
+    return re.sub(r"[^\w.+=@-]+", "-", text, flags=re.ASCII).strip(".-")[:100] or "replay"
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The steps of a replay, and what is to be said about them."""
+
+    folder: Path
+    config: GRPOConfig
+    stored: Stored
+    own: Objective
+    other: Objective
+    settings: Settings
+    request: Request
+
+    def result(self) -> dict[str, Any]:
+        """Compute everything."""
+        notes = list(self._notes_of_store())
+        before = self._before(notes)
+        stored = self._filled(before, notes)
+        pair = Pair(stored, *(coefficients_of(stored, one, self.settings) for one in (self.own, self.other)))
+        gap = compare.stored_gap(stored, pair.run)
+        if gap:
+            notes.append(
+                f"the run's objective does not give the stored coefficients bit for bit: the largest difference is "
+                f"{gap:.2g}. The device is another, or the objective in config.toml was changed after the step"
+            )
+        found = self._compared(pair, before, gap, notes)
+        if self.request.train:
+            before = None  # its memory is needed for a copy
+            found["training"] = self._trained(stored)
+        found["sentence"] = sentence(found)
+        return found
+
+    def _compared(self, pair: Pair, before: Before | None, gap: float | None, notes: list[str]) -> dict[str, Any]:
+        logits = compare.gradients(pair)
+        parameters = self._in_parameters(pair, before, notes) if before else None
+        estimated_N = self.stored.known.logps_N.isnan() & (pair.replay.total_N != 0)
+        if count := int(estimated_N.sum()):
+            source = f"computed with the weights of {before.source}" if before else "those of the sampler"
+            notes.append(f"the log-probs of {count:,} tokens with a coefficient are not stored; here they are {source}")
+        if over := [
+            n for n, o in (("run's", self.own), ("other", self.other)) if o.entropy or o.kl.estimator == "full"
+        ]:
+            notes.append(
+                f"the {' and the '.join(over)} objective has a term over the whole vocabulary (entropy bonus or full "
+                "KL), which has no coefficients: only the gradient in the parameters has it"
+            )
+        decode = self._decoder(before)
+        return {
+            "version": VERSION,
+            "step": self.stored.step,
+            "name": result_name(self.request),
+            "time": time.time(),
+            "sentence": "",
+            "notes": notes,
+            "objective": {
+                "run": self.own.identity,
+                "replay": _named(self.request),
+                "changes": changes_between(self.own, self.other),
+            },
+            "identical": compare.is_same(pair.run, pair.replay),
+            "stored_gap": gap,
+            "weights": before.source if before else None,
+            "tokens": compare.token_counts(pair) | {"estimated": count},
+            "gradient": {"space": "parameters" if parameters else "logits", **_headline(parameters or logits)},
+            "parameters": parameters,
+            "logits": logits,
+            "causes": compare.causes(pair),
+            "signs": compare.signs(pair),
+            "completions": compare.completions(pair),
+            "groups": compare.groups(pair),
+            "strongest": compare.strongest(pair, decode),
+            "training": None,
+        }
+
+    def _notes_of_store(self) -> list[str]:
+        stored, notes = self.stored, []
+        if not stored.facts:
+            notes.append("an earlier version of Cohort wrote this step, without what its updates saw of each token")
+        if missing := stored.groups_missing:
+            notes.append(
+                f"{len(stored.groups)} of {len(stored.groups) + missing} groups are stored (report.store_groups): "
+                "denominators, baselines and scales over the batch are those of the stored groups"
+            )
+        updates = self.config.objective.updates_per_rollout
+        if updates > 1:
+            notes.append(
+                f"{updates} updates used the rollout: each token's coefficient is that of the first update that used it"
+            )
+        return notes
+
+    def _before(self, notes: list[str]) -> Before | None:
+        """The models before the step; None, with a note, if there are none or they are not wanted."""
+        if self.request.no_model:
+            return None
+        try:
+            if not self.stored.has_prompts:
+                raise weights.NoWeightsError("the prompts' token ids are not stored")
+            return self._load()
+        except weights.NoWeightsError as error:
+            if self.request.train:
+                raise
+            notes.append(f"the gradient is compared in the space of the logits: {error}")
+        return None
+
+    def _load(self) -> Before:
+        needs = any(
+            one.beta and (one.kl.estimator == "full" or self._lacks_reference()) for one in (self.own, self.other)
+        )
+        before = weights.load_before(self.folder, self.config, self.stored.step, self.own, reference=needs)
+        self.settings = replace(self.settings, device=before.context.policy.device)
+        return before
+
+    def _lacks_reference(self) -> bool:
+        return bool(self.stored.known.ref_logps_N.isnan().all())
+
+    def _filled(self, before: Before | None, notes: list[str]) -> Stored:
+        """The step with numbers for what is not stored: measured with the model, or else the sampler's."""
+        if before is None:
+            return self.stored.filled(from_sampler(self.stored))
+        found = weights.measured(before, self.stored, self.settings)
+        if self.config.objective.updates_per_rollout > 1:  # an earlier store has no old log-probs
+            self.settings = replace(self.settings, has_old_logps=True)
+        gap = weights.gap(self.stored, found)
+        if gap is not None and gap > LARGE_GAP:
+            notes.append(
+                f"{before.source} gives log-probs up to {gap:.2g} nats from the stored ones, so its gradients are not "
+                "exactly those of the run: precision, device or a library has changed"
+            )
+        return self.stored.filled(found)
+
+    def _in_parameters(self, pair: Pair, before: Before, notes: list[str]) -> dict[str, Any] | None:
+        own, other = (laid_out(pair.stored, one, self.settings) for one in (self.own, self.other))
+        try:
+            return weights.parameter_gradients(before, own, self.other, other).as_json()
+        except NonFiniteError as error:
+            notes.append(f"the gradient is compared in the space of the logits: {error}")
+        return None
+
+    def _trained(self, stored: Stored) -> dict[str, Any]:
+        return repeat.train(
+            self._load,
+            stored,
+            self.other,
+            self.settings,
+            self.config.objective.num_iterations,
+            Path(str(self.request.output)).expanduser(),
+            self.folder / "checkpoints" / f"step-{stored.step}",
+        )
+
+    def _decoder(self, before: Before | None) -> Callable[[list[int]], str] | None:
+        """The text of token ids; None without a tokenizer."""
+        tokenizer = before.tokenizer if before else None
+        checkpoints = steps_of(self.folder / "checkpoints")
+        if tokenizer is None and checkpoints:
+            newest = self.folder / "checkpoints" / f"step-{checkpoints[-1]}"
+            try:
+                tokenizer = load_tokenizer(str(newest), trust_remote_code=self.config.model.trust_remote_code)
+            except CohortError:
+                return None
+        return None if tokenizer is None else partial(_decoded, tokenizer)
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids; nothing for ids that the tokenizer does not have."""
+    try:
+        return str(tokenizer.decode(ids))
+    except (OverflowError, ValueError, TypeError, IndexError):
+        return ""
+
+
+def from_sampler(stored: Stored) -> Known:
+    """The sampler's log-probs in the place of those of the policy before the step, whose ratio is then 1."""
+    empty = [torch.zeros(0, dtype=torch.float64)]
+    logps_N = torch.cat([*empty, *(torch.from_numpy(one.sampler_logps) for one in stored.completions)]).nan_to_num(0.0)
+    current_N = torch.where(stored.known.logps_N.isnan(), logps_N, stored.known.logps_N)
+    unknown_N = torch.full_like(logps_N, torch.nan)
+    return Known(logps_N, current_N, unknown_N, -logps_N, unknown_N)
+
+
+def _headline(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("norm_run", "norm_replay", "ratio", "cosine")}
+
+
+def _named(request: Request) -> str:
+    """The objective of a replay in words."""
+    changes = ", ".join(request.changes)
+    if request.objective is None:
+        return f"the run's objective with {changes}" if changes else "the run's own objective"
+    return f"{request.objective} with {changes}" if changes else request.objective

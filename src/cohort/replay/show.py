@@ -1,0 +1,159 @@
+"""A replay in words and as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+ROWS = 8
+"""Rows of a table that are printed; the file has more."""
+
+
+def sentence(result: Mapping[str, Any]) -> str:
+    """The result in one sentence."""
+    tokens, gradient, name = result["tokens"], result["gradient"], result["objective"]["replay"]
+    if result["identical"]:
+        return f"Under {name} nothing changes: all {tokens['total']:,} coefficients are equal, bit for bit"
+    if not gradient["norm_run"] or not gradient["norm_replay"]:
+        which = name if gradient["norm_run"] else result["objective"]["run"] if gradient["norm_replay"] else "either"
+        return f"Under {which} the gradient of this step is 0; there is nothing to compare it with"
+    factor = f"{tokens['factor']:.3g}"
+    return (
+        f"Under {name}, {share(tokens['changed_share'])} of the tokens change their coefficient by more than "
+        f"{tokens['changed_means']:.0%} beyond the common factor {factor}, {share(tokens['sign_share'])} change its "
+        f"sign; gradient norm {gradient['ratio']:.3g}x, cosine {cosine(gradient['cosine'])}"
+    )
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage with two significant digits.
+
+    >>> share(0.123), share(0.00042), share(0.0), share(1.0)
+    ('12%', '0.042%', '0%', '100%')
+    """
+    return "-" if value is None else f"{float(f'{100 * value:.2g}'):g}%"
+
+
+def cosine(value: float | None) -> str:
+    """A cosine with two digits, or with as many nines as it has.
+
+    >>> cosine(0.5), cosine(0.99961), cosine(1.0), cosine(None)
+    ('0.50', '0.9996', '1.00', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if 0.995 <= value < 0.99995 else f"{value:.2f}"
+
+
+def show(result: Mapping[str, Any], console: Console) -> None:
+    """Print a replay: the sentence first, then what stands behind it."""
+    console.print(Text(result["sentence"] + "."), style="bold")
+    if changes := result["objective"]["changes"]:
+        console.print(Text(f"changed: {'; '.join(changes)}"))
+    for note in result["notes"]:
+        console.print(Text(f"note: {note}"))
+    if result["training"]:
+        _show_training(result["training"], console)
+    console.print(_gradients(result))
+    if len(result["causes"]) > 1 or not result["identical"]:
+        console.print(_causes(result["causes"]))
+    if not result["identical"] and result["strongest"]:
+        console.print(_strongest(result["strongest"]))
+    if result["completions"]:
+        console.print(_completions(result["completions"]))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
+    for column in columns:
+        left = column in ("", "run", "replay", "token", "after", "text", "change", "space")
+        table.add_column(column, justify="left" if left else "right", overflow="ellipsis", no_wrap=True)
+    return table
+
+
+def _gradients(result: Mapping[str, Any]) -> Table:
+    table = _table("\ngradient", "space", "", "norm", "replay", "factor", "cosine")
+    for space in ("parameters", "logits"):
+        if (found := result[space]) is None:
+            continue
+        for name, one in (("whole", found), *found["terms"].items()):
+            norms = f"{one['norm_run']:.3g}", f"{one['norm_replay']:.3g}"
+            factor = "-" if one["ratio"] is None else f"{one['ratio']:.3g}"
+            table.add_row(space if name == "whole" else "", name, *norms, factor, cosine(one["cosine"]))
+    return table
+
+
+def _causes(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "\ntokens by what they have in place of a gradient", "run", "replay", "tokens", "share of run's", "of replay's"
+    )
+    for row in rows[:ROWS]:
+        names = _words(row["run"]), _words(row["replay"])
+        table.add_row(*names, f"{row['tokens']:,}", share(row["share_run"]), share(row["share_replay"]))
+    return table
+
+
+def _strongest(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("\ntokens that change most", "row", "place", "after", "token", "change", "coefficient", "replay")
+    for row in rows[:ROWS]:
+        text = f"#{row['token_id']}" if row["text"] is None else plain(row["text"])
+        numbers = f"{row['coefficient_run']:.2e}", f"{row['coefficient_replay']:.2e}"
+        place = f"{row['row']}", f"{row['position']}"
+        table.add_row(*place, Text(plain(row["before"] or "")[-24:]), Text(text), row["change"], *numbers)
+    return table
+
+
+def _completions(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "\ncompletions that drive the gradient",
+        "row",
+        "group",
+        "reward",
+        "tokens",
+        "share of run's",
+        "of replay's",
+        "text",
+    )
+    for row in rows[:ROWS]:
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
+        shares = share(row["share_run"]), share(row["share_replay"])
+        table.add_row(
+            f"{row['row']}", f"{row['group']}", reward, f"{row['tokens']:,}", *shares, Text(plain(row["text"]))
+        )
+    return table
+
+
+def _show_training(found: Mapping[str, Any], console: Console) -> None:
+    moved = {name: found[name]["update_kl"] for name in ("run", "replay")}
+    again = {
+        True: ", which is the run's own next checkpoint bit for bit",
+        False: ", not equal bit for bit to the run's",
+    }
+    console.print(
+        Text(
+            f"trained: the run's objective moved the policy by {_nats(moved['run'])}"
+            f"{again.get(found['run']['reproduced'], '')}; the other one by {_nats(moved['replay'])}; "
+            f"the two results are {_nats(found['between'])} apart. Model: {found['output']}"
+        )
+    )
+
+
+def _nats(value: float | None) -> str:
+    return "an unknown distance" if value is None else f"{value:.3g} nats per token"
+
+
+def _words(cause: str) -> str:
+    return "has a gradient" if cause in ("active", "held") else cause.replace("_", " ")
+
+
+def plain(text: str) -> str:
+    """A text on one line, with what a terminal would obey escaped.
+
+    >>> plain("a\\n\\x1b[31mb")
+    'a\\\\n\\\\x1b[31mb'
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -1,0 +1,259 @@
+"""A stored step: ``rollouts/step-N.parquet`` as the groups, scores and log-probs that its updates worked on.
+
+Axis N here is that of the file: the drawn tokens of all its completions, end to end, those that no update used
+included. A log-prob that no update computed is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cohort.config import GRPOConfig
+from cohort.errors import RunFolderError
+from cohort.report.rollouts import StoredStep
+from cohort.rewards.scores import Scores
+from cohort.runs import damage_named
+from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
+
+COLUMNS = ("group", "completion", "finish_reason", "weights_version", "token_ids", "sampler_logps")
+NEEDED = (*COLUMNS, "reward", "advantage")
+"""Columns that every version of Cohort has written."""
+OPTIONAL = ("row", "prompt", "prompt_ids", "drawn", "segment_lengths", "turn_lengths", "turn_rewards", "full_logps")
+SUPPORT = tuple(f"support/{name}" for name in ("token_ids", "counts", "excluded"))
+KNOWN = ("logps", "old_logps", "ref_logps", "entropy", "collision")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of the tokens, float64, shape ``[N]`` each; NaN where it is not known."""
+
+    logps_N: Tensor
+    """Of the policy before the first update that used the token."""
+    old_logps_N: Tensor
+    ref_logps_N: Tensor
+    entropy_N: Tensor
+    collision_N: Tensor
+    """``sum_v p_v^2`` where the token was drawn."""
+
+    def filled(self, other: Known) -> Known:
+        """The same with another's numbers where none is known."""
+        pairs = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        return Known(**{name: torch.where(mine.isnan(), theirs, mine) for name, (mine, theirs) in pairs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A step as its file holds it."""
+
+    path: Path
+    step: int
+    groups: list[Group]
+    scores: Scores
+    is_used_S: NDArray[np.bool_]
+    """Whether an update used the completion."""
+    minibatch_S: NDArray[np.int64] | None
+    """The update of the first pass that used it, -1: none; None: not stored."""
+    known: Known
+    policy_N: Tensor | None
+    """The policy term's coefficients as the updates had them; None: not stored."""
+    kl_N: Tensor | None
+    weight_N: Tensor | None
+    """1/Z in the policy term as the updates had it; None: not stored."""
+    dtype: torch.dtype
+    """Of the updates' log-probs: float32 or float64."""
+    facts: Mapping[str, Any]
+    """What the file says about the whole step; empty in stores of earlier versions."""
+
+    @property
+    def completions(self) -> list[Completion]:
+        """All completions, row after row."""
+        return [completion for group in self.groups for completion in group.completions]
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """Drawn tokens of each completion."""
+        return torch.tensor([completion.num_tokens for completion in self.completions], dtype=torch.long)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the prompts' token ids are stored, so that a model can read them."""
+        return all(group.prompt.token_ids for group in self.groups)
+
+    @property
+    def groups_missing(self) -> int:
+        """How many of the step's groups are not stored."""
+        return max(0, int(self.facts.get("groups", 0)) - len(self.groups))
+
+    def filled(self, other: Known) -> Stored:
+        """The same step with another's numbers where none is known."""
+        return replace(self, known=self.known.filled(other))
+
+
+def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
+    """Read a step of a run.
+
+    Args:
+        run: the run folder.
+        step: the step, from 1.
+        config: the run's settings.
+
+    Raises:
+        RunFolderError: the step has no file, or the file is damaged.
+    """
+    path = run / "rollouts" / f"step-{step}.parquet"
+    if not path.is_file():
+        raise RunFolderError(f"{run} has no rollouts/step-{step}.parquet: {_what_there_is(path.parent)}")
+    file = StoredStep.read(path)
+    with damage_named(path):
+        if missing := [name for name in NEEDED if name not in file]:
+            raise ValueError(f"it has no column {', '.join(missing)}")
+        if not len(file):
+            raise ValueError("it holds no completions")
+        return _stored(step, file, config)
+
+
+def _what_there_is(folder: Path) -> str:
+    steps = sorted(int(name) for path in folder.glob("step-*.parquet") if (name := path.stem[5:]).isdecimal())
+    if not steps:
+        return "no step is stored; set report.log_completions = true (and report.store) to store the next run's"
+    shown = ", ".join(map(str, steps)) if len(steps) < 8 else f"{steps[0]} to {steps[-1]}, {len(steps)} in all"
+    return f"the stored steps are {shown}"
+
+
+def _stored(step: int, file: StoredStep, config: GRPOConfig) -> Stored:
+    groups, scores = _groups(file), _scores(file, config)
+    lengths_S = np.array([one.num_tokens for group in groups for one in group.completions], np.int64)
+
+    def tokens(name: str) -> Tensor | None:
+        return _flat(file.arrays(name), lengths_S) if name in file else None
+
+    unknown_N = torch.full((int(lengths_S.sum()),), torch.nan, dtype=torch.float64)
+    known = {f"{name}_N": unknown_N if (values := tokens(name)) is None else values for name in KNOWN}
+    is_double = config.model.precision == "float64"
+    if "logps" in file:
+        is_double = file.table.schema.field("logps").type.value_type == pyarrow.float64()
+    minibatch_S = None
+    if "minibatch" in file:
+        minibatch_S = np.array([-1 if one is None else one for one in file.values("minibatch")], np.int64)
+    return Stored(
+        path=file.path,
+        step=step,
+        groups=groups,
+        scores=replace(scores, token_rewards_N=tokens("token_rewards")),
+        is_used_S=np.array([one is not None for one in file.values("advantage")], np.bool_),
+        minibatch_S=minibatch_S,
+        known=Known(**known),
+        policy_N=tokens("policy_coefficient"),
+        kl_N=tokens("kl_coefficient"),
+        weight_N=tokens("weight"),
+        dtype=torch.float64 if is_double else torch.float32,
+        facts=file.facts,
+    )
+
+
+def _flat(lists: Sequence[NDArray[Any] | None], lengths_S: NDArray[np.int64]) -> Tensor:
+    """Lists end to end; NaN for the tokens of a null list."""
+    pieces = [np.zeros(0)]
+    for values, length in zip(lists, lengths_S.tolist(), strict=True):
+        piece = np.full(length, np.nan) if values is None else np.asarray(values, np.float64)
+        if len(piece) != length:
+            raise ValueError("a list has another length than the completion has drawn tokens")
+        if np.isinf(piece).any():
+            raise ValueError("a number of a token is infinite")
+        pieces.append(piece)
+    return torch.from_numpy(np.concatenate(pieces))
+
+
+# Groups and scores ----------------------------------------------------------------------------------------------------
+
+
+def _groups(file: StoredStep) -> list[Group]:
+    columns = {name: file.values(name) for name in (*COLUMNS, *OPTIONAL, *SUPPORT)}
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    found = []
+    for uid, some in groupby(rows, key=lambda row: row["group"]):
+        members = list(some)
+        first, text = members[0], members[0].get("prompt") or ""
+        ids = tuple(first.get("prompt_ids") or ())
+        prompt = Prompt(uid, first.get("row") or 0, ids, text, text, {})
+        found.append(Group(prompt, tuple(map(_completion, members))))
+    return found
+
+
+def _completion(row: Mapping[str, Any]) -> Completion:
+    ids = np.asarray(row["token_ids"], np.int64)
+    lengths = row.get("segment_lengths")
+    lengths = [len(ids)] if lengths is None else lengths
+    if sum(lengths) != len(ids):
+        raise ValueError("the segments of a completion have other lengths than its tokens")
+    cuts = np.cumsum(lengths)[:-1]
+    drawn = row.get("drawn")
+    flags = [None] * (len(cuts) + 1) if drawn is None else np.split(np.asarray(drawn, np.bool_), cuts)
+    segments = tuple(Segment(*pair) for pair in zip(np.split(ids, cuts), flags, strict=True))
+    full = row.get("full_logps")
+    return Completion(
+        segments if lengths else (),
+        np.asarray(row["sampler_logps"], np.float64),
+        FinishReason(row["finish_reason"]),
+        row["completion"] or "",
+        row["weights_version"],
+        None if full is None else np.asarray(full, np.float64),
+        _support(row),
+        episode=_episode(row),
+    )
+
+
+def _support(row: Mapping[str, Any]) -> Support | None:
+    """The tokens that each draw could have given."""
+    values = [row.get(name) for name in SUPPORT]
+    if any(value is None for value in values):
+        return None
+    dtypes = (np.int32, np.int32, np.bool_)
+    support = Support(*(np.asarray(value, dtype) for value, dtype in zip(values, dtypes, strict=True)))
+    if len(support.counts_N) != len(row["sampler_logps"]) or support.counts_N.sum() != len(support.token_ids_U):
+        raise ValueError("a support has another length than its completion")
+    return support
+
+
+def _episode(row: Mapping[str, Any]) -> Episode | None:
+    """The turns, as far as advantages need them."""
+    rewards = row.get("turn_rewards")
+    if not rewards:
+        return None
+    reason = FinishReason(row["finish_reason"])
+    if reason.usable and sum(row["turn_lengths"]) != len(row["sampler_logps"]):
+        raise ValueError("the turns of a completion have other lengths than its tokens")
+    turns = zip(row["turn_lengths"], rewards, strict=True)
+    return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in turns))
+
+
+def _scores(file: StoredStep, config: GRPOConfig) -> Scores:
+    names = tuple(name.removeprefix("rewards/") for name in file.names if name.startswith("rewards/"))
+    rewards_S, *columns = (_numbers(file, name) for name in ("reward", *(f"rewards/{name}" for name in names)))
+    weights = config.reward.weights
+    if stored := file.facts.get("reward_weights"):
+        weights = tuple(float(stored[name]) for name in names)
+    return Scores(
+        rewards_S=rewards_S,
+        by_function_SK=torch.stack(columns, dim=1) if columns else rewards_S[:, None],
+        names=names or ("reward",),
+        weights=tuple(weights) if weights and len(weights) == len(names) else None,
+    )
+
+
+def _numbers(file: StoredStep, name: str) -> Tensor:
+    numbers = [math.nan if one is None else one for one in file.values(name)]
+    if any(map(math.isinf, numbers)):
+        raise ValueError(f"column {name!r} holds an infinite number")
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -1,0 +1,283 @@
+"""The models of a run as before the updates of a step: log-probs that are not stored, gradients in all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cohort.config import GRPOConfig, Schedule
+from cohort.errors import NonFiniteError, RunFolderError
+from cohort.objective import Objective
+from cohort.policy import Policy, load_policy, load_tokenizer, read_config
+from cohort.replay.coefficients import Laid, Settings, laid_out
+from cohort.replay.compare import Products
+from cohort.replay.stored import Known, Stored
+from cohort.rollout import Sampling
+from cohort.runs import Models, damage_named, last_start, load_checkpoint, read_metrics, saved_identity, steps_of
+from cohort.runs.checkpoints import UPDATES, check_checkpoint
+from cohort.runs.facts import take_threads
+from cohort.train import (
+    Adaptive,
+    NonFinite,
+    Optimizer,
+    StepContext,
+    TokenBudget,
+    find_budget,
+    part_of,
+    policy_logps,
+    update,
+)
+from cohort.train.logps import token_logps
+from cohort.train.term_norms import term_gradients
+
+WHOLE = ""
+"""Stands for the sum of the terms."""
+PLAIN = Objective(group_filter=None)
+"""An objective that uses every group, for the layout of all usable completions."""
+
+
+class NoWeightsError(RunFolderError):
+    """There are no weights from before the step; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The models of a run as before the updates of a step."""
+
+    context: StepContext
+    """With the objective of the run."""
+    adaptive: Adaptive
+    tokenizer: Any
+    source: str
+    """Where the weights are from."""
+    learning_rate: float | None
+    """The step's, where the schedule of learning rates is not known; None: it is."""
+
+    def under(self, objective: Objective) -> StepContext:
+        """The context with another objective."""
+        return replace(self.context, objective=objective)
+
+    def entropy_coefficient(self, objective: Objective) -> float:
+        """The entropy bonus's weight in the next update under an objective. One that is not the run's begins with its
+        first weight."""
+        own = self.context.objective.entropy == objective.entropy
+        start = self.adaptive if own else replace(Adaptive.of(objective), entropy=self.adaptive.entropy)
+        return start.applied_entropy_coefficient(objective)
+
+
+def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, *, reference: bool) -> Before:
+    """Load the policy, the optimizer and, if asked for, the reference as before the updates of a step.
+
+    Args:
+        run: the run folder. Its settings are checked: see ``runs.check_code``.
+        config: its settings.
+        step: the step, from 1. Its weights are those of ``checkpoints/step-(N-1)``, or the initial model's for step 1.
+        objective: the run's, with the beta of the step.
+        reference: whether a reference is needed, also if the run had none.
+
+    Raises:
+        NoWeightsError: there are no such weights.
+        CohortError: they cannot be loaded.
+    """
+    folder = _checkpoint(run, step)
+    lora, missing = config.model.lora.wanted, reference and not objective.beta
+    initial = _initial_model(run, config) if folder is None or lora or missing else ""
+    policy = _policy(str(folder) if folder and not lora else initial, config)
+    held = policy.reference(moves=config.objective.sync_ref_model) if objective.beta else None
+    tokenizer = load_tokenizer(str(folder or initial), trust_remote_code=config.model.trust_remote_code)
+    optimizer = Optimizer(policy.model, config.optim, _planned_updates(config))
+    adaptive, budget = Adaptive.of(config.resolved_objective), config.optim.microbatch_tokens or 0
+    models = Models(policy, held, tokenizer)
+    if missing:
+        held = (policy if lora else _policy(initial, config)).reference()
+    if folder is not None:
+        take_threads(saved_identity(folder), 1)
+        with damage_named(folder):
+            saved = load_checkpoint(folder, models)
+            optimizer.load_state_dict(saved.optimizer)
+            adaptive.load_state_dict(saved.adaptive)
+            budget = budget or saved.microbatch_tokens
+    longest = config.rollout.max_completion_length
+    found = TokenBudget(budget) if budget else find_budget(policy, None, longest, longest)
+    sampling = Sampling.of(config.rollout)
+    context = StepContext(policy, optimizer, objective, sampling, found, held)
+    source = f"checkpoints/{folder.name}" if folder else f"the initial model, {initial}"
+    return Before(context, adaptive, tokenizer, source, _learning_rate(run, config, step))
+
+
+def _checkpoint(run: Path, step: int) -> Path | None:
+    """The checkpoint between a step and the one before; None for the first step without one."""
+    folder, there = run / "checkpoints" / f"step-{step - 1}", steps_of(run / "checkpoints")
+    if not folder.is_dir():
+        if step == 1:
+            return None
+        shown = f"it has those of steps {', '.join(map(str, there[-6:]))}" if there else "it has none"
+        raise NoWeightsError(
+            f"the run has no checkpoint of step {step - 1}, whose weights step {step} began with; {shown} "
+            "(run.save_steps and run.save_total_limit keep more)"
+        )
+    check_checkpoint(folder)
+    if (folder / "state" / f"{UPDATES}.json").exists():
+        raise NoWeightsError(f"checkpoints/{folder.name} is of an instant between two updates of step {step}")
+    return folder
+
+
+def _initial_model(run: Path, config: GRPOConfig) -> str:
+    """The folder or hub id of the initial model."""
+    start = last_start(run)
+    if not config.model.path or "model" in start.missing:
+        raise NoWeightsError("the run's initial model was given in Python, so its settings do not name it (model.path)")
+    folder = start.working_directory(run)
+    return str(folder / config.model.path) if folder and (folder / config.model.path).is_dir() else config.model.path
+
+
+def _policy(name: str, config: GRPOConfig) -> Policy:
+    read = read_config(name, trust_remote_code=config.model.trust_remote_code)
+    return load_policy(name, config.model, read, seed=config.run.seed)
+
+
+def _planned_updates(config: GRPOConfig) -> int:
+    """The updates of the whole run, for schedules of the learning rate that end; 1 if the data decides it."""
+    return Schedule.of(config, None).updates if config.run.max_steps else 1
+
+
+def _learning_rate(run: Path, config: GRPOConfig, step: int) -> float | None:
+    """The logged learning rate of a step, if it cannot be computed: the number of updates depends on the data."""
+    if config.run.max_steps or config.optim.lr_scheduler_type.startswith("constant"):
+        return None
+    lines = {line["step"]: line for _, line in read_metrics(run / "metrics.jsonl")}
+    rate = lines.get(step, {}).get("learning_rate")
+    if not isinstance(rate, int | float):
+        raise NoWeightsError(f"metrics.jsonl has no learning rate of step {step}")
+    return float(rate)
+
+
+# Passes ---------------------------------------------------------------------------------------------------------------
+
+
+def measured(before: Before, stored: Stored, settings: Settings) -> Known:
+    """The log-probs of all usable completions under the weights before the step, and under the reference.
+
+    Raises:
+        RunFolderError: the step holds token ids that the model does not have.
+    """
+    context = before.context
+    laid = laid_out(stored, PLAIN, settings)
+    _check_ids(context.policy, laid, stored)
+    part = part_of(laid.batch, range(laid.batch.num_sequences))
+    found = context.within_memory(token_logps, context.policy, laid.batch, part)
+    unknown_N = torch.full_like(stored.known.logps_N, torch.nan)
+
+    def on_axis(values_N: Tensor) -> Tensor:
+        on_N = unknown_N.clone()
+        on_N[laid.tokens_N] = values_N.double().cpu()
+        return on_N
+
+    ref_N = unknown_N
+    if context.reference is not None:
+        ref_N = on_axis(context.within_memory(policy_logps, context.reference, laid.batch, part))
+    logps_N = on_axis(found.logps_N)
+    return Known(logps_N, logps_N, ref_N, on_axis(found.entropy_N), on_axis(found.collision_N))
+
+
+def _check_ids(policy: Policy, laid: Laid, stored: Stored) -> None:
+    model: Any = policy.model
+    count = model.get_input_embeddings().num_embeddings
+    ids = torch.cat([laid.batch.ids_T, *(torch.tensor(prompt) for prompt in laid.batch.prompt_ids)])
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise RunFolderError(f"{stored.path} holds token ids up to {int(ids.max())}, and the model has {count} tokens")
+
+
+def gap(stored: Stored, found: Known) -> float | None:
+    """The largest difference between stored log-probs of the policy before the step and measured ones; None: no
+    log-probs are stored."""
+    known_N = stored.known.old_logps_N
+    if bool(known_N.isnan().all()):
+        first_S = (
+            torch.ones(len(stored.is_used_S)) if stored.minibatch_S is None else torch.tensor(stored.minibatch_S == 0)
+        )
+        known_N = stored.known.logps_N.where(first_S.bool().repeat_interleave(stored.lengths_S), torch.nan)
+    gaps_N = (known_N - found.logps_N).abs()
+    gaps_N = gaps_N[~gaps_N.isnan()]
+    return float(gaps_N.max()) if len(gaps_N) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGradients:
+    """The gradients of both objectives in all trained parameters: root mean squares over the updates of a pass."""
+
+    whole: Products
+    terms: Mapping[str, Products]
+    updates: list[Products]
+    """Of the whole gradient, for each update."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Norms, ratios and cosines."""
+        terms = {name: products.as_json() for name, products in self.terms.items()}
+        return {**self.whole.as_json(), "terms": terms, "updates": [one.as_json() for one in self.updates]}
+
+
+def parameter_gradients(before: Before, run: Laid, objective: Objective, replay: Laid) -> ParameterGradients:
+    """Compare the gradients of the run's objective and of another at each update of the first pass over the rollout.
+    The updates between are made under the run's objective, as the run made them.
+
+    Args:
+        before: the models, whose weights change if there are several updates.
+        run: the step as the run's updates saw it.
+        objective: the other objective.
+        replay: the step as its updates would see it.
+
+    Raises:
+        NonFiniteError: a value is not finite.
+    """
+    updates: list[dict[str, Products]] = []
+    pairs = list(zip(run.minibatches, replay.minibatches, strict=False))
+    contexts = before.context, before.under(objective)
+    for number, (own, other) in enumerate(pairs):
+        found = []
+        for context, laid, part in zip(contexts, (run, replay), (own, other), strict=True):
+            coefficient = before.entropy_coefficient(context.objective)
+            found.append(context.within_memory(term_gradients, laid.batch, part, coefficient))
+        updates.append(_products(*found))
+        if number + 1 < len(pairs):
+            make_update(before, before.context, run, own)
+    names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
+    return ParameterGradients(
+        Products.mean([one[WHOLE] for one in updates]),
+        {name: Products.mean([one.get(name, Products()) for one in updates]) for name in names},
+        [one[WHOLE] for one in updates],
+    )
+
+
+def _products(run: Mapping[str, Tensor], replay: Mapping[str, Tensor]) -> dict[str, Products]:
+    """Those of the gradients' terms, and of the whole gradients. A term that one of them lacks is 0."""
+    both, names = (run, replay), dict.fromkeys([*run, *replay])
+    if not names:  # no sequence has a gradient
+        return {WHOLE: Products()}
+    zero = torch.zeros_like(next(iter((run or replay).values())))
+    found = {name: Products.of(*(one.get(name, zero) for one in both)) for name in names}
+    wholes = (sum(one.values(), zero) for one in both)
+    return found | {WHOLE: Products.of(*wholes)}
+
+
+def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Any) -> float:
+    """One update as the loop makes it; returns the gradient's norm.
+
+    Raises:
+        NonFiniteError: a value is not finite.
+    """
+    if before.learning_rate is not None:
+        for rule in context.optimizer.rules:
+            for group in rule.param_groups:
+                group["lr"] = before.learning_rate
+    objective = context.objective
+    outcome = context.within_memory(update, laid.batch, minibatch, before.entropy_coefficient(objective))
+    if isinstance(outcome, NonFinite):
+        raise NonFiniteError(outcome.message)
+    before.adaptive.after_update(objective, outcome)
+    return outcome.grad_norm

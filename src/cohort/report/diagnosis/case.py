@@ -1,0 +1,110 @@
+"""A run as the checks see it: what they need of its settings, the thresholds, and the metrics so far."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from cohort.config.report import ThresholdsConfig
+from cohort.report.diagnosis.facts import Facts
+from cohort.report.diagnosis.numbers import mean, number, share_interval
+
+FIRST = 10
+"""Steps that the start of a run is measured by."""
+WINDOW = 20
+"""Steps that are remembered besides: no check looks further back, so a step costs the same however long the run is."""
+EVALUATIONS = 50
+"""Evaluations that are remembered."""
+
+Metrics = Mapping[str, Any]
+
+
+class Case:
+    """Settings and the metrics so far: the first steps of the run, its last steps, and its evaluations."""
+
+    def __init__(self, facts: Facts, limits: ThresholdsConfig) -> None:
+        self.facts, self.limits = facts, limits
+        self.first: list[Metrics] = []
+        self.last: deque[Metrics] = deque(maxlen=WINDOW)
+        self.evaluations: deque[tuple[int, float | None, Metrics]] = deque(maxlen=EVALUATIONS)
+        """Step, the mean reward of the steps before, and the metrics."""
+        self.steps = 0
+        """Steps with metrics of updates."""
+        self.highest, self.lowest = float("-inf"), float("inf")
+        """Of the mean rewards of groups (10% and 90% quantiles) and of steps."""
+
+    def add(self, metrics: Metrics) -> None:
+        """Take a line of ``metrics.jsonl``."""
+        if "updates" in metrics:  # not the evaluation before the first step
+            self.steps += 1
+            self.last.append(metrics)
+            if len(self.first) < FIRST:
+                self.first.append(metrics)
+            for key in ("groups/mean_reward_q90", "groups/mean_reward_q10", "reward/mean"):
+                if (value := number(metrics, key)) is not None:
+                    self.highest, self.lowest = max(self.highest, value), min(self.lowest, value)
+        if any(key.startswith("eval/") for key in metrics):
+            self.evaluations.append((int(metrics["step"]), self.mean("reward/mean", FIRST), metrics))
+
+    @property
+    def now(self) -> Metrics:
+        """The metrics of this step."""
+        return self.last[-1]
+
+    def recent(self, count: int = WINDOW) -> Sequence[Metrics]:
+        """The last steps, at most ``count``, in order."""
+        return list(islice(self.last, max(0, len(self.last) - count), None))
+
+    def values(self, key: str, count: int = WINDOW) -> list[float]:
+        """The numbers of the last steps under a key; steps without one are left out."""
+        return list(_numbers(self.recent(count), key))
+
+    def start(self, key: str) -> list[float]:
+        """The numbers of the first steps under a key."""
+        return list(_numbers(self.first, key))
+
+    def mean(self, key: str, count: int = WINDOW) -> float | None:
+        """The mean over the last steps."""
+        return mean(self.values(key, count))
+
+    def groups(self, count: int = FIRST) -> float:
+        """Groups sampled in the last steps."""
+        return sum(self.values("groups/sampled", count))
+
+    def share(self, key: str, count: int = FIRST) -> tuple[float, float, float]:
+        """The share of the last steps under a key, weighted by their groups, with its confidence interval.
+
+        The completions of a prompt resemble each other, so the interval counts prompts: of shares of completions it is
+        wider than necessary.
+        """
+        pairs = [(number(one, key), number(one, "groups/sampled") or 1.0) for one in self.recent(count)]
+        known = [(value, groups) for value, groups in pairs if value is not None]
+        total = sum(groups for _, groups in known)
+        found = sum(value * groups for value, groups in known)
+        return found / total if total else 0.0, *share_interval(found, total)
+
+    def ends_of_dead(self, count: int = FIRST) -> tuple[float, float]:
+        """The shares of the last steps' groups whose equal rewards are the highest, and the lowest, that are known."""
+        ends = [(self._ends(one), number(one, "groups/sampled") or 1.0) for one in self.recent(count)]
+        total = sum(groups for _, groups in ends)
+        right, wrong = (sum(end[side] * groups for end, groups in ends) for side in (0, 1))
+        return (right / total, wrong / total) if total else (0.0, 0.0)
+
+    def _ends(self, metrics: Metrics) -> tuple[float, float]:
+        high, low = (number(metrics, f"groups/dead_{end}_share") for end in ("high", "low"))
+        if high is not None and low is not None:
+            return high, low
+        dead, reward = number(metrics, "groups/dead_share"), number(metrics, "reward/mean")
+        if dead is None or reward is None or dead < 1:
+            return 0.0, 0.0
+        # All rewards of the step are equal: the best ones if the run had worse ones, or if they cannot be 0.
+        middle = (self.highest + self.lowest) / 2 if self.highest > self.lowest else 0.0
+        return (dead, 0.0) if reward > middle else (0.0, dead)
+
+
+def _numbers(lines: Sequence[Metrics], key: str) -> Iterator[float]:
+    for metrics in lines:
+        if (value := number(metrics, key)) is not None:
+            yield value

@@ -1,0 +1,36 @@
+"""Why a step's updates had no gradient, from its metrics alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CAUSES = {
+    "masked": "belong to completions cut by the length limit, which objective.truncated masks",
+    "no_advantage": "have an advantage of 0",
+    "low_entropy": "are not among the objective.top_entropy tokens",
+    "mismatch": "are dropped by objective.mismatch",
+    "off_policy": "are dropped by the off-policy mask",
+    "clipped_low": "are silenced by the trust region",
+    "clipped_high": "are silenced by the trust region",
+    "vanished": "have a multiplier of 0 in the trust region",
+}
+"""Why a token has no gradient (``tokens/CAUSE_share``), as what follows "90% of the tokens"."""
+
+
+def why_no_gradient(metrics: Mapping[str, Any]) -> str:
+    """Why a step's updates had no gradient, from its metrics."""
+    if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
+        return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
+    if metrics.get("reward/mean", 0.0) is None:
+        names = [key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1]
+        verbs = ["failed on" if metrics.get(f"rewards/{name}/failed") else "returned None for" for name in names]
+        reasons = [f"{name} {verb} every one" for name, verb in zip(names, verbs, strict=True)]
+        return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
+    shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
+    if not any(shares.values()):
+        return "no update had a gradient (docs/metrics.md: tokens/..._share)"
+    cause = max(shares, key=lambda name: shares[name])
+    if cause == "no_advantage" and metrics.get("groups/dead_share") == 1:
+        return "no update had a gradient: every group has equal rewards, so there is nothing to learn"
+    return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"

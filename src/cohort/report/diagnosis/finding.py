@@ -1,0 +1,94 @@
+"""What the diagnosis says of a run: the check, how bad it is, since when, the number, and the next thing to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from textwrap import wrap
+from typing import Any
+
+Numbers = Mapping[str, float | int | str | None]
+NAME_WIDTH, TEXT_WIDTH = 17, 92
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    NOTE = "note"
+    """Worth knowing; nothing is wrong. Said once a run."""
+    WARNING = "warning"
+    """The run goes on, and something in it is rarely intended."""
+    ALARM = "alarm"
+    """The run learns nothing, or is about to be lost."""
+
+    @property
+    def rank(self) -> int:
+        """0, 1 or 2."""
+        return list(Level).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check says of the metrics up to a step."""
+
+    level: Level
+    found: str
+    advice: str
+    numbers: Numbers = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding, from the step at which it begins to the one at which it ceases."""
+
+    check: str
+    """The check's name, as ``report.skip_checks`` takes it."""
+    level: Level
+    step: int
+    """The step at which it was found at this level."""
+    found: str
+    """What was found, with its number and the cause."""
+    advice: str = ""
+    """The next thing to try."""
+    numbers: Numbers = field(default_factory=dict)
+    """The numbers behind the words, by name."""
+    begin: int = 0
+    """The step at which it began, perhaps at a lower level."""
+    end: int | None = None
+    """The first step at which it was gone. None: it stands."""
+
+    @property
+    def stands(self) -> bool:
+        """Whether it has not ceased."""
+        return self.end is None
+
+    def show(self) -> str:
+        """The finding for a terminal: when it begins or worsens, or that it has ceased."""
+        indent = " " * (19 + NAME_WIDTH)
+        if self.end is not None:
+            return (
+                f"  {f'step {self.end}':<10}{'ended':<8}{self.check:<{NAME_WIDTH}}after {_steps(self.end - self.begin)}"
+            )
+        level = self.level.upper() if self.level is Level.ALARM else str(self.level)
+        words = wrap(self.found, TEXT_WIDTH)
+        words += wrap(self.advice, TEXT_WIDTH, initial_indent="-> ", subsequent_indent="   ")
+        first = f"  {f'step {self.step}':<10}{level:<8}{self.check:<{NAME_WIDTH}}"
+        return "\n".join([first + words[0], *(indent[:-1] + one for one in words[1:])])
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding in types of JSON."""
+        return {
+            "check": self.check,
+            "level": str(self.level),
+            "step": self.step,
+            "begin": self.begin,
+            "end": self.end,
+            "found": self.found,
+            "advice": self.advice,
+            "numbers": dict(self.numbers),
+        }
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"

@@ -1,0 +1,181 @@
+"""Checks of the learning signal: whether rewards differ within groups, and if not, why; and whether there is a
+gradient."""
+
+from __future__ import annotations
+
+from cohort.report.diagnosis.case import FIRST, Case
+from cohort.report.diagnosis.causes import CAUSES, why_no_gradient
+from cohort.report.diagnosis.finding import Level, Verdict
+from cohort.report.diagnosis.numbers import differs, number
+
+FEWEST_STEPS = 5
+"""Steps that a share is taken over at least."""
+MOST = 0.9
+"""Share of groups with equal rewards above which hardly anything is learned: an alarm."""
+MAIN = 0.6
+"""Share of those groups that has to have one cause for it to be named."""
+NO_GRADIENT_STEPS = 3
+ZERO = 1e-6
+"""|policy_value| below this is the 0 of the identity with float32's rounding."""
+
+
+def unscored(case: Case) -> Verdict | None:
+    """Completions without a reward."""
+    steps = case.recent(FIRST)
+    completions = case.groups() * case.facts.generations
+    count = sum(case.values("reward/unscored", FIRST)) - sum(case.values("completions/errors", FIRST))
+    share = count / completions if completions else 0.0
+    if case.steps < 3 or share < MAIN:
+        return None
+    return Verdict(
+        Level.ALARM if share >= MOST else Level.WARNING,
+        f"{share:.0%} of completions have no reward: the reward functions returned None or failed",
+        "a function returns None only for what cannot be scored; a wrong answer is 0. The log has its first traceback",
+        {"unscored_share": share, "steps": len(steps)},
+    )
+
+
+def all_right(case: Case) -> Verdict | None:
+    """Groups in which every completion has the highest reward."""
+    if _cause(case) != "right":
+        return None
+    dead, reward = case.share("groups/dead_share")[0], case.mean("reward/mean", FIRST)
+    learned = differs(case.start("reward/mean"), case.values("reward/mean", FIRST)) > 2
+    found = (
+        f"{dead:.0%} of groups have equal rewards, because every completion of them is right (mean reward {reward:.2f})"
+    )
+    if learned:
+        return Verdict(
+            Level.NOTE,
+            f"{found}: the policy has learned these prompts",
+            "stop here, or go on with harder prompts",
+            {"dead_share": dead, "reward": reward},
+        )
+    return Verdict(
+        Level.WARNING,
+        f"{found}: they are too easy for this model and teach nothing",
+        "use harder prompts, or set objective.group_filter to 'dynamic_sampling' to sample others in their place",
+        {"dead_share": dead, "reward": reward},
+    )
+
+
+def all_wrong(case: Case) -> Verdict | None:
+    """Groups in which every completion has the lowest reward."""
+    if _cause(case) != "wrong":
+        return None
+    return _dead(
+        case,
+        "because no completion of them is right",
+        "ease the prompts, warm up (fine-tune on solutions first), reward partial success, or raise "
+        "rollout.num_generations; 'cohort doctor' tries the reward functions on right answers",
+    )
+
+
+def identical(case: Case) -> Verdict | None:
+    """Groups whose completions are the same text."""
+    if _cause(case) != "identical":
+        return None
+    return _dead(
+        case,
+        "because their completions are the same text",
+        "raise rollout.temperature; check that rollout.top_k, rollout.top_p and a grammar leave a choice. If it came "
+        "during training, entropy has collapsed: a lower optim.learning_rate, or an entropy bonus",
+    )
+
+
+def dead_groups(case: Case) -> Verdict | None:
+    """Groups of equal rewards without one main cause."""
+    if _cause(case) != "mixed":
+        return None
+    return _dead(
+        case,
+        "and not mainly because all is right or all is wrong",
+        "raise rollout.num_generations, choose prompts of middle difficulty, or set objective.group_filter to "
+        "'dynamic_sampling'",
+    )
+
+
+def zero_gradient(case: Case) -> Verdict | None:
+    """Updates with a gradient of exactly 0 for another reason than equal rewards."""
+    last = case.recent(NO_GRADIENT_STEPS)
+    if len(last) < NO_GRADIENT_STEPS or not all(_without_gradient(one) for one in last):
+        return None
+    shares = {cause: number(case.now, f"tokens/{cause}_share") or 0.0 for cause in CAUSES}
+    cause = max(shares, key=lambda cause: shares[cause]) if any(shares.values()) else "no_advantage"
+    if (
+        case.facts.groups_compared
+        and cause == "no_advantage"
+        and (number(case.now, "groups/dead_share") or 0.0) >= MOST
+    ):
+        return None  # the other checks of this file
+    return Verdict(
+        Level.ALARM,
+        f"the gradient was exactly 0 for {NO_GRADIENT_STEPS} steps, which is not the 0 that a healthy loss may show: "
+        + why_no_gradient(case.now),
+        _advice_by_cause(cause),
+        {f"tokens/{cause}_share": share for cause, share in shares.items() if share},
+    )
+
+
+def value_zero(case: Case) -> Verdict | None:
+    """The value of the objective is 0 by identity although the gradient is not."""
+    value, norm = number(case.now, "policy_value"), number(case.now, "grad_norm")
+    if value is None or not norm or abs(value) > ZERO or number(case.now, "updates") != 1:
+        return None
+    return Verdict(
+        Level.NOTE,
+        f"policy_value is {value:.1g} and the gradient is not 0 (norm {norm:.2g}). That is normal: on the first update "
+        "after sampling every ratio is 1 and the advantages of a group add up to 0, so the value is 0 whatever is "
+        "learned",
+        "watch reward/mean, groups/dead_share and grad_norm; docs/grpo.md explains it",
+        {"policy_value": value, "grad_norm": norm},
+    )
+
+
+def _advice_by_cause(cause: str) -> str:
+    return {
+        "masked": "raise rollout.max_completion_length, or set objective.truncated to 'keep'",
+        "mismatch": "sampler and trainer disagree: see sampler/gap, and the rules of objective.mismatch",
+        "off_policy": "fewer updates per rollout, a smaller rollout.lag",
+        "clipped_low": "lower optim.learning_rate, or make fewer updates per rollout",
+        "clipped_high": "lower optim.learning_rate, or make fewer updates per rollout",
+        "no_advantage": "look at reward/within_group_std and at the advantages in rollouts/",
+    }.get(cause, "see the table of tokens/..._share in docs/metrics.md")
+
+
+def _without_gradient(metrics: object) -> bool:
+    updates, skipped = (number(metrics, key) for key in ("updates", "updates_skipped"))  # type: ignore[arg-type]
+    return updates is not None and updates == skipped and not number(metrics, "updates_nonfinite")  # type: ignore[arg-type]
+
+
+def _dead(case: Case, why: str, advice: str) -> Verdict:
+    share, low, high = case.share("groups/dead_share")
+    reward = case.mean("reward/mean", FIRST)
+    verdict = "almost nothing is learned" if low > MOST else "they teach nothing"
+    return Verdict(
+        Level.ALARM if low > MOST else Level.WARNING,
+        f"{share:.0%} of groups have equal rewards, {why}: {verdict}; mean reward {reward or 0.0:.2f}",
+        advice,
+        {"dead_share": share, "dead_share_low": low, "dead_share_high": high, "reward": reward},
+    )
+
+
+def _cause(case: Case) -> str:
+    """The main cause of equal rewards; empty if few groups have them, or if it does not matter."""
+    if not case.facts.groups_compared or len(case.recent(FIRST)) < FEWEST_STEPS or unscored(case):
+        return ""
+    dead, low, _ = case.share("groups/dead_share")
+    if low <= case.limits.dead_groups or (case.facts.resamples and not _starved(case)):
+        return ""
+    right, wrong = case.ends_of_dead()
+    if right >= MAIN * dead:
+        return "right"
+    if case.share("groups/identical_share")[0] >= MAIN * dead:
+        return "identical"
+    return "wrong" if wrong >= MAIN * dead else "mixed"
+
+
+def _starved(case: Case) -> bool:
+    """Whether dynamic sampling finds fewer than half of the groups that a step is to have."""
+    used = case.groups() - sum(case.values("groups/left_out", FIRST))
+    return used < 0.5 * case.facts.prompts * len(case.recent(FIRST))

@@ -1,0 +1,376 @@
+"""Curves of runs, for plots and pages: on axes that make runs comparable, smoothed, with bands, and over seeds.
+
+All results are plain data: ``dataclasses.asdict`` makes JSON of them. To compare runs: ``grouped`` puts runs together
+that differ only by their seed, ``curve`` makes a curve of each run, ``over_seeds`` one of each group.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cohort.errors import ConfigError
+from cohort.report.history import RunHistory
+from cohort.statistics import t_quantile
+
+Floats = NDArray[np.float64]
+
+AXES = {
+    "step": "step",
+    "updates": "optimizer updates",
+    "tokens": "drawn tokens",
+    "seconds": "training time, seconds",
+    "time": "time (UTC)",
+}
+"""What a curve can be drawn over, and the label of the axis. ``tokens``, ``updates`` and ``seconds`` are sums from the
+start of the run. ``seconds`` is that of the steps, without evaluations, writing, and pauses between a stop and a
+resume. ``time`` is the Unix time in seconds."""
+GRID = 200
+"""Points of a mean over runs whose points lie at different places."""
+NOT_OF_A_GROUP = ("run.", "report.", "parallel.", "vllm.", "eval.eval_steps", "eval.eval_on_start", "reward.workers",
+    "reward.retries", "reward.cache", "reward.max_concurrent")  # fmt: skip
+"""How the names of settings begin that two runs of one group need not share ..."""
+OF_A_GROUP = ("run.max_steps", "run.num_epochs")
+"""... except these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric of a run, or the mean of several runs."""
+
+    label: str
+    key: str
+    axis: str
+    """One of ``AXES``."""
+    steps: list[int]
+    """The step of each point; empty for a mean whose runs have their points at different places."""
+    x: list[float]
+    y: list[float]
+    """As logged; of a mean over runs, the mean of the smoothed curves."""
+    smooth: list[float] | None = None
+    """The local linear fit of ``y`` (see ``loess``); None: the curve is not smoothed."""
+    window: int = 1
+    """Points of a fit; 1: not smoothed. Of a mean over runs, that of their curves."""
+    low: list[float | None] | None = None
+    """Lower edge of the band, None at points without one. It belongs to ``smooth`` if there is one, else to ``y``."""
+    high: list[float | None] | None = None
+    band: str = ""
+    """What the band is, in words."""
+    runs: int = 1
+
+    @property
+    def line(self) -> list[float]:
+        """The line to draw first: the smoothed one if there is one."""
+        return self.y if self.smooth is None else self.smooth
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs with equal settings apart from the seed."""
+
+    label: str
+    """What distinguishes the group from the others: "learning_rate 1e-05"; else the name of the folder."""
+    runs: tuple[RunHistory, ...]
+    differs: dict[str, Any]
+    """The settings that are not equal in all groups, with the values of this one; "absent" where there is none."""
+
+    @property
+    def seeds(self) -> list[Any]:
+        """``run.seed`` of each run."""
+        return [run.flat_settings().get("run.seed") for run in self.runs]
+
+
+def grouped(runs: Sequence[RunHistory]) -> list[Group]:
+    """Put runs together that have equal settings apart from the seed and from settings that do not change what is
+    learned (names and places, report, ranks). Runs without settings stay alone, and so does a run of a group that has
+    its seed already. Groups are in the order of their first runs.
+    """
+    settings = [_compared(run) for run in runs]
+    groups: dict[str, list[int]] = {}
+    for number, (run, one) in enumerate(zip(runs, settings, strict=True)):
+        name, seed = repr(sorted(one.items())), run.flat_settings().get("run.seed")
+        taken = [runs[other].flat_settings().get("run.seed") for other in groups.get(name, [])]
+        groups.setdefault(f"{name}#{number}" if not one or seed in taken else name, []).append(number)
+    first = [settings[numbers[0]] for numbers in groups.values()]
+    keys = [
+        key for key in dict.fromkeys(key for one in first for key in one) if len({_value(o, key) for o in first}) > 1
+    ]
+    differs = [{key: one.get(key, "absent") for key in keys} for one in first]
+    members = [[runs[number] for number in numbers] for numbers in groups.values()]
+    labels = _labels(differs, members)
+    return [Group(*parts) for parts in zip(labels, map(tuple, members), differs, strict=True)]
+
+
+def _compared(run: RunHistory) -> dict[str, Any]:
+    """The settings that runs of a group share, and the hash of the code, which is no setting."""
+    kept = {
+        key: value
+        for key, value in run.flat_settings().items()
+        if key in OF_A_GROUP or not key.startswith(NOT_OF_A_GROUP)
+    }
+    facts = run.starts[-1].get("facts") if run.starts else None
+    return kept | ({"code": facts["code"]} if kept and isinstance(facts, dict) and "code" in facts else {})
+
+
+def _value(settings: Mapping[str, Any], key: str) -> str:
+    return repr(settings.get(key, "absent"))
+
+
+def _labels(differs: Sequence[Mapping[str, Any]], members: Sequence[Sequence[RunHistory]]) -> list[str]:
+    """What differs, if that is short and distinguishes the groups; else the names of the folders."""
+    names = [one[0].path.resolve().name + (f" and {len(one) - 1} more" if len(one) > 1 else "") for one in members]
+    texts = [", ".join(f"{key.rpartition('.')[2]} {_short(value)}" for key, value in one.items()) for one in differs]
+    if len(members) > 1 and all(0 < len(text) <= 60 for text in texts) and len(set(texts)) == len(texts):
+        return texts
+    if len(set(names)) < len(names):
+        names = [str(one[0].path) for one in members]
+    return names
+
+
+def _short(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 30 else f"...{text[-27:]}"
+
+
+def check_key(runs: Sequence[RunHistory], key: str) -> None:
+    """Check that some run has a metric.
+
+    Raises:
+        ConfigError: none has; names the nearest.
+    """
+    known = list(dict.fromkeys(name for run in runs for name in run.keys()))  # noqa: SIM118  (it is a method)
+    if key in known:
+        return
+    if not known:
+        raise ConfigError(f"{runs[0].path} has no metrics yet: no step is complete")
+    near = difflib.get_close_matches(key, known, n=5, cutoff=0.5)
+    near += [name for name in known if key in name and name not in near][: 5 - len(near)]
+    named = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(known[:12])}, ... (docs/metrics.md)"
+    raise ConfigError(f"no run has the metric {key!r}; {named}")
+
+
+def positions(run: RunHistory, axis: str) -> dict[int, float]:
+    """Where each step ends on an axis. Steps whose line is damaged or missing count like the next one; a step without
+    the numbers counts like the one before. Empty if no step has them.
+
+    ``updates`` are optimizer steps: minibatches without those whose gradient was 0. ``tokens`` are all sampled tokens:
+    ``tokens_per_second * seconds/step``.
+
+    Raises:
+        ConfigError: the axis is unknown.
+    """
+    if axis not in AXES:
+        raise ConfigError(f"unknown axis {axis!r}: expected one of {', '.join(AXES)}")
+    if axis == "step":
+        return {line["step"]: float(line["step"]) for line in run.metrics}
+    if axis == "time":
+        return {line["step"]: line["time"] for line in run.metrics if line.get("time") is not None}
+    found, total, before, known = {}, 0.0, 0, None
+    for line in run.metrics:
+        step = line["step"]
+        given = _increment(line, axis)
+        known = known if given is None else given
+        if step and known is not None:
+            total += known * (step - before)
+            before = step
+        if not step or known is not None:
+            found[step] = total
+    return found if known is not None else {}
+
+
+def _increment(line: Mapping[str, Any], axis: str) -> float | None:
+    if axis == "seconds":
+        return line.get("seconds/step")
+    if axis == "updates":
+        updates = line.get("updates")
+        return None if updates is None else updates - (line.get("updates_skipped") or 0)
+    rate, seconds = line.get("tokens_per_second"), line.get("seconds/step")
+    return None if rate is None or seconds is None else float(round(rate * seconds))
+
+
+def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label: str = "") -> Curve:
+    """A metric of a run.
+
+    Args:
+        run: the run.
+        key: the metric.
+        axis: one of ``AXES``.
+        window: points of a local linear fit (see ``loess``). Below 3: the curve is not smoothed.
+        label: its name; empty: that of the folder.
+
+    Returns:
+        The curve; without points if the run lacks the metric or the axis. Its band is that of the fit; without
+        smoothing, the metric's own interval where the run logs what it takes (see ``interval``).
+
+    Raises:
+        ConfigError: the axis is unknown.
+    """
+    places = positions(run, axis)
+    steps, values = run.series(key)
+    kept = [(step, value) for step, value in zip(steps, values, strict=True) if step in places]
+    steps, values = [step for step, _ in kept], [value for _, value in kept]
+    made = Curve(label or run.path.resolve().name, key, axis, steps, [places[step] for step in steps], values)
+    window = min(window, len(values))
+    if window >= 3:
+        fit, half = loess(np.array(values), window)
+        made = replace(made, smooth=fit.tolist(), window=min(window | 1, len(values) - 1 + len(values) % 2))
+        return replace(made, low=(fit - half).tolist(), high=(fit + half).tolist(), band="95% band of the fit")
+    return _with_interval(made, run)
+
+
+def _with_interval(made: Curve, run: RunHistory) -> Curve:
+    lines = {line["step"]: line for line in run.metrics}
+    found = [interval(lines[step], made.key) for step in made.steps]
+    low, high = [one[0] if one else None for one in found], [one[1] if one else None for one in found]
+    words = next((one[2] for one in found if one), "")
+    return replace(made, low=low, high=high, band=words) if words else made
+
+
+def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | None:
+    """The 95% interval of a metric in one step, and what it is; None where the step's metrics do not tell.
+
+    An evaluation's mean has the logged interval over its prompts. A metric with a standard error ``KEY_se`` has ``value
+    +- 1.96 se``. ``reward/mean`` has one over the step's P prompts: the variance of a prompt's mean reward is at most
+    ``reward/std^2 - reward/within_group_std^2``, and the standard error of the mean its root over P. It is slightly too
+    wide, because the root mean square within groups is above the mean that is logged.
+    """
+    value = line.get(key)
+    low, high = (line.get(key.removesuffix("/mean") + name) for name in ("/low", "/high"))
+    if value is None:
+        return None
+    if key.endswith("/mean") and low is not None and high is not None:
+        return low, high, "confidence interval over the evaluation's prompts"
+    error, words = line.get(f"{key}_se"), "95% interval over the step's tokens"
+    if key == "reward/mean":
+        spread, within, prompts = (
+            line.get(name) for name in ("reward/std", "reward/within_group_std", "groups/sampled")
+        )
+        if spread is None or within is None or prompts is None or prompts < 2:
+            return None
+        error = math.sqrt(max(0.0, spread**2 - within**2) / prompts)
+        words = "95% interval over the step's prompts"
+    z = NormalDist().inv_cdf(0.975)
+    return None if error is None else (value - z * error, value + z * error, words)
+
+
+def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:
+    """A smooth curve without lag: at each point, the weighted least-squares line through the points around it.
+
+    The weight of a point at distance d is ``(1 - (d / D)^3)^3``, with D one more than the distance of the window's
+    farther end. In the middle the window is centred (an even one is raised by one point), and the line's value is the
+    weighted mean. Within half a window of an end it is the first or last ``window`` points, so a trend goes on to the
+    ends.
+
+    Args:
+        values_T: T values at even distances.
+        window: points of a fit, at least 3. With fewer values, all.
+
+    Returns:
+        The fit, and half the width of its 95% confidence band: ``t_{window - 2} * sigma * |l|``, where l are the
+        weights with which values enter the fit at the point, and sigma^2 is the mean over the window of the squared
+        residuals, each divided by its expectation per sigma^2, ``1 - 2 l_own + |l|^2``. It takes the deviations from
+        the curve as independent.
+
+    Source: W. S. Cleveland, "Robust locally weighted regression and smoothing scatterplots" (1979).
+    """
+    count = len(values_T)
+    window = min(window | 1, count if count % 2 else count - 1)
+    if window < 3:
+        return values_T.copy(), np.zeros(count)
+    half = window // 2
+    rows_HW = np.array([_fit_weights(at, window) for at in range(half + 1)])  # from the first point to the middle
+    middle = np.convolve(values_T, rows_HW[half][::-1], "valid")
+    ends = rows_HW[:half] @ values_T[:window], (rows_HW[:half] @ values_T[::-1][:window])[::-1]
+    fit_T = np.concatenate([ends[0], middle, ends[1]])
+    row_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
+    own_T, norm_T = rows_HW.diagonal()[row_T], (rows_HW**2).sum(axis=1)[row_T]
+    squares_T = (values_T - fit_T) ** 2 / (1 - 2 * own_T + norm_T)
+    means_M = np.convolve(squares_T, np.ones(window) / window, "valid")
+    variance_T = means_M[np.clip(np.arange(count) - half, 0, count - window)]
+    return fit_T, t_quantile(0.975, window - 2) * np.sqrt(variance_T * norm_T)
+
+
+def _fit_weights(at: int, window: int) -> Floats:
+    """The weights with which the values of a window enter the line's value at one of them."""
+    offset_W = np.arange(window) - at
+    weight_W = (1 - (np.abs(offset_W) / (max(at, window - 1 - at) + 1)) ** 3) ** 3
+    s0, s1, s2 = (float((weight_W * offset_W**power).sum()) for power in (0, 1, 2))
+    return np.asarray(weight_W * (s2 - s1 * offset_W) / (s0 * s2 - s1**2))
+
+
+def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
+    """The mean of the curves of runs that differ by their seed.
+
+    Where all have points at the same places, the mean is there; else at ``GRID`` places of the range that all cover,
+    by linear interpolation. From three runs on, the band is the 95% interval of the mean over seeds, ``mean +- t_{n-1}
+    s / sqrt(n)``; of two it shows both, because the interval of two is 12.7 standard errors wide.
+    """
+    filled = [one for one in curves if one.x]
+    if not filled:
+        return replace(curves[0], label=label)
+    if len(filled) == 1:
+        return replace(filled[0], label=label)
+    x, lines_RT = aligned(filled)
+    same = all(one.x == filled[0].x for one in filled)
+    mean_T = lines_RT.mean(axis=0)
+    if len(filled) == 2:
+        low_T, high_T, band = lines_RT.min(axis=0), lines_RT.max(axis=0), "range of 2 seeds"
+    else:
+        half_T = t_quantile(0.975, len(filled) - 1) * lines_RT.std(axis=0, ddof=1) / math.sqrt(len(filled))
+        low_T, high_T, band = mean_T - half_T, mean_T + half_T, f"95% interval of the mean over {len(filled)} seeds"
+    return Curve(
+        label=label,
+        key=filled[0].key,
+        axis=filled[0].axis,
+        steps=filled[0].steps if same else [],
+        x=x.tolist(),
+        y=mean_T.tolist(),
+        low=low_T.tolist(),
+        high=high_T.tolist(),
+        window=filled[0].window,
+        band=band,
+        runs=len(filled),
+    )
+
+
+def aligned(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
+    """Places that all curves cover, shape ``[T]``, and their lines there, shape ``[R, T]``: their own points if all
+    have the same, the common ones if they share steps on the axis ``step`` or ``updates``, else ``GRID`` places. Empty
+    if the curves do not overlap."""
+    shared = set(curves[0].x).intersection(*(one.x for one in curves[1:]))
+    low, high = max(min(one.x) for one in curves), min(max(one.x) for one in curves)
+    whole = curves[0].axis in ("step", "updates") and len(shared) > 1
+    if whole or all(one.x == curves[0].x for one in curves):
+        x = np.array(sorted(shared))
+    else:
+        x = np.linspace(low, high, GRID) if high >= low else np.zeros(0)
+    return x, np.array([np.interp(x, one.x, one.line) for one in curves])
+
+
+def means_of_groups(
+    groups: Iterable[Group], key: str, axis: str = "step", window: int = 1
+) -> list[tuple[Curve, list[Curve]]]:
+    """For each group, the mean over its seeds and the curves of its runs. Groups without the metric are left out."""
+    found = []
+    for group in groups:
+        curves = [curve(run, key, axis, window) for run in group.runs]
+        mean = over_seeds(curves, group.label)
+        if mean.x:
+            found.append((mean, curves))
+    return found
+
+
+def window_for(points: int) -> int:
+    """A window that suits a curve of so many points: a tenth, and none below 30 points.
+
+    >>> window_for(29), window_for(100), window_for(1000)
+    (1, 11, 101)
+    """
+    return (points // 10) | 1 if points >= 30 else 1

@@ -1,0 +1,234 @@
+"""Callbacks: what each is told and when, what is refused, and that a run with them is the run without."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import EarlyStoppingCallback
+
+from cohort import GRPOConfig, GRPOTrainer
+from cohort.callbacks import EVENTS, check_callback
+from cohort.errors import CallbackError, ConfigError, Stopped
+from cohort.runs import random_state
+from cohort.runs.lines import as_json
+from tests.parallel.launching import on_ranks
+from tests.train.harness import ROWS, digits_reward, make_trainer, same_parameters, untimed_metrics_of
+
+SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4}
+
+
+class Recorder:
+    """Keeps every event, and draws random numbers."""
+
+    def __init__(self):
+        self.told = []
+
+    def _keep(self, name, trainer, event):
+        self.told.append((name, event))
+        random.random(), np.random.rand(), torch.rand(1)
+        self.trainer = trainer
+
+
+for _name in EVENTS:
+    setattr(Recorder, _name, lambda self, trainer, event, name=_name: self._keep(name, trainer, event))
+
+
+def make(tokenizer, folder, *callbacks, **settings):
+    return make_trainer(tokenizer, folder, callbacks=callbacks, **SMALL | {"max_steps": 2} | settings)
+
+
+def raising(name, error=KeyError):
+    """A callback whose method raises."""
+
+    def method(trainer, event):
+        raise error("why")
+
+    return type("Broken", (), {name: staticmethod(method)})()
+
+
+def test_what_each_event_tells(demo_tokenizer, tmp_path):
+    """Two steps, evaluated and saved after each; the run is bit-equal to the one without callbacks."""
+    settings = {"eval_rows": ROWS[:2], "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "eval/reward/mean"}
+    plain, recorder = make(demo_tokenizer, tmp_path / "plain", **settings), Recorder()
+    plain.train()
+    state = random_state()
+    told = make(demo_tokenizer, tmp_path / "told", recorder, **settings)
+    told.train()
+    assert random_state() == state
+    assert same_parameters(plain, told)
+    assert untimed_metrics_of(tmp_path / "plain") == untimed_metrics_of(tmp_path / "told")
+
+    assert recorder.trainer is told
+    names = [name for name, event in recorder.told if name != "on_save"]
+    step = ["on_rollout", "on_evaluate", "on_step"]
+    assert names == ["on_start", "on_evaluate", *step, *step, "on_end"]
+    events = {name: [event for other, event in recorder.told if other == name] for name in EVENTS}
+    (start,) = events["on_start"]
+    assert (start.output_dir, start.complete_steps, start.steps) == (tmp_path / "told", 0, 2)
+    assert start.settings is told.args
+    assert start.facts == told._facts
+    lines = [json.loads(line) for line in (tmp_path / "told" / "metrics.jsonl").read_text().splitlines()]
+    assert [json.loads(as_json(event.metrics)) for event in events["on_step"]] == lines[1:]  # null for NaN
+    evaluated = {event.step: json.loads(as_json(event.metrics)) for event in events["on_evaluate"]}
+    assert evaluated == {n: {key: v for key, v in lines[n].items() if key.startswith("eval/")} for n in (0, 1, 2)}
+    assert events["on_evaluate"][0].evaluations[""].table.num_rows == 2
+    for event in events["on_rollout"]:
+        assert [len(group.completions) for group in event.groups] == [2, 2]
+        assert float(event.scores.rewards_S.mean()) == lines[event.step]["reward/mean"]
+        tokens = [c.num_tokens for group in event.groups for c in group.completions]
+        assert [len(advantages) for advantages in event.advantages] == tokens
+    saved = [(event.step, event.path, event.is_best) for event in events["on_save"]]
+    folder = tmp_path / "told"
+    assert [one for one in saved if not one[2]] == [(n, folder / "checkpoints" / f"step-{n}", False) for n in (1, 2)]
+    assert saved[0] == (0, folder / "best", True)
+    assert all(path.is_dir() for _, path, _ in saved)
+    (end,) = events["on_end"]
+    assert (end.outcome, end.error) == ("complete", None)
+    assert json.loads(as_json(end.summary)) == json.loads((folder / "summary.json").read_text())
+
+
+class Stopper(Recorder):
+    """Stops the run in one method, once."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def _keep(self, name, trainer, event):
+        super()._keep(name, trainer, event)
+        if name == self.name:
+            trainer.stop()
+
+
+@pytest.mark.parametrize("method", ["on_rollout", "on_step"])
+def test_stopped_by_a_callback_and_resumed(demo_tokenizer, tmp_path, method):
+    stopper, recorder = Stopper(method), Recorder()
+    with pytest.raises(Stopped, match=r"stopped by stop\(\)"):
+        make(demo_tokenizer, tmp_path / "run", stopper).train()
+    end = stopper.told[-1][1]
+    assert (stopper.told[-1][0], end.outcome, type(end.error)) == ("on_end", "stopped", Stopped)
+    assert stopper.told[-2][0] == "on_save"
+    complete = {"on_rollout": 0, "on_step": 1}[method]
+    assert end.summary["steps"] == complete
+    resumed = make(demo_tokenizer, tmp_path / "run", recorder)
+    resumed.train(resume=True)
+    assert recorder.told[0][1].complete_steps == complete
+    assert [event.step for name, event in recorder.told if name == "on_rollout"] == [1, 2][complete:]
+    straight = make(demo_tokenizer, tmp_path / "straight")
+    straight.train()
+    assert same_parameters(straight, resumed)
+
+
+@pytest.mark.parametrize("method", ["on_rollout", "on_evaluate", "on_save"])
+def test_an_exception_ends_the_run_with_a_checkpoint(demo_tokenizer, tmp_path, method):
+    settings = {"eval_rows": ROWS[:2], "eval_steps": 1, "eval_on_start": False, "save_steps": 1}
+    recorder = Recorder()
+    trainer = make(demo_tokenizer, tmp_path / "run", raising(method), recorder, **settings)
+    where = "0" if method == "on_rollout" else "[12]" if method == "on_save" else "1"
+    with pytest.raises(
+        CallbackError, match=f"^callback Broken.{method} of step .* raised KeyError: 'why'.*of step {where}"
+    ):
+        trainer.train()
+    assert recorder.told[-1][1].outcome == "error"
+    assert isinstance(recorder.told[-1][1].error.__cause__, KeyError)
+    resumed, straight = (make(demo_tokenizer, tmp_path / name, **settings) for name in ("run", "straight"))
+    resumed.train(resume=True)
+    straight.train()
+    assert same_parameters(straight, resumed)
+    assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
+
+
+def test_an_exception_at_the_end(demo_tokenizer, tmp_path, caplog):
+    """Every callback is told; of a run that has failed, its own error is raised."""
+    recorder = Recorder()
+    with pytest.raises(CallbackError, match=r"Broken.on_end raised KeyError"):
+        make(demo_tokenizer, tmp_path / "complete", raising("on_end"), recorder, max_steps=1).train()
+    assert recorder.told[-1][1].outcome == "complete"
+    assert (tmp_path / "complete" / "summary.json").exists()
+    with pytest.raises(CallbackError, match=r"Broken.on_start raised OSError"):
+        make(demo_tokenizer, tmp_path / "failed", raising("on_end"), raising("on_start", OSError), max_steps=1).train()
+    assert "Broken.on_end raised KeyError" in caplog.text
+
+
+def test_a_loop_that_is_left(demo_tokenizer, tmp_path):
+    recorder = Recorder()
+    steps = make(demo_tokenizer, tmp_path / "run", recorder).steps()
+    next(steps)
+    steps.close()
+    assert [event.outcome for name, event in recorder.told if name == "on_end"] == ["stopped"]
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def with_method(name, method):
+    return type("Mine", (), {name: method})()
+
+
+async def waits(self, trainer, event):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (with_method("on_stepp", print), "Mine has an unknown method on_stepp; did you mean on_step?"),
+        (with_method("on_train_begin", print), "unknown method on_train_begin; the methods are on_start, on_rollout,"),
+        (with_method("on_step", lambda self, metrics: 0), r"on_step\(metrics\) does not take two arguments; expected"),
+        (with_method("on_end", lambda self: 0), r"expected on_end\(trainer, event\), where event is a cohort.*\.End$"),
+        (with_method("on_step", waits), "on_step would not run when it is called; expected .* without async or yield"),
+        (with_method("on_save", None), "Mine.on_save is not a method, but None"),
+        (object(), "object has none of the methods on_start"),
+        (print, "has none of the methods"),
+        (Recorder, r"expected objects, got the class Recorder: pass Recorder\(...\)"),
+        (EarlyStoppingCallback(), "EarlyStoppingCallback is a callback of transformers"),
+    ],
+)
+def test_objects_that_are_no_callbacks(callback, message):
+    with pytest.raises(ConfigError, match=f"^callbacks: .*{message}"):
+        check_callback(callback)
+
+
+def test_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="did you mean on_start"):
+        GRPOTrainer(model="no such model", callbacks=[with_method("on_strat", print)])
+    with pytest.raises(ConfigError, match="expected a list of objects, got Recorder"):
+        GRPOTrainer(callbacks=Recorder())
+
+
+def test_methods_with_more_parameters_that_have_defaults():
+    check_callback(with_method("on_step", lambda self, trainer, event, scale=1.0: 0))
+    check_callback(with_method("on_step", lambda self, *arguments: 0))
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def told_on_rank(folder, fails):
+    """A run with callbacks on this rank: the events told, and how the run ended."""
+    from tests.conftest import DEMO_MODEL
+
+    recorder, stopper = Recorder(), Stopper("on_rollout")
+    settings = {"path": str(DEMO_MODEL), "save_steps": 1, "output_dir": str(folder), "progress": False, "max_steps": 2}
+    config = GRPOConfig(**SMALL, **settings)
+    callbacks = [recorder, raising("on_step") if fails else stopper]
+    trainer = GRPOTrainer(reward_funcs=digits_reward, args=config, train_dataset=ROWS, callbacks=callbacks)
+    try:
+        trainer.train()
+    except (Stopped, CallbackError) as error:
+        return [name for name, _ in recorder.told], f"{type(error).__name__}: {error}"
+    finally:
+        trainer.world.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fails", [True, False])
+def test_only_rank_0_is_told(tmp_path, fails):
+    """What a callback asks for, or raises, ends the run on every rank."""
+    (told, ended), (other, also) = on_ranks(2, told_on_rank, tmp_path / "run", fails)
+    assert other == []
+    assert told == ["on_start", "on_rollout", *["on_step"] * fails, "on_save", "on_end"]
+    assert ended == also
+    assert ended.startswith("CallbackError: rank 0 of 2: callback Broken.on_step of step 1" if fails else "Stopped: ")
