@@ -19,6 +19,7 @@ from cohort.doctor.prompts import check_columns, check_ends, check_lengths, chec
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
 from cohort.environments import Acting
 from cohort.errors import RunFolderError
+from cohort.lock import is_written
 from cohort.parallel import World
 from cohort.policy import context_length, has_adapters
 from cohort.report.console.describe import describe_prompt
@@ -29,7 +30,6 @@ from cohort.rollout.budget import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
 from cohort.runs import RunFolder
-from cohort.runs.lock import is_written
 from cohort.runs.saving import COPY_SHARE
 from cohort.runs.tensors import own
 from cohort.train import TrainerParts
