@@ -11,7 +11,20 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import diff, doctor, explain, models, replay, resuming, saving, training, verify, watch  # noqa: F401  (commands)
+from cohort.cli import (  # noqa: F401  (commands)
+    diff,
+    doctor,
+    explain,
+    models,
+    plot,
+    replay,
+    report,
+    resuming,
+    saving,
+    training,
+    verify,
+    watch,
+)
 from cohort.cli.app import app
 from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped
 from cohort.watchdog import dumps_on_quit, save_signal_ignored

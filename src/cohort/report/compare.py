@@ -214,6 +214,10 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
                 where = f"completion {rows[0]}" + (f" (group {groups[rows[0]]})" if groups else "")
                 text = _first_place(columns[0][rows[0]], columns[1][rows[0]])
                 yield Difference(step, f"{what}: {name}", f"{where}{text}; {len(rows)} of {a.num_rows} rows")
+    metadata = [
+        {key.decode("utf-8", "replace"): value for key, value in (one.schema.metadata or {}).items()} for one in (a, b)
+    ]
+    yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*metadata))
 
 
 def _same_column(a: Any, b: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from cohort.errors import RunFolderError
-from cohort.report.console.lines import clean, number
+from cohort.report.console.lines import clean, number, one_line
 from cohort.report.console.view import wrapped
 
 FILE = re.compile(r"step-(0|[1-9][0-9]{0,15})\.parquet")
@@ -145,7 +145,7 @@ def group_lines(group: ShownGroup, width: int) -> list[Text]:
         style = "" if not one.advantage else "green" if one.advantage > 0 else "red"
         head = Text.assemble((f"{n:>2}  ", "dim"), (f"reward {number(one.reward)}", "bold"))
         head.append("  advantage " + ("none" if one.advantage is None else f"{one.advantage:+.3f}"), style)
-        head.append(f"  {clean(one.finish_reason)}"[:20], "dim")
+        head.append(f"  {one_line(one.finish_reason)}"[:20], "dim")
         head.truncate(columns)
         lines += [head, *_body(one.text, columns)]
         if one.error:

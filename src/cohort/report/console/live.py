@@ -160,7 +160,12 @@ class Live:
         size = self.screen.size()
         picture = self._coloured(self._picture(*size))
         now = time.monotonic()
-        if (picture, size) != self._last or self._above or now - self._drawn_at >= REDRAW_SECONDS:
+        if (
+            (picture, size) != self._last
+            or self._above
+            or self.screen.is_stale
+            or now - self._drawn_at >= REDRAW_SECONDS
+        ):
             self._last, self._drawn_at = (picture, size), now
             self.screen.draw(picture, self._waiting_text(size[0]))
 
