@@ -9,6 +9,7 @@ evaluations/step-N.parquet  completions of the evaluation after step N (0: befor
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 checkpoints/step-N/      see ``checkpoints``
 starts.jsonl             a line for each process that started or resumed the run (see ``starts``)
+replays/step-N-NAME.json what `cohort replay` found: step N under another objective
 summary.json             written when the run ends
 logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
