@@ -10,6 +10,7 @@ best/                    the best model by eval.metric_for_best_model, as in che
 merged/                  the model with its adapters merged, with model.lora.save_merged
 checkpoints/step-N/      see ``checkpoints``
 starts.jsonl             a line for each process that started or resumed the run (see ``starts``)
+replays/step-N-NAME.json what `cohort replay` found: step N under another objective
 summary.json             written when the run ends
 logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
