@@ -45,9 +45,10 @@ DAMAGE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, Recursio
 """What reading a damaged file raises."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunHistory:
-    """What a run folder holds. ``read`` makes one; it is a snapshot that does not follow a run in progress.
+    """What a run folder holds. ``read`` makes one; it is a snapshot that does not follow a run in progress, and nothing
+    in it is to be changed.
 
     All text comes from the folder and can be anything: escape it before it is shown.
     """
@@ -112,7 +113,7 @@ class RunHistory:
         """The metrics with a number in some step, in the order of their first appearance."""
         found: dict[str, None] = {}
         for line in self.metrics:
-            if line.keys() - found.keys():
+            if any(line[key] is not None for key in line.keys() - found.keys()):
                 found |= dict.fromkeys(key for key, value in line.items() if value is not None)
         found.pop("step", None)
         return list(found)

@@ -4,8 +4,7 @@ import pytest
 from rich.cells import cell_len
 
 from cohort.errors import RunFolderError
-from cohort.report.console import groups
-from cohort.report.console.groups import binary_rewards, group_lines, group_view, newest_file, read_groups
+from cohort.report.console.groups import StoredGroups, binary_rewards, group_lines, group_view, newest_file
 from tests.report.console.made import write_step
 
 
@@ -19,7 +18,8 @@ def test_the_newest_step(tmp_path):
 
 def test_a_group_in_lines(tmp_path):
     write_step(tmp_path, 3)
-    first, second = read_groups(newest_file(tmp_path))
+    groups = StoredGroups(newest_file(tmp_path))
+    first, second = groups.read(0), groups.read(1)
     assert (first.step, first.number, first.count) == (3, 1, 2)
     assert "\n".join(one.plain for one in group_lines(second, 40)) == (
         "prompt\n  | 3 + 3\n"
@@ -30,7 +30,7 @@ def test_a_group_in_lines(tmp_path):
 
 def test_a_group_is_shown_page_by_page(tmp_path):
     write_step(tmp_path, 3)
-    group = read_groups(newest_file(tmp_path))[1]
+    group = StoredGroups(newest_file(tmp_path)).read(1)
     lines, last = group_view(group, 60, 5, top=100, keys="g back")
     assert last == 4  # of 7 lines, 3 are shown
     assert [one.plain for one in lines] == [
@@ -53,26 +53,24 @@ def test_foreign_text_stays_within_the_width(tmp_path, width):
     write_step(
         tmp_path, 1, completion=texts, finish_reason=["\n\x1b[2J" * 9] * 4, reward_error=[None, "E" * 99, None, None]
     )
-    for group in read_groups(newest_file(tmp_path)):
+    groups = StoredGroups(newest_file(tmp_path))
+    for group in map(groups.read, range(len(groups))):
         lines = [one.plain for one in [*group_lines(group, width), *group_view(group, width, 9)[0]]]
         assert max(map(cell_len, lines)) <= width - 1
         assert not any(ord(character) < 32 for text in lines for character in text)
         assert len(lines) < 9_000
 
 
-def test_a_table_without_its_columns_and_damaged_files(tmp_path, monkeypatch):
-    write_step(tmp_path, 1, group=["a", None, None, "b"], prompt=[1, 2, 2, 3], reward=["x", "y", "z", ""])
-    found = read_groups(newest_file(tmp_path))
-    assert [len(group.completions) for group in found] == [1, 2, 1]
-    assert found[0].completions[0].reward is None
-    monkeypatch.setattr(groups, "MAX_BYTES", 10)
-    with pytest.raises(RunFolderError, match="too large to be shown"):
-        read_groups(newest_file(tmp_path))
-    assert binary_rewards(newest_file(tmp_path)) == set()
-    newest_file(tmp_path).write_bytes(b"PAR1 and so on")
-    with pytest.raises(RunFolderError, match=r"step-1\.parquet cannot be read"):
-        read_groups(newest_file(tmp_path))
-    assert binary_rewards(newest_file(tmp_path)) == set()
+@pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"PAR1 and so on"), lambda path: path.unlink()])
+def test_damaged_files(tmp_path, write):
+    write_step(tmp_path, 1)
+    file = newest_file(tmp_path)
+    groups = StoredGroups(file)
+    write(file)
+    for read in (lambda: groups.read(0), lambda: StoredGroups(file)):
+        with pytest.raises(RunFolderError, match=r"cannot read .*step-1\.parquet"):
+            read()
+    assert binary_rewards(file) == set()
 
 
 def test_rewards_of_0_and_1_are_accuracies(tmp_path):
