@@ -130,19 +130,20 @@ class Callbacks:
 
     Args:
         trainer: the run's trainer, which every callback is given.
-        callbacks: the callbacks.
+        callbacks: the callbacks of the user.
+        own: those of Cohort, which are called first.
 
     Raises:
         ConfigError: one has no method of a callback, an unknown one, or one with other parameters.
     """
 
-    def __init__(self, trainer: Any, callbacks: Any) -> None:
+    def __init__(self, trainer: Any, callbacks: Any, own: Sequence[Any] = ()) -> None:
         if not isinstance(callbacks, list | tuple | None):
             raise ConfigError(f"callbacks: expected a list of objects, got {type(callbacks).__name__}")
         self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
-        self._callbacks = list(callbacks or ())
-        for callback in self._callbacks:
+        for callback in callbacks or ():
             check_callback(callback)
+        self._callbacks = [*own, *(callbacks or ())]
 
     @property
     def _trainer(self) -> Any:

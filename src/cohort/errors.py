@@ -12,6 +12,7 @@
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── CallbackError        a callback raised                                         (also RuntimeError)
+    ├── TrackerError         an experiment tracker failed                              (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     ├── StepError            memory ran out halfway through an optimizer step          (also RuntimeError)
     └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
@@ -76,6 +77,10 @@ class PolicyMismatchError(CohortError, RuntimeError):
 
 class CallbackError(CohortError, RuntimeError):
     """A callback raised. The run ends with a checkpoint."""
+
+
+class TrackerError(CohortError, RuntimeError):
+    """An experiment tracker failed, in ``cohort track``. In a run, trackers never raise."""
 
 
 class RankError(CohortError, RuntimeError):

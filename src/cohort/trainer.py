@@ -23,6 +23,7 @@ from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
+from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
@@ -93,7 +94,7 @@ class GRPOTrainer:
         self._requests = Requests()
         self.args = config = checked_settings(args)
         check_names(config.report.skip_checks)
-        self._callbacks = Callbacks(self, callbacks)
+        self._callbacks = Callbacks(self, callbacks, own=Trackers.of(config.report))
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)

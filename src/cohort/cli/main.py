@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import diff, doctor, explain, models, replay, resuming, saving, training, verify  # noqa: F401  (commands)
+from cohort.cli import diff, doctor, explain, models, replay, resuming, saving, track, training, verify  # noqa: F401
 from cohort.cli.app import app
 from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped
 from cohort.watchdog import dumps_on_quit, save_signal_ignored

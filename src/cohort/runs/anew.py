@@ -12,7 +12,7 @@ from cohort.runs.starts import STARTS
 
 WRITTEN = (
     *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
-    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite"),
+    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite", "trackers", "tensorboard"),
 )
 """What a run writes beside its settings."""
 
