@@ -101,8 +101,7 @@ class _TensorBoard(_Accelerated):
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         # TensorBoard renders Markdown. In an indented block, a completion stays text.
-        texts = (f"{column}: {_text(value)}" for row in rows for column, value in zip(columns, row, strict=True))
-        lines = (f"    {line}" for text in texts for line in text.splitlines() or [""])
+        lines = (f"    {line}" for row in rows for line in [*_lines(columns, row).splitlines(), ""])
         self.tracker.writer.add_text(name, "\n".join(lines), step)
 
     def say(self, finding: Finding, *, live: bool) -> None:  # noqa: ARG002
@@ -116,11 +115,10 @@ class _Wandb(_Accelerated):
         import wandb
         from accelerate.tracking import WandBTracker
 
-        settings = wandb.Settings(console="off", symlink=False, silent=True)
-        more = {"id": opening.id or wandb.util.generate_id(), "resume": "allow", "settings": settings}
-        self.tracker = _started(
-            WandBTracker(opening.project, name=opening.name, dir=str(opening.folder / "trackers" / "wandb"), **more)
-        )
+        settings = wandb.Settings(console="off", silent=True)
+        again = {"id": opening.id, "resume": "allow"} if opening.id else {}
+        # Its files stay in its own place: it links them to its cache, and a run folder may have no such links.
+        self.tracker = _started(WandBTracker(opening.project, name=opening.name, settings=settings, **again))
         run = self.tracker.run
         self.id = run.id
         self.step = run.step - 1 if run.resumed else None
@@ -193,19 +191,13 @@ class _SwanLab(_Accelerated):
         import swanlab
         from accelerate.tracking import SwanLabTracker
 
-        folder = opening.folder / "trackers" / "swanlab"
         again = {"id": opening.id, "resume": "allow"} if opening.id else {}
-        self.tracker = _started(
-            SwanLabTracker(opening.project, experiment_name=opening.name, logdir=str(folder), **again)
-        )
+        self.tracker = _started(SwanLabTracker(opening.project, experiment_name=opening.name, **again))
         self._text: Callable[..., Any] = swanlab.Text
         self.id = str(self.tracker.run.id)
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        lines = [
-            "\n".join(f"{column}: {_text(value)}" for column, value in zip(columns, row, strict=True)) for row in rows
-        ]
-        self.tracker.log({name: [self._text(line) for line in lines]}, step=step)
+        self.tracker.log({name: [self._text(_lines(columns, row)) for row in rows]}, step=step)
 
     def say(self, finding: Finding, *, live: bool) -> None:  # noqa: ARG002
         step = finding.end or finding.step
@@ -213,7 +205,7 @@ class _SwanLab(_Accelerated):
 
 
 class _Comet(_Accelerated):
-    """Comet; offline, an archive in the run folder."""
+    """Comet."""
 
     def __init__(self, opening: Opening) -> None:
         import comet_ml
@@ -221,7 +213,6 @@ class _Comet(_Accelerated):
 
         settings = comet_ml.ExperimentConfig(
             name=opening.name,
-            offline_directory=str(opening.folder / "trackers" / "comet"),
             log_code=False,
             log_git_metadata=False,
             auto_output_logging=False,
@@ -270,5 +261,7 @@ def _words(finding: Finding) -> str:
     return f"step {finding.begin or finding.step}, {finding.level}: {finding.found} {finding.advice}{ended}".strip()
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _lines(columns: Sequence[str], row: Sequence[Any]) -> str:
+    """A row as lines of text, ``column: value``."""
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in row)
+    return "\n".join(f"{column}: {text}" for column, text in zip(columns, texts, strict=True))
