@@ -15,7 +15,7 @@ import pytest
 from cohort.cli import main
 from cohort.flags import EvalFlags, GenerateFlags
 from cohort.presets import PRESETS
-from cohort.report.console import StepDisplay
+from cohort.report.console.display import StepDisplay
 from cohort.rewards.mathematics import gsm8k
 from cohort.rollout import LocalEngine
 from tests.conftest import GSM8K, tiny_llama

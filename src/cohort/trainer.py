@@ -22,7 +22,9 @@ from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.policy.device import use_deterministic_algorithms
-from cohort.report.console import StepDisplay, announce, best_lines, describe_run, evaluation_line
+from cohort.report.console.describe import announce, describe_run
+from cohort.report.console.display import StepDisplay
+from cohort.report.console.lines import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
@@ -195,10 +197,9 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
             Stopped: a signal came, or ``stop`` was called; a checkpoint is written.
         """
-        groups_can_die = self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            shown = StepDisplay(self.schedule.steps, enabled=self._prints, groups_can_die=groups_can_die)
+            shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
             with contextlib.closing(steps), shown as display:
                 for metrics in steps:
                     display.show(metrics)
@@ -227,7 +228,9 @@ class GRPOTrainer:
                 return closing(folder, ())
             self._parts = parts = self.make_parts()
             first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
-            on_main(self.world, lambda: folder.record_start(self.started_by, first_step, self._facts))
+            on_main(
+                self.world, lambda: folder.record_start(self.started_by, first_step, self.schedule.steps, self._facts)
+            )
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}

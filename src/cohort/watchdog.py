@@ -166,6 +166,13 @@ def _text(stack: list[_Wait], now: float) -> str:
     return "; ".join(parts)
 
 
+def waits_of(thread: int) -> list[tuple[str, float, str]]:
+    """What a thread waits for, from the outermost to the innermost: name, seconds so far, and what more there is to
+    say."""
+    now = time.monotonic()
+    return [(one.what, now - one.start, _detail(one)) for one in list(_threads.get(thread, ()))]
+
+
 def waits() -> str:
     """What every thread waits for, in one line each."""
     now = time.monotonic()

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from cohort.errors import ConfigError, DataError
 from cohort.evaluation.evaluate import WINDOW, correct
-from cohort.report.console import evaluation_line
+from cohort.report.console.lines import evaluation_line
 from tests.train.harness import (
     ROWS,
     digits_reward,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cohort.cli import main
+from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
-from cohort.runs.lock import Lock
 from tests.train.harness import make_trainer, same_parameters
 
 SETTINGS = {"max_steps": 3, "save_steps": 1, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}

@@ -11,7 +11,24 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
+<<<<<<< HEAD
 from cohort.cli import diff, doctor, explain, models, replay, resuming, saving, track, training, verify  # noqa: F401
+=======
+from cohort.cli import (  # noqa: F401  (commands)
+    diff,
+    doctor,
+    explain,
+    models,
+    plot,
+    replay,
+    report,
+    resuming,
+    saving,
+    training,
+    verify,
+    watch,
+)
+>>>>>>> main
 from cohort.cli.app import app
 from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped
 from cohort.watchdog import dumps_on_quit, save_signal_ignored

@@ -19,8 +19,8 @@ def save(run: str, /, *, timeout: float = 600.0) -> None:
         run: The run folder.
         timeout: Seconds to wait for the checkpoint. [default: 600]
     """
+    from cohort.lock import is_written
     from cohort.runs import RunFolder
-    from cohort.runs.lock import is_written
     from cohort.runs.save_request import request_save, save_answered
 
     folder = RunFolder(Path(run).expanduser())

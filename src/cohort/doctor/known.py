@@ -21,7 +21,7 @@ from cohort.environments import Acting
 from cohort.errors import RunFolderError
 from cohort.parallel import World
 from cohort.policy import context_length, has_adapters
-from cohort.report.console import describe_prompt
+from cohort.report.console.describe import describe_prompt
 from cohort.rewards.contract import parameters_of
 from cohort.rewards.functions import Function
 from cohort.rollout import LocalEngine

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
     if request.train:
         repeat.check_output(Path(str(request.output)).expanduser(), folder)
     stored = read_step(folder, step, config)
+    if request.train and stored.groups_missing:
+        raise RunFolderError(
+            f"{stored.path.name} holds {len(stored.groups)} of the step's {len(stored.groups) + stored.groups_missing} "
+            "groups, and the updates need all of them: store the next run's with report.store_groups = 0"
+        )
     own = of_step(config.resolved_objective, stored)
     other = _asked_for(request, own, config)
     return _Replay(folder, config, stored, own, other, settings_of(stored, config, own), request).result()
@@ -311,7 +317,15 @@ class _Replay:
                 tokenizer = load_tokenizer(str(newest), trust_remote_code=self.config.model.trust_remote_code)
             except CohortError:
                 return None
-        return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
+        return None if tokenizer is None else partial(_decoded, tokenizer)
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids; nothing for ids that the tokenizer does not have."""
+    try:
+        return str(tokenizer.decode(ids))
+    except (OverflowError, ValueError, TypeError, IndexError):
+        return ""
 
 
 def from_sampler(stored: Stored) -> Known:

@@ -118,6 +118,8 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
     with damage_named(path):
         if missing := [name for name in NEEDED if name not in file]:
             raise ValueError(f"it has no column {', '.join(missing)}")
+        if not len(file):
+            raise ValueError("it holds no completions")
         return _stored(step, file, config)
 
 
@@ -167,6 +169,8 @@ def _flat(lists: Sequence[NDArray[Any] | None], lengths_S: NDArray[np.int64]) ->
         piece = np.full(length, np.nan) if values is None else np.asarray(values, np.float64)
         if len(piece) != length:
             raise ValueError("a list has another length than the completion has drawn tokens")
+        if np.isinf(piece).any():
+            raise ValueError("a number of a token is infinite")
         pieces.append(piece)
     return torch.from_numpy(np.concatenate(pieces))
 
@@ -190,13 +194,16 @@ def _groups(file: StoredStep) -> list[Group]:
 def _completion(row: Mapping[str, Any]) -> Completion:
     ids = np.asarray(row["token_ids"], np.int64)
     lengths = row.get("segment_lengths")
-    cuts = np.cumsum([len(ids)] if lengths is None else lengths)[:-1]
+    lengths = [len(ids)] if lengths is None else lengths
+    if sum(lengths) != len(ids):
+        raise ValueError("the segments of a completion have other lengths than its tokens")
+    cuts = np.cumsum(lengths)[:-1]
     drawn = row.get("drawn")
     flags = [None] * (len(cuts) + 1) if drawn is None else np.split(np.asarray(drawn, np.bool_), cuts)
     segments = tuple(Segment(*pair) for pair in zip(np.split(ids, cuts), flags, strict=True))
     full = row.get("full_logps")
     return Completion(
-        () if lengths == [] else segments,
+        segments if lengths else (),
         np.asarray(row["sampler_logps"], np.float64),
         FinishReason(row["finish_reason"]),
         row["completion"] or "",
@@ -225,6 +232,8 @@ def _episode(row: Mapping[str, Any]) -> Episode | None:
     if not rewards:
         return None
     reason = FinishReason(row["finish_reason"])
+    if reason.usable and sum(row["turn_lengths"]) != len(row["sampler_logps"]):
+        raise ValueError("the turns of a completion have other lengths than its tokens")
     turns = zip(row["turn_lengths"], rewards, strict=True)
     return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in turns))
 
@@ -245,4 +254,6 @@ def _scores(file: StoredStep, config: GRPOConfig) -> Scores:
 
 def _numbers(file: StoredStep, name: str) -> Tensor:
     numbers = [math.nan if one is None else one for one in file.values(name)]
+    if any(map(math.isinf, numbers)):
+        raise ValueError(f"column {name!r} holds an infinite number")
     return torch.tensor(numbers, dtype=torch.float64)

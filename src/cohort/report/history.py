@@ -80,7 +80,7 @@ class RunHistory:
         Raises:
             RunFolderError: the folder does not exist, or holds no run.
         """
-        folder = _run_folder(path)
+        folder = run_folder(path)
         reader = _Reader(folder)
         settings = reader.whole("config.toml", toml_table, "the settings are unknown")
         summary = reader.whole("summary.json", json_object, "the run is in progress, or did not reach its end")
@@ -129,7 +129,7 @@ class RunHistory:
         """A text file of the folder, such as ``objective.txt``; bytes that are not UTF-8 are replaced. None: it is not
         there, is larger than ``MAX_FILE``, or leads out of the folder."""
         try:
-            return _read(self.path, self.path / name).decode("utf-8", "replace")
+            return read_file(self.path, name).decode("utf-8", "replace")
         except OSError:
             return None
 
@@ -137,7 +137,7 @@ class RunHistory:
         """The object in a JSON file of the folder, such as ``best/best.json``, without NaN and infinity. None: as in
         ``text``, or it is damaged."""
         try:
-            return json_object(_read(self.path, self.path / name).decode())
+            return json_object(read_file(self.path, name).decode())
         except DAMAGE:
             return None
 
@@ -174,8 +174,12 @@ def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{name}{key}", value
 
 
-def _run_folder(path: str | Path) -> Path:
-    """The path of a folder that holds a run."""
+def run_folder(path: str | Path) -> Path:
+    """The path of a folder that holds a run.
+
+    Raises:
+        RunFolderError: it does not exist, or holds none.
+    """
     folder = Path(path).expanduser()
     try:
         if folder.is_file() and folder.name in MARKS:
@@ -207,7 +211,7 @@ class _Reader:
     def whole(self, name: str, parse: Callable[[str], Any], without: str) -> Any:
         """What ``parse`` makes of a file; None without it."""
         try:
-            return parse(_read(self.folder, self.folder / name).decode())
+            return parse(read_file(self.folder, name).decode())
         except FileNotFoundError:
             self.absent.append(f"{name} is missing: {without}")
         except DAMAGE as error:
@@ -304,9 +308,13 @@ def _inside(folder: Path, path: Path, *, directory: bool = False) -> Path:
     return path
 
 
-def _read(folder: Path, path: Path) -> bytes:
-    """The bytes of a file of at most ``MAX_FILE``."""
-    with _inside(folder, path).open("rb") as file:
+def read_file(folder: Path, name: str) -> bytes:
+    """The bytes of a file of a run folder.
+
+    Raises:
+        OSError: it is missing, no ordinary file, larger than ``MAX_FILE``, or leads out of the folder.
+    """
+    with _inside(folder, folder / name).open("rb") as file:
         text = file.read(MAX_FILE + 1)
     if len(text) > MAX_FILE:
         raise OSError(f"it is larger than {MAX_FILE:,} bytes")

@@ -55,7 +55,9 @@ class Curve:
     y: list[float]
     """As logged; of a mean over runs, the mean of the smoothed curves."""
     smooth: list[float] | None = None
-    """The running fit of ``y``; None: the curve is not smoothed."""
+    """The local linear fit of ``y`` (see ``loess``); None: the curve is not smoothed."""
+    window: int = 1
+    """Points of a fit; 1: not smoothed. Of a mean over runs, that of their curves."""
     low: list[float | None] | None = None
     """Lower edge of the band, None at points without one. It belongs to ``smooth`` if there is one, else to ``y``."""
     high: list[float | None] | None = None
@@ -200,11 +202,11 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
         run: the run.
         key: the metric.
         axis: one of ``AXES``.
-        window: points of the running fit (see ``running_fit``). Below 3: the curve is not smoothed.
+        window: points of a local linear fit (see ``loess``). Below 3: the curve is not smoothed.
         label: its name; empty: that of the folder.
 
     Returns:
-        The curve; without points if the run lacks the metric or the axis. Its band is that of the running fit; without
+        The curve; without points if the run lacks the metric or the axis. Its band is that of the fit; without
         smoothing, the metric's own interval where the run logs what it takes (see ``interval``).
 
     Raises:
@@ -217,9 +219,9 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
     made = Curve(label or run.path.resolve().name, key, axis, steps, [places[step] for step in steps], values)
     window = min(window, len(values))
     if window >= 3:
-        fit, half = running_fit(np.array(values), window)
-        band = f"95% band of the running fit over {window - 1 + window % 2} points"
-        return replace(made, smooth=fit.tolist(), low=(fit - half).tolist(), high=(fit + half).tolist(), band=band)
+        fit, half = loess(np.array(values), window)
+        made = replace(made, smooth=fit.tolist(), window=min(window | 1, len(values) - 1 + len(values) % 2))
+        return replace(made, low=(fit - half).tolist(), high=(fit + half).tolist(), band="95% band of the fit")
     return _with_interval(made, run)
 
 
@@ -244,7 +246,7 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
     if value is None:
         return None
     if key.endswith("/mean") and low is not None and high is not None:
-        return low, high, "interval over the evaluation's prompts"
+        return low, high, "confidence interval over the evaluation's prompts"
     error, words = line.get(f"{key}_se"), "95% interval over the step's tokens"
     if key == "reward/mean":
         spread, within, prompts = (
@@ -258,42 +260,49 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
     return None if error is None else (value - z * error, value + z * error, words)
 
 
-def running_fit(values_T: Floats, window: int) -> tuple[Floats, Floats]:
-    """A smooth curve without lag: at each point, the least-squares line through the points around it.
+def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:
+    """A smooth curve without lag: at each point, the weighted least-squares line through the points around it.
 
-    In the middle that is the centred mean of ``window`` points (an even number is raised by one). At the ends, where
-    there are fewer, it is the line through the first or last ``window`` points, so a trend bends at neither end. This
-    is the Savitzky-Golay filter of degree 1.
+    The weight of a point at distance d is ``(1 - (d / D)^3)^3``, with D one more than the distance of the window's
+    farther end. In the middle the window is centred (an even one is raised by one point), and the line's value is the
+    weighted mean. Within half a window of an end it is the first or last ``window`` points, so a trend goes on to the
+    ends.
 
     Args:
         values_T: T values at even distances.
-        window: points of a fit, at least 3.
+        window: points of a fit, at least 3. With fewer values, all.
 
     Returns:
-        The fit, and half the width of its 95% confidence band: Student's t with ``window - 2`` degrees of freedom times
-        the standard error of the line at the point. It takes the deviations from the line as independent.
+        The fit, and half the width of its 95% confidence band: ``t_{window - 2} * sigma * |l|``, where l are the
+        weights with which values enter the fit at the point, and sigma^2 is the mean over the window of the squared
+        residuals, each divided by its expectation per sigma^2, ``1 - 2 l_own + |l|^2``. It takes the deviations from
+        the curve as independent.
 
-    Source: A. Savitzky and M. Golay, "Smoothing and differentiation of data by simplified least squares procedures"
-    (1964).
+    Source: W. S. Cleveland, "Robust locally weighted regression and smoothing scatterplots" (1979).
     """
     count = len(values_T)
     window = min(window | 1, count if count % 2 else count - 1)
     if window < 3:
         return values_T.copy(), np.zeros(count)
-    half, centre = window // 2, values_T.mean()
-    offsets_W = np.arange(window) - half
-    moment = float(offsets_W @ offsets_W)
-    centred_T, ones_W = values_T - centre, np.ones(window)
-    mean_M = np.convolve(centred_T, ones_W / window, "valid")
-    slope_M = np.convolve(centred_T, offsets_W[::-1] / moment, "valid")
-    squares_M = np.convolve(centred_T**2, ones_W, "valid") - window * mean_M**2 - moment * slope_M**2
-    variance_M = np.maximum(squares_M, 0.0) / (window - 2)
-    at_T = np.arange(count)
-    fit_T = np.clip(at_T - half, 0, count - window)  # the fit that each point uses
-    offset_T = at_T - fit_T - half
-    line_T = centre + mean_M[fit_T] + slope_M[fit_T] * offset_T
-    error_T = np.sqrt(variance_M[fit_T] * (1 / window + offset_T**2 / moment))
-    return line_T, t_quantile(0.975, window - 2) * error_T
+    half = window // 2
+    rows_HW = np.array([_fit_weights(at, window) for at in range(half + 1)])  # from the first point to the middle
+    middle = np.convolve(values_T, rows_HW[half][::-1], "valid")
+    ends = rows_HW[:half] @ values_T[:window], (rows_HW[:half] @ values_T[::-1][:window])[::-1]
+    fit_T = np.concatenate([ends[0], middle, ends[1]])
+    row_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
+    own_T, norm_T = rows_HW.diagonal()[row_T], (rows_HW**2).sum(axis=1)[row_T]
+    squares_T = (values_T - fit_T) ** 2 / (1 - 2 * own_T + norm_T)
+    means_M = np.convolve(squares_T, np.ones(window) / window, "valid")
+    variance_T = means_M[np.clip(np.arange(count) - half, 0, count - window)]
+    return fit_T, t_quantile(0.975, window - 2) * np.sqrt(variance_T * norm_T)
+
+
+def _fit_weights(at: int, window: int) -> Floats:
+    """The weights with which the values of a window enter the line's value at one of them."""
+    offset_W = np.arange(window) - at
+    weight_W = (1 - (np.abs(offset_W) / (max(at, window - 1 - at) + 1)) ** 3) ** 3
+    s0, s1, s2 = (float((weight_W * offset_W**power).sum()) for power in (0, 1, 2))
+    return np.asarray(weight_W * (s2 - s1 * offset_W) / (s0 * s2 - s1**2))
 
 
 def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
@@ -325,6 +334,7 @@ def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
         y=mean_T.tolist(),
         low=low_T.tolist(),
         high=high_T.tolist(),
+        window=filled[0].window,
         band=band,
         runs=len(filled),
     )
@@ -358,9 +368,9 @@ def means_of_groups(
 
 
 def window_for(points: int) -> int:
-    """A window that suits a curve of so many points: a fifteenth, and none below 30 points.
+    """A window that suits a curve of so many points: a tenth, and none below 30 points.
 
     >>> window_for(29), window_for(100), window_for(1000)
-    (1, 7, 67)
+    (1, 11, 101)
     """
-    return (points // 15) | 1 if points >= 30 else 1
+    return (points // 10) | 1 if points >= 30 else 1

@@ -29,6 +29,7 @@ from typing import Any
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
+from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.runs import durable
@@ -37,7 +38,6 @@ from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
 from cohort.runs.lines import append_line, as_json
-from cohort.runs.lock import LOCK, Lock
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start
@@ -225,11 +225,10 @@ class RunFolder:
                 found[line["step"]] = evaluated
         return found
 
-    def record_start(self, start: Start, step: int, facts: Mapping[str, str]) -> None:
-        """Append a line to ``starts.jsonl``."""
-        self._write(
-            "record of the start", step, partial(append_line, self.path / STARTS, as_json(start.line(step, facts)))
-        )
+    def record_start(self, start: Start, step: int, steps: int, facts: Mapping[str, str]) -> None:
+        """Append a line to ``starts.jsonl``: of a start after ``step`` of the run's ``steps``."""
+        line = as_json(start.line(step, steps, facts))
+        self._write("record of the start", step, partial(append_line, self.path / STARTS, line))
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``.

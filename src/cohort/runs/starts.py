@@ -1,7 +1,7 @@
 """``starts.jsonl`` of a run folder: a line for each process that started or resumed the run, with what it was given.
 
-{"time": ..., "step": 0, "folder": "/home/me", "overrides": ["run.max_steps"], "missing": {"train_dataset": "rows in
-memory"}, "facts": {...}}
+{"time": ..., "step": 0, "steps": 400, "folder": "/home/me", "overrides": ["run.max_steps"], "missing":
+{"train_dataset": "rows in memory"}, "facts": {...}}
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Start:
         there = path.is_absolute() and path.is_dir() and not path.resolve().is_relative_to(run.resolve())
         return path if there else None
 
-    def line(self, step: int, facts: Mapping[str, str]) -> dict[str, Any]:
-        """The line of a start after ``step`` steps."""
+    def line(self, step: int, steps: int, facts: Mapping[str, str]) -> dict[str, Any]:
+        """The line of a start after ``step`` of the run's ``steps``."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return {"time": when, "step": step, **asdict(self), "facts": dict(facts)}
+        return {"time": when, "step": step, "steps": steps, **asdict(self), "facts": dict(facts)}
 
 
 def last_start(run: Path) -> Start:

@@ -12,10 +12,10 @@ import pyarrow
 import pyarrow.parquet
 
 from cohort.errors import RunFolderError
+from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
-from cohort.runs.lock import Lock
 from cohort.runs.reading import DAMAGE
 from cohort.runs.trust import check_files
 

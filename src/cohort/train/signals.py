@@ -110,6 +110,8 @@ def _end(requests: Requests, number: int, seconds: float) -> None:
 
 
 def _say(text: str) -> None:
-    """Print from a signal handler, which may have interrupted a print, to a terminal that may be closed."""
+    """Print from a signal handler, which may have interrupted a print, to a terminal that may be closed. What a display
+    shows below the cursor is erased, and drawn again by it."""
     with contextlib.suppress(OSError):
-        os.write(2, f"\ncohort: {text}\n".encode())
+        erase = "\x1b[J" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else ""
+        os.write(2, f"\n{erase}cohort: {text}\n".encode())

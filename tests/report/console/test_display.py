@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from cohort.report.console import StepDisplay, step_line
+from cohort.report.console.display import StepDisplay
+from cohort.report.console.lines import step_line
 from cohort.report.diagnosis import why_no_gradient
 from tests.train.harness import make_trainer
 

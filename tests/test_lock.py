@@ -15,7 +15,7 @@ import pytest
 
 from cohort.cli import main
 from cohort.errors import RunFolderError
-from cohort.runs.lock import LOCK, Lock, holder
+from cohort.lock import LOCK, Lock, holder
 from tests.train.harness import make_trainer
 
 HOLD = """

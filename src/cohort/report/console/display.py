@@ -1,0 +1,120 @@
+"""The display of a training: live on a terminal, otherwise a line every twentieth of the run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from cohort.config import Schedule
+from cohort.report.console.lines import step_line
+from cohort.report.console.live import Live, is_live_terminal
+from cohort.report.console.progress import RunProgress
+from cohort.report.console.state import RunState
+from cohort.report.console.tail import Tail, read_starts
+from cohort.report.diagnosis import why_no_gradient
+from cohort.runs import RunFolder
+from cohort.watchdog import waits_of
+
+PLAIN_LINES = 20
+"""Progress lines of a whole run without a terminal."""
+STOP_KEYS = "Ctrl-C stops with a checkpoint"
+
+
+class StepDisplay:
+    """Progress of a training: a live display on a terminal, otherwise a line every twentieth of the run.
+
+    Args:
+        steps: steps of the whole run.
+        enabled: False shows nothing.
+        groups_can_die: whether a group of equal rewards teaches nothing, so that the share of dead groups is shown.
+        folder: the run folder: its settings, groups and checkpoints, and the earlier steps of a resumed run.
+        stopping: whether the run was asked to stop.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        enabled: bool = True,
+        groups_can_die: bool = True,
+        folder: Path | None = None,
+        stopping: Callable[[], bool] = bool,
+    ) -> None:
+        self._steps, self._enabled, self._groups_can_die = steps, enabled, groups_can_die
+        self._warned = False
+        self._state = RunState(folder, steps)
+        if folder:
+            self._state.progress.starts = read_starts(folder)[0]
+            for metrics in Tail(folder / "metrics.jsonl").everything():
+                self._state.add(metrics)
+        self._live: Live | None = None
+        self._hook = sys.breakpointhook
+        if enabled and is_live_terminal():
+            doing = partial(_doing, threading.get_ident(), self._state.progress, stopping)
+            self._live = Live(self._state, doing, lambda: STOP_KEYS, stopping, STOP_KEYS)
+
+    @classmethod
+    def of(cls, schedule: Schedule, folder: RunFolder | None, stopping: Callable[[], bool], *, enabled: bool) -> Self:
+        """The display of a run; without a folder, of one that is complete."""
+        objective = schedule.objective
+        can_die = objective.group_relative and objective.credit in ("outcome", "return_to_go")
+        path = folder.path if folder else None
+        return cls(schedule.steps, enabled=enabled, groups_can_die=can_die, folder=path, stopping=stopping)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+            self._hook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if live := self._live:
+            self._live = None
+            sys.breakpointhook = self._hook
+            live.stop()
+
+    def show(self, metrics: dict[str, Any]) -> None:
+        """Show a step, its evaluation, and once a warning when a step had no gradient."""
+        if not self._enabled:
+            return
+        step = metrics["step"]
+        with self._live.lock if self._live else nullcontext():
+            said = self._state.add(metrics)
+        is_due = step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps
+        if is_due and not (self._live and self._live.draws):
+            self._print(f"step {step}/{self._steps}  {step_line(metrics, groups_can_die=self._groups_can_die)}")
+        if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
+            self._warned = True
+            self._print(f"step {step}: {why_no_gradient(metrics)}")
+        for text in said:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self._live:
+            self._live.say(text)
+        else:
+            print(text, flush=True)
+
+    def _on_breakpoint(self, *arguments: Any, **named: Any) -> Any:
+        """``breakpoint()`` in a reward function: the debugger gets the terminal, and the display ends."""
+        self.__exit__()
+        return self._hook(*arguments, **named)
+
+
+def _doing(thread: int, progress: RunProgress, stopping: Callable[[], bool]) -> str:
+    """What a thread of this process does now, in words."""
+    if stopping():
+        return "stopping with a checkpoint"
+    waits = waits_of(thread)
+    text = f"step {progress.step + 1}"
+    if waits:
+        what, seconds, detail = waits[0]
+        text += f": {what}" + (f" for {seconds:.0f} s" if seconds >= 1 else "")
+        inner = [f"{name}{', ' if more else ''}{more}" for name, _, more in waits[1:]]
+        text += "".join(f", {one}" for one in [detail, *inner] if one)
+    return text

@@ -1,0 +1,124 @@
+"""Steps and evaluations in one line each, and numbers and foreign text as the terminal shows them."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from typing import Any
+
+DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that reorder the text around them."""
+
+
+def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
+    """One line about a step. It has no loss, whose value means nothing in GRPO."""
+    parts = [f"reward {number(metrics.get('reward/mean'))}"]
+    parts += [f"{name} {number(metrics[key])}" for name, key in reward_functions(metrics).items()]
+    if groups_can_die and "groups/dead_share" in metrics:
+        parts.append(f"dead groups {share(metrics['groups/dead_share'])}")
+    if (metrics.get("groups/rounds") or 0) > 1:
+        parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")
+    if "episodes/turns" in metrics:
+        parts.append(f"turns {number(metrics['episodes/turns'], '.1f')}")
+        if metrics.get("episodes/calls"):
+            failed = metrics.get("episodes/failed_call_share")
+            parts.append(f"calls {metrics['episodes/calls']:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
+        if metrics.get("episodes/failed"):
+            parts.append(f"{metrics['episodes/failed']} episodes failed")
+    if "entropy" in metrics:
+        parts.append(f"entropy {number(metrics['entropy'], '.4f')}")
+    if "kl/k3" in metrics:
+        parts.append(f"KL {number(metrics['kl/k3'], '.4f')}")
+    parts.append(f"{number(metrics.get('tokens_per_second'), ',.0f')} tokens/s")
+    return "  ".join(parts)
+
+
+def reward_functions(metrics: dict[str, Any]) -> dict[str, str]:
+    """The keys of the reward functions' means in a step's metrics, by the functions' names.
+
+    >>> reward_functions({"rewards/format": 1.0, "rewards/format/failed": 0, "reward/mean": 0.5})
+    {'format': 'rewards/format'}
+    """
+    keys = (key for key in metrics if key.startswith("rewards/") and key.count("/") == 1)
+    return {key.removeprefix("rewards/"): key for key in keys}
+
+
+def evaluation_line(metrics: dict[str, Any], when: str) -> str:
+    """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set."""
+    sets: dict[str, list[str]] = {}
+    for key, mean in metrics.items():
+        name, metric = split_metric(key)
+        if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
+            low, high = (number(metrics.get(key.removesuffix("mean") + end)) for end in ("low", "high"))
+            sets.setdefault(name, []).append(f"{metric.removeprefix('rewards/')} {number(mean)} ({low} to {high})")
+    found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
+    return f"evaluation {when}: " + "; ".join(found)
+
+
+def best_lines(summary: dict[str, Any]) -> list[str]:
+    """The best model and early stopping in words; empty without either."""
+    lines = []
+    if best := summary.get("best"):
+        value = f"{best['metric']} {number(best['value'])}"
+        lines.append(f"best: {value} after step {best['step']}, kept in {summary['output_dir']}/best")
+    if summary.get("stopped_early"):
+        patience = "no better evaluation within eval.early_stopping_patience"
+        lines.append(f"stopped early after step {summary['steps']}: {patience}")
+    return lines
+
+
+def split_metric(key: str) -> tuple[str, str]:
+    """Split the key of an evaluation's mean into set and metric.
+
+    >>> split_metric("eval/reward/mean"), split_metric("eval/gsm8k/rewards/math/mean")
+    (('', 'reward'), ('gsm8k', 'rewards/math'))
+    """
+    path = key.removeprefix("eval/").removesuffix("/mean")
+    head, _, rest = path.partition("/")
+    return (head, rest) if rest and head != "rewards" else ("", path)
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """A number, or "none" for None and NaN."""
+    return "none" if value is None or math.isnan(value) else format(value, form)
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage, or "none"."""
+    return number(value, ".0%")
+
+
+def duration(seconds: float) -> str:
+    """A time in the two largest units that it has.
+
+    >>> duration(7.4), duration(87), duration(3 * 3600 + 120), duration(200_000)
+    ('7 s', '1:27 min', '3:02 h', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    if whole < 86_400:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def clean(text: str) -> str:
+    """Text of a completion or a run folder with what a terminal would obey written out: control characters, marks that
+    change the direction of text, and lone surrogates. Line breaks stay, tabs become spaces.
+
+    >>> print(clean("a\\x1b[2Jb\\u202ec\\r\\n\\td"))
+    a\\x1b[2Jb\\u202ec
+        d
+    """
+    text = text.replace("\r\n", "\n").expandtabs(4)
+    if text.isprintable():
+        return text
+    return re.sub(r"[^\n\x20-\x7e]", lambda found: _shown(found[0]), text)
+
+
+def _shown(character: str) -> str:
+    hidden = character in DIRECTIONS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+    return character.encode("unicode_escape").decode() if hidden else character

@@ -1,0 +1,169 @@
+"""The live display's place on a terminal.
+
+The display is redrawn in place at the bottom. Between two redraws the cursor rests on the empty line above it, so that
+text which others write meanwhile, such as a worker process or a signal's handler, appears above it and is not
+overwritten, and so that the terminal can change its size: nothing depends on where the lines below the cursor are.
+
+What this process prints is taken by ``Printed``, and written above the display.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOBase
+from typing import TextIO
+
+HOME, ERASE_LINE, ERASE_BELOW = "\r", "\x1b[K", "\x1b[J"
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
+"""Whether a line that is wider than the terminal goes on in the next one."""
+BACKGROUND_SIGNALS = {getattr(signal, name) for name in ("SIGTTOU", "SIGTTIN") if hasattr(signal, name)}
+
+
+class Screen:
+    """The lines at the bottom of a terminal.
+
+    Args:
+        descriptor: of the terminal.
+        encoding: of its text.
+    """
+
+    def __init__(self, descriptor: int, encoding: str = "utf-8") -> None:
+        self._descriptor, self._encoding = descriptor, encoding
+        self._lock = threading.RLock()
+        self._lines: Sequence[str] = ()
+        self.is_gone = False
+        """Whether the terminal has been closed."""
+
+    @property
+    def in_foreground(self) -> bool:
+        """Whether this process is in the foreground of the terminal."""
+        return in_foreground(self._descriptor)
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal; 80 and 24 if it does not know them."""
+        with suppress(OSError):
+            columns, lines = os.get_terminal_size(self._descriptor)
+            if columns and lines:
+                return columns, lines
+        return 80, 24
+
+    def draw(self, lines: Sequence[str], above: str = "") -> None:
+        """Show lines, which have no line breaks, in place of those before, and text above them."""
+        with self._lock:
+            self._lines = lines
+            self._write(_print_above(above) + _drawn(lines))
+
+    def print_above(self, text: str) -> None:
+        """Write text above the lines. It ends a line."""
+        with self._lock:
+            self._write(_print_above(text) + _drawn(self._lines))
+
+    def leave(self, lines: Sequence[str] = ()) -> None:
+        """Show the last lines, which stay, and go to the line below them."""
+        with self._lock:
+            self._lines = ()
+            self._write(f"{HOME}{ERASE_BELOW}" + "".join(f"{line}\r\n" for line in lines))
+
+    def _write(self, text: str) -> None:
+        """Write at once, without the buffer of a stream: it could be interrupted by a handler that writes too."""
+        data = text.encode(self._encoding, "backslashreplace")
+        with background_allowed():
+            try:
+                while data and not self.is_gone:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:
+                self.is_gone = True
+
+
+def _drawn(lines: Sequence[str]) -> str:
+    """Below the cursor's line, which is emptied, lines in place of those that are there."""
+    if not lines:
+        return f"{HOME}{ERASE_BELOW}"
+    text = "".join(f"\r\n{line}{ERASE_LINE}" for line in lines)
+    return f"{HOME}{ERASE_LINE}{NO_WRAP}{text}{ERASE_BELOW}{WRAP}\x1b[{len(lines)}A{HOME}"
+
+
+def _print_above(text: str) -> str:
+    return f"{HOME}{ERASE_BELOW}{text.removesuffix(chr(10))}\n" if text else ""
+
+
+def in_foreground(descriptor: int) -> bool:
+    """Whether this process may use the terminal: it is in the foreground, or the terminal has no jobs."""
+    try:
+        return os.tcgetpgrp(descriptor) == os.getpgrp()
+    except (OSError, AttributeError):
+        return True
+
+
+@contextmanager
+def background_allowed() -> Iterator[None]:
+    """In this block, this thread may use the terminal though the process is in the background: it is not stopped."""
+    if not BACKGROUND_SIGNALS:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BACKGROUND_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _last_version(line: str) -> str:
+    """What remains of a line that was written over."""
+    return line[:-1].rpartition("\r")[2] + line[-1:]
+
+
+class Printed(TextIOBase):
+    """Stands for ``sys.stdout`` or ``sys.stderr`` beside a display: writes complete lines above it.
+
+    A line that is written over with carriage returns, as progress bars do, counts as it is at its end.
+
+    Args:
+        stream: the stream that it stands for.
+        screen: where the lines go.
+    """
+
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
+        self.stream = stream
+        self._screen, self._process = screen, os.getpid()
+        self._rest = ""
+
+    def write(self, text: str, /) -> int:
+        """Keep text until its line is complete."""
+        if os.getpid() != self._process:  # a forked child: its parent draws
+            return self.stream.write(text)
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = _last_version(rest)
+        if lines:
+            self._screen.print_above("\n".join(map(_last_version, lines)) + "\n")
+        return len(text)
+
+    def close_line(self) -> None:
+        """Write what is there of an incomplete line."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._screen.print_above(rest)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def fileno(self) -> int:
+        """The descriptor of the stream."""
+        return self.stream.fileno()
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self.stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's encoding."""
+        return self.stream.encoding

@@ -1,0 +1,65 @@
+"""A run as the terminal follows it: its progress, and the diagnosis of each step in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cohort.report.console.lines import clean, evaluation_line
+from cohort.report.console.progress import RunProgress
+from cohort.report.diagnosis import Diagnosis, Finding, health_line, worst
+from cohort.report.history import DAMAGE, read_file, toml_table
+
+
+class RunState:
+    """The progress and the diagnosis of a run, fed with the lines of its ``metrics.jsonl`` in order.
+
+    Args:
+        folder: the run folder, whose settings are read. None: the defaults.
+        steps: steps of the whole run; None: unknown.
+    """
+
+    def __init__(self, folder: Path | None = None, steps: int | None = None) -> None:
+        self.folder = folder
+        self.settings = settings_of(folder) if folder else {}
+        self.progress = RunProgress(steps=steps)
+        self._diagnosis = Diagnosis(self.settings)
+
+    def add(self, metrics: dict[str, Any]) -> list[str]:
+        """Take a step's metrics; return what is new to say: findings that begin, worsen or end, and the evaluation."""
+        progress = self.progress
+        progress.add(metrics)
+        said = [finding_text(one) for one in self._diagnosis.step(metrics)]
+        if metrics["step"]:
+            findings = self._diagnosis.findings
+            progress.health, progress.level = health_line(metrics, findings), worst(findings) or "note"
+        if any(key.startswith("eval/") for key in metrics):
+            step = metrics["step"]
+            said.append(clean(evaluation_line(metrics, f"after step {step}" if step else "before training")))
+        return said
+
+    def standing(self) -> list[str]:
+        """The warnings and alarms that stand, in words."""
+        return [finding_text(one) for one in self._diagnosis.standing if one.level != "note"]
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings in a run folder as nested tables; empty if they cannot be read."""
+    try:
+        return toml_table(read_file(folder, "config.toml").decode())
+    except DAMAGE:
+        return {}
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding for the terminal: when it begins or worsens, what to do; or that it has ended.
+
+    >>> print(finding_text(Finding("all_right", "warning", 7, "every answer is right.", "Take harder prompts.")))
+    step 7: warning (all_right): every answer is right.
+      -> Take harder prompts.
+    """
+    if finding.end is not None:
+        return f"step {finding.end}: no longer: {finding.check}"
+    level = "" if finding.level == "note" else f"{finding.level} "
+    text = f"step {finding.step}: {level}({finding.check}): {finding.found}"
+    return clean(f"{text}\n  -> {finding.advice}" if finding.advice else text)
