@@ -18,8 +18,8 @@
     └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2, or with 1 if the machine failed (DiskError, RankError, StepError). Each class also
-derives from a built-in exception, so that ordinary ``except`` clauses work.
+traceback and exits with code 2, or with 1 if the machine or a server failed (DiskError, RankError, StepError,
+TrackerError). Each class also derives from a built-in exception, so that ordinary ``except`` clauses work.
 """
 
 from typing import Any

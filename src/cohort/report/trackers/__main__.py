@@ -24,10 +24,8 @@ END_SECONDS = 600.0
 not."""
 
 
-def main(run: Path, kind: str, project: str | None) -> int:
-    """Send until the run ends. Returns 0 if everything was sent."""
-    ended = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
+def main(run: Path, kind: str, project: str | None, ended: threading.Event) -> int:
+    """Send until the run has ended. Returns 0 if everything was sent."""
     while True:
         last = ended.is_set()
         try:
@@ -61,6 +59,8 @@ def _wait_for_end(ended: threading.Event) -> None:
 if __name__ == "__main__":
     if hasattr(os, "nice"):
         os.nice(10)  # training goes first
-    code = main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] or None)
+    of_run = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(of_run,), daemon=True).start()
+    code = main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] or None, of_run)
     sys.stdout.flush()
     os._exit(code)  # whatever a tracker does at exit was done when its run was closed

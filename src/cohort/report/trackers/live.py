@@ -105,27 +105,25 @@ class Trackers:
                         one.process.wait(max(0.0, until - time.monotonic()))
         finally:  # also if Ctrl-C ends the wait
             for one in self._all:
-                complete = one.process is not None and one.process.poll() == 0
+                if one.process is None or one.process.poll() != 0:
+                    self._say_what_is_left(one)
                 if one.process is not None:
                     _kill(one.process)
-                if not complete:
-                    self._say_what_is_left(one)
 
     def _say_what_is_left(self, one: _Process) -> None:
         left, state = left_to_send(self._run, one.kind), State.read(self._run, one.kind)
         what = f"steps {left[0]} to {left[-1]} were not sent" if left else "the last steps may not have arrived"
-        reason = state.error or one.reason or "no answer in time"
-        command = f"cohort track {self._run} --to {one.kind}"
-        log.warning("%s: %s: %s. Send them with: %s", KINDS[one.kind].title, what, reason, command)
+        reason = state.error or self._why_ended(one) or "no answer in time"
+        log.warning("%s: %s: %s. Send them with: %s", KINDS[one.kind].title, what, reason, self._command(one))
 
-    def _why(self, one: _Process) -> str:
+    def _why_ended(self, one: _Process) -> str:
         """Why a tracker's process does not run; empty if it does."""
-        if one.process is None:
+        if one.process is None or (code := one.process.poll()) is None:
             return one.reason
-        code = one.process.poll()
-        return (
-            "" if code is None else f"its process ended with {code}; see {folder_of(self._run, one.kind) / 'log.txt'}"
-        )
+        return f"its process ended with code {code} (see {folder_of(self._run, one.kind) / 'log.txt'})"
+
+    def _command(self, one: _Process) -> str:
+        return f"cohort track {self._run} --to {one.kind}"
 
 
 def _start(run: Path, kind: str, project: str | None) -> subprocess.Popen[bytes]:

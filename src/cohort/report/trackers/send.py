@@ -12,21 +12,19 @@ from typing import Any, Self
 
 from cohort.config.secrets import hide_secrets
 from cohort.errors import ConfigError, RunFolderError
-from cohort.report.diagnosis import Diagnosis
-from cohort.report.history import MAX_LINE, RunHistory, flat, json_object
+from cohort.lock import Lock
+from cohort.report.console.tail import Tail
+from cohort.report.diagnosis import Diagnosis, Finding
+from cohort.report.history import RunHistory, flat
 from cohort.report.rollouts import StoredStep
 from cohort.report.trackers.kinds import KINDS, check_installed
 from cohort.report.trackers.outlets import Opening, Outlet, open_outlet
 from cohort.report.trackers.state import State, folder_of
-from cohort.runs.lock import Lock
-from cohort.runs.trust import check_files
 
 TABLE_STEPS = 10
 """A table of completions is sent of the first step and of every this many steps."""
 TABLE_GROUPS, TABLE_ROWS, TABLE_TEXT = 4, 16, 2000
 """Groups and completions in a table, and characters of a text in it."""
-READ_BYTES = 1 << 26
-"""Bytes of ``metrics.jsonl`` that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,8 @@ def send_run(run: str | Path, kind: str, project: str | None = None) -> Sent:
         RunFolderError: the folder holds no run, leads elsewhere, or is being sent by another process.
         Exception: whatever the tracker raises.
     """
+    from cohort.runs.trust import check_files  # which imports torch
+
     check_installed([kind])
     history = RunHistory.read(run)
     check_files(history.path)
@@ -88,7 +88,7 @@ class Sender:
         given = project or (of_run if isinstance(of_run, str) else None)
         self._project = self.state.project or KINDS[kind].project(given)
         self._diagnosis = Diagnosis(self._settings)
-        self._lines = _Lines(run / "metrics.jsonl")
+        self._lines = Tail(run / "metrics.jsonl")
         self._outlet: Outlet | None = None
 
     @classmethod
@@ -124,23 +124,32 @@ class Sender:
             Exception: whatever the tracker raises. What it was sent is written down; use another sender.
         """
         count = 0
-        for metrics in self._lines.new():
-            findings = self._diagnosis.step(metrics)
-            if metrics["step"] <= self.state.step:
-                continue
-            outlet = self._outlet or self._open()
-            step = metrics["step"]
-            if step <= self.state.step:  # opening it has told that the tracker has more
-                continue
-            values = {outlet.name_of(key): value for key, value in metrics.items() if key != "step"}
-            outlet.tracker.log(values, step=step)
-            for name, columns, rows in tables(self._run, step, evaluated=_evaluated(metrics)):
-                outlet.table(name, columns, rows, step)
-            for finding in findings:
-                outlet.say(finding, live=self._live)
-            self.state = self.state.write(self._run, self._kind, step=step, error=None)
-            count += 1
+        replaced, lines = self._lines.read()
+        while lines:
+            if replaced:  # by a resumed run
+                self._diagnosis = Diagnosis(self._settings)
+            for metrics in lines:
+                count += self._send_step(metrics, self._diagnosis.step(metrics))
+            replaced, lines = self._lines.read()
         return count
+
+    def _send_step(self, metrics: Mapping[str, Any], findings: Sequence[Finding]) -> bool:
+        """Send a step, unless it was sent. Returns whether it was not."""
+        step = metrics["step"]
+        if step <= self.state.step:
+            return False
+        outlet = self._outlet or self._open()
+        if step <= self.state.step:  # the tracker has said that it has more
+            return False
+        values = {outlet.name_of(key): one for key, one in metrics.items() if key != "step" and one is not None}
+        outlet.tracker.log(values, step=step)
+        evaluated = any(key.startswith("eval/") for key in metrics)
+        for name, columns, rows in tables(self._run, step, evaluated=evaluated):
+            outlet.table(name, columns, rows, step)
+        for finding in findings:
+            outlet.say(finding, live=self._live)
+        self.state = self.state.write(self._run, self._kind, step=step, error=None)
+        return True
 
     def _open(self) -> Outlet:
         """Open the tracker's run, and send the settings to a new one."""
@@ -200,48 +209,7 @@ def _short(value: Any) -> Any:
     return f"{value[:TABLE_TEXT]} ..." if isinstance(value, str) and len(value) > TABLE_TEXT else value
 
 
-def _evaluated(metrics: Mapping[str, Any]) -> bool:
-    return any(key.startswith("eval/") for key in metrics)
-
-
-class _Lines:
-    """The lines of ``metrics.jsonl`` as they are written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """The numbers in complete lines that were not read yet. Lines that are no metrics are left out."""
-        while data := self._read():
-            for line in data.splitlines():
-                with suppress(ValueError, RecursionError):
-                    if len(line) <= MAX_LINE and (metrics := _numbers(json_object(line.decode()))):
-                        yield metrics
-
-    def _read(self) -> bytes:
-        """The next complete lines; none if there is no other, or the file cannot be read."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(READ_BYTES)
-        except OSError:
-            return b""
-        end = data.rfind(b"\n") + 1
-        if not end and len(data) == READ_BYTES:  # no line of metrics is as long
-            end = len(data)
-        self._offset += end
-        return data[:end]
-
-
-def _numbers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a line; none if it is of no step."""
-    step = found.get("step")
-    if type(step) is not int or step < 0:
-        return {}
-    return {key: value for key, value in found.items() if type(value) in (int, float)}
-
-
 def left_to_send(run: Path, kind: str) -> Sequence[int]:
     """The steps that a run has metrics of and that a tracker was not sent, in order."""
     last = State.read(run, kind).step
-    return [metrics["step"] for metrics in _Lines(run / "metrics.jsonl").new() if metrics["step"] > last]
+    return [metrics["step"] for metrics in Tail(run / "metrics.jsonl").everything() if metrics["step"] > last]
