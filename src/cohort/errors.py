@@ -22,6 +22,8 @@ traceback and exits with code 2, or with 1 if the machine or a server failed (Di
 TrackerError). Each class also derives from a built-in exception, so that ordinary ``except`` clauses work.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 STOPPED = 75
@@ -111,3 +113,20 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.text
+
+
+def did_you_mean(word: object, words: Iterable[str], *, form: str = "{}", most: int = 1, cutoff: float = 0.6) -> str:
+    """The most similar words, as a question that ends an error message; empty if none is similar.
+
+    Args:
+        word: what was given.
+        words: what is known.
+        form: how to write a word.
+        most: how many words to name.
+        cutoff: how similar they must be, between 0 and 1.
+
+    >>> did_you_mean("lenght", ["length", "width"], form="[{}]"), did_you_mean("x", ["length"])
+    ('; did you mean [length]?', '')
+    """
+    close = difflib.get_close_matches(word, list(words), most, cutoff) if isinstance(word, str) else []
+    return f"; did you mean {' or '.join(form.format(one) for one in close)}?" if close else ""

@@ -90,7 +90,7 @@ def test_shares_of_completions_groups_signs_and_causes(tmp_path):
 )
 def test_the_sentence(result, text):
     tokens = {"total": 1200, "changed_share": 0.12, "changed_means": 0.1, "factor": 0.81, "sign_share": 0.003}
-    gradient = {"norm_run": 1.0, "norm_replay": 0.81, "ratio": 0.81, "cosine": 0.97}
+    gradient = {"space": "parameters", "norm_run": 1.0, "norm_replay": 0.81, "ratio": 0.81, "cosine": 0.97}
     names = {"run": "default@1", "replay": "dr_grpo"}
     whole = {"identical": False, "tokens": tokens, "gradient": gradient, "objective": names} | result
     assert sentence(whole) == text

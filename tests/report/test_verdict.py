@@ -1,14 +1,20 @@
 """Which run is better: numbers by hand, and words that claim no more than the data."""
 
+import itertools
 import json
 import math
+import random
+from contextlib import suppress
 from dataclasses import asdict
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cohort.report.series import Group, grouped
+from cohort.errors import CohortError
+from cohort.report.history import RunHistory
+from cohort.report.plot import Look, figure, save
+from cohort.report.series import AXES, Group, curve, grouped, over_seeds
 from cohort.report.verdict import common_metrics, evaluated_at, per_prompt, value_at, verdict, verdicts
 from tests.report.made import history, rewards
 
@@ -230,3 +236,48 @@ def test_all_pairs_of_a_few_groups_and_all_against_the_first_of_many():
     assert len(verdicts(made(3))) == 9
     assert len(verdicts(made(7))) == 18
     assert verdicts(made(1)) == []
+
+
+def test_hostile_numbers(tmp_path):
+    """Whatever numbers a stranger's metrics hold: values or Cohort's errors, and no warnings."""
+    rng = random.Random(0)
+    numbers = [
+        0,
+        -1,
+        3,
+        0.5,
+        -0.0,
+        1e-320,
+        9e99,
+        -9e99,
+        2**53,
+        1e17,
+        "NaN",
+        "1e999",
+        "null",
+        '"x"',
+        "true",
+        "[1]",
+        "10" * 70,
+    ]
+    names = ["reward/mean", "reward/std", "reward/within_group_std", "groups/sampled", "seconds/step", "updates"]
+    names += ["tokens_per_second", "updates_skipped", "time", KEY, "eval/reward/low", "eval/reward/high"]
+    for trial in range(12):
+        runs = []
+        for side in "ab":
+            lines = []
+            for step in sorted(rng.sample(range(2 ** rng.choice([3, 6, 52])), rng.randrange(1, 8))):
+                pairs = ", ".join(f'"{name}": {rng.choice(numbers)}' for name in names if rng.random() < 0.9)
+                lines.append(f'{{"step": {step}, {pairs}}}\n')
+            folder = tmp_path / f"{side}{trial}"
+            folder.mkdir()
+            (folder / "metrics.jsonl").write_text("".join(lines))
+            runs.append(RunHistory.read(folder))
+        groups = grouped(runs)
+        json.dumps([asdict(one) for one in verdicts(groups)], allow_nan=False)
+        for key, axis in itertools.product(["reward/mean", KEY], AXES):
+            drawn = [curve(run, key, axis, window) for run in runs for window in (1, 3)]
+            json.dumps([asdict(one) for one in [*drawn, over_seeds(drawn, "all")]], allow_nan=False)
+            if trial == 0 and axis == "tokens":
+                with suppress(CohortError):
+                    save(figure(runs, [key], Look(axis=axis, separate=True)), tmp_path / "a.png")

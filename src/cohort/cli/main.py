@@ -12,6 +12,7 @@ from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
 from cohort.cli import (  # noqa: F401  (commands)
+    diagnose,
     diff,
     doctor,
     explain,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from cohort.config.section import Count, PositiveInt, Section, Share, Strings
+from cohort.config.section import Count, PositiveFloat, PositiveInt, Section, Share, Strings
 
 Factor = Annotated[float, Field(gt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
@@ -22,6 +22,30 @@ class ThresholdsConfig(Section):
     """Share of completions cut at the length limit."""
     failed_rewards: Share = 0.01
     """Share of completions that a reward function failed on."""
+    distinct: Share = 0.4
+    """Different completions of a prompt over all of them; below it they are duplicates."""
+    repetition: Share = 0.5
+    """Share of spans of 4 tokens that a completion has said before."""
+    length_change: Factor = 1.5
+    """Factor by which lengths may grow or shrink without a gain in reward."""
+    drowned: Share = 0.1
+    """Spread of a reward function within groups over that of the one that varies most."""
+    entropy_fall: Factor = 3.0
+    """Factor by which entropy may fall while prompts are left to learn."""
+    entropy_rise: Factor = 2.0
+    """Factor by which entropy may rise without a gain in reward."""
+    update_kl_low: PositiveFloat = 1e-8
+    """Size of a step, in nats per token, below which the learning rate is too low."""
+    update_kl_high: PositiveFloat = 0.05
+    """Size of a step, in nats per token, above which the learning rate is too high."""
+    kl_per_step: PositiveFloat = 0.1
+    """Growth of the KL to the reference in a step, in nats per token."""
+    clipped: Share = 0.4
+    """Share of tokens that the trust region silences, of those that could have a gradient."""
+    gradient_tokens: PositiveFloat = 10.0
+    """Effective number of tokens that the gradient comes from."""
+    sampler_gap: PositiveFloat = 0.05
+    """Mean difference between the log-probs of sampler and trainer, in nats per token."""
 
 
 class ReportConfig(Section):

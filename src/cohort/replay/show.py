@@ -26,6 +26,7 @@ def sentence(result: Mapping[str, Any]) -> str:
         f"Under {name}, {share(tokens['changed_share'])} of the tokens change their coefficient by more than "
         f"{tokens['changed_means']:.0%} beyond the common factor {factor}, {share(tokens['sign_share'])} change its "
         f"sign; gradient norm {gradient['ratio']:.3g}x, cosine {cosine(gradient['cosine'])}"
+        + (" in the space of the logits" if gradient["space"] == "logits" else "")
     )
 
 

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -32,6 +33,10 @@ AXES = {
 """What a curve can be drawn over, and the label of the axis. ``tokens``, ``updates`` and ``seconds`` are sums from the
 start of the run. ``seconds`` is that of the steps, without evaluations, writing, and pauses between a stop and a
 resume. ``time`` is the Unix time in seconds."""
+MAX_TIME = 2.5e11
+"""Times are before the year 9892; calendars end in 9999."""
+MAX_WINDOW = 2001
+"""Points of a local fit."""
 GRID = 200
 """Points of a mean over runs whose points lie at different places."""
 NOT_OF_A_GROUP = ("run.", "report.", "parallel.", "vllm.", "eval.eval_steps", "eval.eval_on_start", "reward.workers",
@@ -156,7 +161,8 @@ def check_key(runs: Sequence[RunHistory], key: str) -> None:
     raise ConfigError(f"no run has the metric {key!r}; {named}")
 
 
-def positions(run: RunHistory, axis: str) -> dict[int, float]:
+@lru_cache(maxsize=32)
+def positions(run: RunHistory, axis: str) -> Mapping[int, float]:
     """Where each step ends on an axis. Steps whose line is damaged or missing count like the next one; a step without
     the numbers counts like the one before. Empty if no step has them.
 
@@ -171,12 +177,13 @@ def positions(run: RunHistory, axis: str) -> dict[int, float]:
     if axis == "step":
         return {line["step"]: float(line["step"]) for line in run.metrics}
     if axis == "time":
-        return {line["step"]: line["time"] for line in run.metrics if line.get("time") is not None}
+        times = ((line["step"], line.get("time")) for line in run.metrics)
+        return {step: round(time, 6) for step, time in times if time is not None and 0 <= time < MAX_TIME}
     found, total, before, known = {}, 0.0, 0, None
     for line in run.metrics:
         step = line["step"]
         given = _increment(line, axis)
-        known = known if given is None else given
+        known = known if given is None else max(0.0, round(given, 6))  # so that distances are 0 or not tiny
         if step and known is not None:
             total += known * (step - before)
             before = step
@@ -202,7 +209,7 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
         run: the run.
         key: the metric.
         axis: one of ``AXES``.
-        window: points of a local linear fit (see ``loess``). Below 3: the curve is not smoothed.
+        window: points of a local linear fit (see ``loess``), at most ``MAX_WINDOW``. Below 3: no smoothing.
         label: its name; empty: that of the folder.
 
     Returns:
@@ -217,7 +224,7 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if step in places]
     steps, values = [step for step, _ in kept], [value for _, value in kept]
     made = Curve(label or run.path.resolve().name, key, axis, steps, [places[step] for step in steps], values)
-    window = min(window, len(values))
+    window = min(window, len(values), MAX_WINDOW)
     if window >= 3:
         fit, half = loess(np.array(values), window)
         made = replace(made, smooth=fit.tolist(), window=min(window | 1, len(values) - 1 + len(values) % 2))
@@ -285,24 +292,28 @@ def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:
     if window < 3:
         return values_T.copy(), np.zeros(count)
     half = window // 2
-    rows_HW = np.array([_fit_weights(at, window) for at in range(half + 1)])  # from the first point to the middle
-    middle = np.convolve(values_T, rows_HW[half][::-1], "valid")
-    ends = rows_HW[:half] @ values_T[:window], (rows_HW[:half] @ values_T[::-1][:window])[::-1]
-    fit_T = np.concatenate([ends[0], middle, ends[1]])
-    row_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
-    own_T, norm_T = rows_HW.diagonal()[row_T], (rows_HW**2).sum(axis=1)[row_T]
+    weights_HW, norm_H = _fit_weights(window)
+    left_H, right_H = weights_HW[:half] @ values_T[:window], weights_HW[:half] @ values_T[::-1][:window]
+    middle = np.convolve(values_T, weights_HW[half], "valid")
+    fit_T = np.concatenate([left_H, middle, right_H[::-1]])
+    from_end_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
+    own_T, norm_T = weights_HW.diagonal()[from_end_T], norm_H[from_end_T]
     squares_T = (values_T - fit_T) ** 2 / (1 - 2 * own_T + norm_T)
     means_M = np.convolve(squares_T, np.ones(window) / window, "valid")
     variance_T = means_M[np.clip(np.arange(count) - half, 0, count - window)]
     return fit_T, t_quantile(0.975, window - 2) * np.sqrt(variance_T * norm_T)
 
 
-def _fit_weights(at: int, window: int) -> Floats:
-    """The weights with which the values of a window enter the line's value at one of them."""
-    offset_W = np.arange(window) - at
-    weight_W = (1 - (np.abs(offset_W) / (max(at, window - 1 - at) + 1)) ** 3) ** 3
-    s0, s1, s2 = (float((weight_W * offset_W**power).sum()) for power in (0, 1, 2))
-    return np.asarray(weight_W * (s2 - s1 * offset_W) / (s0 * s2 - s1**2))
+@lru_cache(maxsize=4)
+def _fit_weights(window: int) -> tuple[Floats, Floats]:
+    """The weights with which the values of a window enter the line's value at its points from the first to the middle,
+    a row each, and the sums of their squares."""
+    at_H1 = np.arange(window // 2 + 1)[:, None]
+    offset_HW = np.arange(window) - at_H1
+    weight_HW = (1 - (np.abs(offset_HW) / (window - at_H1)) ** 3) ** 3
+    s0, s1, s2 = ((weight_HW * offset_HW**power).sum(axis=1, keepdims=True) for power in (0, 1, 2))
+    weights_HW = weight_HW * (s2 - s1 * offset_HW) / (s0 * s2 - s1**2)
+    return weights_HW, (weights_HW**2).sum(axis=1)
 
 
 def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
@@ -368,9 +379,9 @@ def means_of_groups(
 
 
 def window_for(points: int) -> int:
-    """A window that suits a curve of so many points: a tenth, and none below 30 points.
+    """A window that suits a curve of so many points: a tenth, at most ``MAX_WINDOW``, and none below 30.
 
-    >>> window_for(29), window_for(100), window_for(1000)
-    (1, 11, 101)
+    >>> window_for(29), window_for(100), window_for(1000), window_for(100_000)
+    (1, 11, 101, 2001)
     """
-    return (points // 10) | 1 if points >= 30 else 1
+    return min(points // 10, MAX_WINDOW) | 1 if points >= 30 else 1

@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from cohort.report.history import RunHistory
+from cohort.report.history import MAX_NUMBER, RunHistory
 from cohort.report.series import Group, interval, positions
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
 
@@ -40,7 +40,7 @@ LAST_PART = 0.2
 """The training reward is averaged over this part of the budget."""
 BLOCKS = 10
 """Neighbouring steps are not independent, so the last part is divided in so many blocks, whose means nearly are."""
-MAX_ROWS = 2_000_000
+MAX_ROWS = 500_000
 """Completions of a stored evaluation that are read."""
 
 
@@ -291,7 +291,7 @@ def per_prompt(file: Path, column: str) -> dict[tuple[Any, Any], float]:
         means = read.group_by(["row", "prompt"]).aggregate([(column, "mean")])
         keys = zip(means["row"].to_pylist(), means["prompt"].to_pylist(), strict=True)
         values = (math.nan if value is None else float(value) for value in means[f"{column}_mean"].to_pylist())
-        return dict(zip(keys, values, strict=True))
+        return {key: value if abs(value) < MAX_NUMBER else math.nan for key, value in zip(keys, values, strict=True)}
     except (OSError, ValueError, TypeError, LookupError, pyarrow.ArrowException):
         return {}
 

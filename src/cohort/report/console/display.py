@@ -8,17 +8,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from cohort.config import Schedule
 from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal
 from cohort.report.console.progress import RunProgress
 from cohort.report.console.state import RunState
 from cohort.report.console.tail import Tail, read_starts
 from cohort.report.diagnosis import why_no_gradient
-from cohort.runs import RunFolder
 from cohort.watchdog import waits_of
+
+if TYPE_CHECKING:
+    from cohort.config import Schedule
+    from cohort.runs import RunFolder
 
 PLAIN_LINES = 20
 """Progress lines of a whole run without a terminal."""

@@ -65,7 +65,7 @@ class Finding:
 
     def show(self) -> str:
         """The finding for a terminal: when it begins or worsens, or that it has ceased."""
-        indent = " " * (19 + NAME_WIDTH)
+        indent = " " * (20 + NAME_WIDTH)
         if self.end is not None:
             return (
                 f"  {f'step {self.end}':<10}{'ended':<8}{self.check:<{NAME_WIDTH}}after {_steps(self.end - self.begin)}"
@@ -74,7 +74,7 @@ class Finding:
         words = wrap(self.found, TEXT_WIDTH)
         words += wrap(self.advice, TEXT_WIDTH, initial_indent="-> ", subsequent_indent="   ")
         first = f"  {f'step {self.step}':<10}{level:<8}{self.check:<{NAME_WIDTH}}"
-        return "\n".join([first + words[0], *(indent[:-1] + one for one in words[1:])])
+        return "\n".join([first + words[0], *(indent + one for one in words[1:])])
 
     def as_json(self) -> dict[str, Any]:
         """The finding in types of JSON."""

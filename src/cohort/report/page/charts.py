@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from cohort.report.history import RunHistory
+from cohort.report.series import AXES, positions
 
 MAX_NUMBERS = 400_000
 """Numbers of all curves together. A longer run is shown as means over several steps."""
@@ -111,15 +111,12 @@ def run_curves(history: RunHistory) -> dict[str, Any]:
     keys = [key for key in history.keys() if key != "time"][:MAX_KEYS]  # noqa: SIM118
     points = max(50, min(MAX_POINTS, MAX_NUMBERS // max(1, len(keys))))
     stride = -(-len(lines) // points) or 1
-    axes = {"step": "step"}
+    axes = {"step": AXES["step"]}
     x: dict[str, list[float | None]] = {"step": [line["step"] for line in lines]}
-    for name, key, label in (
-        ("tokens", "tokens", "tokens trained on"),
-        ("seconds", "seconds/step", "seconds of training"),
-    ):
-        total = list(accumulate(float(line.get(key) or 0) for line in lines))
-        if total and total[-1] > total[0]:
-            axes[name], x[name] = label, list(total)
+    for name in ("updates", "tokens", "seconds"):
+        places = positions(history, name)
+        if any(places.values()):
+            axes[name], x[name] = AXES[name], [places.get(line["step"], 0.0) for line in lines]
     return {
         "name": history.path.resolve().name,
         "axes": axes,
