@@ -104,6 +104,22 @@ def test_an_evaluation_far_from_the_budget_does_not_count():
     assert value_at(pair[1].runs[0], "reward/mean", "tokens", 1000) == pytest.approx(0.5)  # step 6, at 900
 
 
+def test_an_earlier_budget_at_which_all_were_evaluated():
+    """A at 8, 16, ... 40 seconds and B at 18, 36 and 54: both were evaluated near none of 40, 36 and 32."""
+    a, b = (
+        [
+            line | {KEY: n / 100} if n % 3 == 0 else line
+            for n, line in enumerate(rewards([0.0] * count, seconds=each), 1)
+        ]
+        for count, each in ((15, 8 / 3), (9, 6.0))
+    )
+    pair = [group(label, [history(lines)]) for label, lines in (("A", a), ("B", b))]
+    assert verdict(*pair, "seconds").metric == "reward/mean"
+    pair[0].runs[0].metrics[12][KEY] = 0.5  # at 34.7 seconds, 3.7% before B's
+    found = verdict(*pair, "seconds")
+    assert (found.metric, found.budget, found.difference) == (KEY, 36, pytest.approx(0.06 - 0.5))
+
+
 @pytest.fixture
 def tables(tmp_path):
     """Two runs with stored evaluations of these rewards per prompt, two completions each."""

@@ -1,7 +1,8 @@
 """Which of two groups of runs is better, by how much, with what certainty: at equal updates, tokens and seconds.
 
-The reward is compared where both have spent the same: the smallest amount that some run of the two has reached. Its
-value there is that of the last evaluation by then; without evaluations, the mean training reward of the last fifth.
+The reward is compared where both have spent the same: the smallest amount that all runs have reached. Its value there
+is that of an evaluation within 5% of it. If the runs lack one, the largest amount from the half on near which all were
+evaluated takes its place; else the mean training reward over the last fifth of it decides.
 
 What the certainty is about depends on what is there, best first:
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ LAST_PART = 0.2
 """The training reward is averaged over this part of the budget."""
 BLOCKS = 10
 """Neighbouring steps are not independent, so the last part is divided in so many blocks, whose means nearly are."""
+MAX_BUDGETS = 200
+"""Places of evaluations that are tried as a budget."""
 MAX_ROWS = 500_000
 """Completions of a stored evaluation that are read."""
 
@@ -138,11 +141,24 @@ def verdict(a: Group, b: Group, axis: str, confidence: float = 0.95, metric: str
         lacking = " and ".join(label for label, budget in reached.items() if not budget)
         return _undecided(pair, metric or "", f"the metrics of {lacking} do not have them")
     for key in [metric] if metric else common_metrics(a, b):
+        at = replace(pair, budget=_comparable(pair, key))
         for method in (_over_seeds, _over_prompts, _over_blocks):
-            if evidence := method(pair, key):
-                return _verdict(pair, key, evidence)
+            if evidence := method(at, key):
+                return _verdict(at, key, evidence)
     reason = f"{metric} has no values there" if metric else "the runs have no reward in common there"
     return _undecided(pair, metric or "", reason)
+
+
+def _comparable(pair: _Pair, key: str) -> float:
+    """The largest budget from the half on near which all runs were evaluated; of a training metric, and without any,
+    the whole budget."""
+    runs = (*pair.a.runs, *pair.b.runs)
+    places = {positions(run, pair.axis).get(step, 0.0) for run in runs for step in run.series(key)[0]}
+    earlier = sorted((x for x in places if pair.budget / 2 <= x < pair.budget), reverse=True)
+    for budget in (pair.budget, *earlier[:MAX_BUDGETS]) if key.startswith("eval/") else ():
+        if all(evaluated_at(run, key, pair.axis, budget) is not None for run in runs):
+            return budget
+    return pair.budget
 
 
 def common_metrics(a: Group, b: Group) -> list[str]:
@@ -252,7 +268,8 @@ def _over_blocks(pair: _Pair, key: str) -> _Evidence | None:
     estimate, p_value = paired_t(differences, pair.confidence)
     if len(differences) < 3:
         estimate = Estimate(float(ends[1][1].mean() - ends[0][1].mean()), math.nan, math.nan)
-    basis = f"one run each, the last {LAST_PART:.0%} of the training in {len(differences)} blocks"
+    basis = f"one run each, mean over the last {LAST_PART:.0%} of it"
+    basis += f", in {len(differences)} blocks" if estimate.has_interval else ", too few steps for an interval"
     caveat = (
         "One run each, compared by the rewards that they trained on: another seed may turn out otherwise, and an "
         "evaluation (data.eval) or more seeds would tell more."
