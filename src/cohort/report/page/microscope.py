@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,6 +77,8 @@ class Microscope:
     finishes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the sample is and what could not be read, in words."""
+    choice: str = ""
+    """How the sample was chosen; empty if it is everything."""
 
     def data(self) -> dict[str, Any]:
         """What the script of the page needs, besides the blocks."""
@@ -106,8 +108,9 @@ def build_microscope(history: RunHistory, begins: Mapping[int, str], space: int 
         left -= sum(len(one.block) for one in packed)
         found.append((step, packed, groups))
     found = sorted(((step, packed, groups) for step, packed, groups in found if packed), key=lambda one: one[0].number)
-    notes = _notes(history, found, vocabulary, unreadable)
-    return _indexed(found, notes)
+    result = _indexed(found, _notes(history, found, vocabulary, unreadable))
+    whole = len(found) == len(history.rollout_steps) and all(len(packed) == count for _, packed, count in found)
+    return replace(result, choice="" if whole else CHOICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +309,15 @@ class _Tokens:
         return found | ({"no_gradient": np.concatenate(self._causes)} if self.causes else {})
 
 
+CHOICE = (
+    "Steps: the last, the first, those at which findings begin, those with the extremes of the reward, of the gradient "
+    "norm and of update_kl, then steps at even distances. Groups of a step: the largest differences of rewards, the "
+    "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until the page "
+    "is full."
+)
+"""How a sample is chosen."""
+
+
 def _indexed(found: Sequence[tuple[Chosen, list[_Packed], int]], notes: list[str]) -> Microscope:
     """The sample with the columns that the filters use."""
     result = Microscope(
@@ -343,11 +355,7 @@ def _notes(
     elif found:
         part = f"all {groups:,} groups" if groups == all_groups else f"{groups:,} of the {all_groups:,} groups"
         notes.append(
-            f"This page holds a sample: {part} of {len(found):,} of the {stored:,} stored steps. Steps: the last, the "
-            "first, those at which findings begin, those with the extremes of the reward, of the gradient norm and of "
-            "update_kl, then steps at even distances. Groups of a step: the largest differences of rewards, the "
-            "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until "
-            "the page is full. All completions are in rollouts/."
+            f"This page holds a sample: {part} of {len(found):,} of the {stored:,} stored steps. All are in rollouts/."
         )
     if vocabulary is None:
         notes.append(
