@@ -23,6 +23,8 @@ class RunState:
         self.folder = folder
         self.settings = settings_of(folder) if folder else {}
         self.progress = RunProgress(steps=steps)
+        self.is_going = True
+        """Whether a process trains it, so that there is a time left."""
         self._diagnosis = Diagnosis(self.settings)
 
     def add(self, metrics: dict[str, Any]) -> list[str]:
