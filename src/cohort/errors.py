@@ -12,13 +12,14 @@
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── CallbackError        a callback raised                                         (also RuntimeError)
+    ├── TrackerError         an experiment tracker failed                              (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     ├── StepError            memory ran out halfway through an optimizer step          (also RuntimeError)
     └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2, or with 1 if the machine failed (DiskError, RankError, StepError). Each class also
-derives from a built-in exception, so that ordinary ``except`` clauses work.
+traceback and exits with code 2, or with 1 if the machine or a server failed (DiskError, RankError, StepError,
+TrackerError). Each class also derives from a built-in exception, so that ordinary ``except`` clauses work.
 """
 
 import difflib
@@ -78,6 +79,10 @@ class PolicyMismatchError(CohortError, RuntimeError):
 
 class CallbackError(CohortError, RuntimeError):
     """A callback raised. The run ends with a checkpoint."""
+
+
+class TrackerError(CohortError, RuntimeError):
+    """An experiment tracker failed, in ``cohort track``. In a run, trackers never raise."""
 
 
 class RankError(CohortError, RuntimeError):

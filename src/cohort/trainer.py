@@ -25,6 +25,7 @@ from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import best_lines, evaluation_line
+from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_model, set_seed
@@ -95,7 +96,7 @@ class GRPOTrainer:
         self._requests = Requests()
         self.args = config = checked_settings(args)
         check_names(config.report.skip_checks)
-        self._callbacks = Callbacks(self, callbacks)
+        self._callbacks = Callbacks(self, callbacks, own=Trackers.of(config.report))
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)

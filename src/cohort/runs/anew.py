@@ -15,7 +15,7 @@ log = logging.getLogger("cohort.runs")
 
 WRITTEN = (
     *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
-    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite", "replays"),
+    *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite", "replays", "trackers", "tensorboard"),
 )
 """What a run writes beside its settings."""
 
