@@ -256,7 +256,7 @@ class _Replay:
             if not self.stored.has_prompts:
                 raise weights.NoWeightsError("the prompts' token ids are not stored")
             return self._load()
-        except weights.NoWeightsError as error:
+        except CohortError as error:  # also a damaged checkpoint, or a base model that is gone
             if self.request.train:
                 raise
             notes.append(f"the gradient is compared in the space of the logits: {error}")
