@@ -122,6 +122,13 @@ def test_another_reference_is_the_initial_model(tmp_path, trained, demo_tokenize
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_term_without_coefficients_is_a_change(made_up):
+    found = replay(made_up, Request("", changes=["entropy.coefficient=0.1"]))
+    assert found["tokens"]["changed"] == 0
+    assert not found["identical"]
+    assert any("the other objective has a term over the whole vocabulary" in note for note in found["notes"])
+
+
 def test_an_earlier_store_is_estimated(made_up):
     found = replay(made_up, Request("", objective="dr_grpo"))
     assert found["gradient"]["cosine"] == pytest.approx(1)
