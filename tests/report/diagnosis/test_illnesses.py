@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cohort import GRPOConfig
+from cohort.objective import PRESETS
 from cohort.report.diagnosis import NAMES, Diagnosis, Level
 from cohort.train.layout import part_of
 from cohort.train.logps import policy_logps
@@ -193,6 +194,21 @@ def test_a_healthy_run_is_only_told_why_its_value_is_zero():
     findings = findings_of(train())
     assert [(one.check, one.level, one.step) for one in findings] == [("value_zero", Level.NOTE, 1)]
     assert "normal" in findings[0].found
+
+
+@pytest.mark.parametrize(("preset", "several"), [("dapo", {}), ("gspo", {"num_iterations": 2, "minibatches": 3})])
+def test_healthy_runs_are_not_called_ill(preset, several):
+    assert named(train(preset=preset, max_steps=12, **several)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [{}, {"num_iterations": 2, "minibatches": 3}], ids=["one_update", "six_updates"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_healthy_run_of_every_preset_is_not_called_ill(preset, several):
+    run = train(preset=preset, num_generations=16 if preset == "gfpo" else 8, **several)
+    assert named(run) == {}
+    rewards = [line["reward/mean"] for line in run[0]]
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])  # it is healthy: it learns
 
 
 def test_a_run_that_has_learned_its_prompts_is_told_so_and_is_not_ill():
