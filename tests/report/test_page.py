@@ -20,7 +20,7 @@ from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.render import CONTROL, script_json
 from cohort.report.page.sample import choose_completions, choose_steps, rank_groups
-from cohort.report.page.sections import duration, run_state, settings_table
+from cohort.report.page.sections import duration, evaluations, run_state, settings_table
 from cohort.report.page.tokens import read_vocabulary
 from tests.report.made_runs import WORDS, completions, make_run, metrics
 
@@ -70,7 +70,7 @@ def blocks_of(page: _Page) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]
 
 
 def page_of(folder: Path) -> _Page:
-    return _Page(write_report(folder).read_text(encoding="utf-8"))
+    return _Page(write_report([folder]).read_text(encoding="utf-8"))
 
 
 def data_of(page: _Page) -> dict[str, Any]:
@@ -106,9 +106,11 @@ def test_a_hostile_run_writes_no_markup(tmp_path: Path) -> None:
     config = f'[model]\npath = {json.dumps(HOSTILE.replace(chr(0xD800), ""))}\n["<b>x</b>"]\nunknown = "</script>"\n'
     folder = make_run(tmp_path / "run", lines=[line], stored={1: columns}, config=config.replace("\\u007f", ""))
     (folder / "objective.txt").write_text(HOSTILE, encoding="utf-8", errors="replace")
-    html = write_report(folder).read_text(encoding="utf-8")
+    html = write_report([folder]).read_text(encoding="utf-8")
     page = _Page(html)
-    plain = _Page(write_report(make_run(tmp_path / "plain", lines=[metrics(1)], stored={1: completions()})).read_text())
+    plain = _Page(
+        write_report([make_run(tmp_path / "plain", lines=[metrics(1)], stored={1: completions()})]).read_text()
+    )
     assert {*page.tags} == {*plain.tags} | {"pre", "summary", "details"}
     assert len(page.scripts) == len(plain.scripts)
     assert not CONTROL.search(html.replace("\n", ""))
@@ -123,7 +125,7 @@ def test_data_for_scripts_cannot_end_its_element() -> None:
 
 
 def test_a_policy_names_the_scripts_and_forbids_the_network(tmp_path: Path) -> None:
-    html = write_report(make_run(tmp_path / "run")).read_text(encoding="utf-8")
+    html = write_report([make_run(tmp_path / "run")]).read_text(encoding="utf-8")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert policy is not None
     assert "default-src &#39;none&#39;" in policy[1]
@@ -164,7 +166,7 @@ def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_almost_nothing_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is not a run folder"):
-        write_report(tmp_path)
+        write_report([tmp_path])
     (tmp_path / "config.toml").write_text("[model\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rewa')
     (tmp_path / "rollouts").mkdir()
@@ -228,22 +230,22 @@ def test_a_damaged_step_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     columns["ratio"] = [[1.0]] * 4
     page = page_of(make_run(tmp_path / "run", stored={1: columns, 2: completions()}))
     assert len(blocks_of(page)) == 1
-    assert "lists of different lengths" in " ".join(page.texts)
+    assert "cannot read" in " ".join(page.texts)
 
 
 def test_the_output_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     target = tmp_path / "page.html"
-    assert write_report(folder, target) == target
-    write_report(folder, target)
+    assert write_report([folder], target) == target
+    write_report([folder], target)
     (tmp_path / "thesis.html").write_text("mine")
     with pytest.raises(RunFolderError, match="was not written by cohort report"):
-        write_report(folder, tmp_path / "thesis.html")
+        write_report([folder], tmp_path / "thesis.html")
     (folder / "report.html").symlink_to(tmp_path / "thesis.html")
     with pytest.raises(RunFolderError, match="symbolic link"):
-        write_report(folder)
+        write_report([folder])
     with pytest.raises(RunFolderError, match="is a folder"):
-        write_report(folder, tmp_path)
+        write_report([folder], tmp_path)
     assert (tmp_path / "thesis.html").read_text() == "mine"
 
 
@@ -315,6 +317,67 @@ def test_packing_keeps_sixteen_bits() -> None:
     assert arrays["i"].tolist() == [-1, 2**31 - 1]
     assert arrays["b"].tolist() == [1, 0]
     assert header["a"] == "é"
+
+
+def seeds(folder: Path) -> list[Path]:
+    """Two settings with three seeds each; the second has less reward."""
+    found = []
+    for rate, less in (("1e-05", 0.0), ("2e-06", 0.1)):
+        for seed in range(3):
+            change = 0.01 * seed * (1 + less) - less
+            names = [f"{name}{end}" for name in ("reward", "eval/reward") for end in ("/mean", "/low", "/high")]
+            lines = [
+                one | {key: one[key] + change for key in names if key in one} for one in map(metrics, range(1, 41))
+            ]
+            config = f"[optim]\nlearning_rate = {rate}\n[run]\nseed = {seed}\n"
+            found.append(make_run(folder / f"{rate}-{seed}", lines=lines, stored={}, config=config, tokenizer=False))
+    return found
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    runs = seeds(tmp_path)
+    page = _Page(write_report([*runs, runs[0]], tmp_path / "report.html").read_text(encoding="utf-8"))
+    text = " ".join(page.texts)
+    assert "Comparison of 6 runs" in text
+    assert "learning_rate 1e-05 is better than learning_rate 2e-06 by 0.099 evaluation reward" in text
+    charts = {chart["title"]: chart for chart in data_of(page)["compared"]["charts"]}
+    first, second = charts["Reward"]["curves"]
+    assert first["label"] == "learning_rate 1e-05"
+    assert first["updates"]["x"] == list(range(1, 41))
+    assert (first["step"]["y"][20] - second["step"]["y"][20]) == pytest.approx(0.099, abs=1e-6)  # 7 digits kept
+    assert "95% interval of the mean over 3 seeds" in charts["Reward"]["about"]
+    assert charts["Evaluation: reward"]["curves"][0]["step"]["x"] == [10, 20, 30, 40]
+
+
+def test_replays_are_tables_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", stored={})
+    (folder / "replays").mkdir()
+    result = {
+        "sentence": "Under <b>grpo</b>, 3% of the tokens change",
+        "step": 4,
+        "objective": {"run": "default", "replay": HOSTILE[:-14], "changes": ["scale -> none"]},
+        "notes": "none",
+        "logits": {"norm_run": 1.5, "cosine": 0.25, "terms": {"policy": {"norm_run": 0.5}, "kl": 3}},
+        "causes": [{"run": "no_advantage", "replay": "active", "tokens": 12, "tokens_share": 0.125}, 7],
+        "completions": {"row": 1},
+        "strongest": [{"text": HOSTILE[:-14], "coefficient_run": "x"}],
+    }
+    (folder / "replays" / "step-4-a.json").write_text(json.dumps(result))
+    (folder / "replays" / "step-4-b.json").write_text("{")
+    html = write_report([folder]).read_text(encoding="utf-8")
+    text = " ".join(_Page(html).texts)
+    assert "Under <b>grpo</b>, 3% of the tokens change." in text
+    assert "replays/step-4-b.json cannot be read" in text
+    assert ("no advantage" in text, "12.5%" in text, "0.25" in text) == (True, True, True)
+    assert "alert" not in _Page(html).tags
+    assert "<script>alert" not in html
+
+
+def test_evaluations_of_the_summary(tmp_path: Path) -> None:
+    summary = {"accuracy_before": 0.25, "accuracy_before_interval": [0.2, 0.3], "accuracy_after": 0.5, "x_before": "?"}
+    history = RunHistory.read(make_run(tmp_path / "run", stored={}, summary=summary | {"before": {"a": {"b": 1}}}))
+    rows = evaluations(history)["summary"]
+    assert rows == [("accuracy", "0.25 (0.2 to 0.3)", "0.5"), ("a, b", "1", "\N{EN DASH}")]
 
 
 def test_words() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from cohort.report.page import write_report
 from tests.report.made_runs import completions, make_run
+from tests.report.test_page import seeds
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -47,7 +48,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["<script>document.title = 'owned'</script>", "مرحبا \u202e bidi \x1b[31m", " xyz 😀", " is"]
     stored = {1: completions(), 20: completions(texts=texts), 40: completions()}
     folder = make_run(tmp_path_factory.mktemp("page") / "run <b>1", stored=stored, summary={"steps": 40})
-    return write_report(folder)
+    return write_report([folder])
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def page(browser: Any, report: Path) -> Iterator[Any]:
         for one in asked
         if one["method"] == "Network.requestWillBeSent"
     }
-    assert {url for url in urls if not url.startswith("data:")} <= {report.as_uri()}
+    assert {url for url in urls if not url.startswith(("data:", "chrome:"))} <= {report.as_uri()}
 
 
 def wait(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -214,6 +215,17 @@ def test_print_shows_all_charts_in_light_colours(page: Any) -> None:
     assert drawn == all_charts
     assert js(page, "document.documentElement.dataset.theme") == "dark", "the theme is as before"
     js(page, "localStorage.clear()")
+
+
+def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
+    target = write_report(seeds(tmp_path), tmp_path / "report.html")
+    browser.get_log("browser")
+    browser.get(target.as_uri())
+    wait(lambda: js(browser, "document.querySelectorAll('canvas').length") > 0)
+    js(browser, "(byId('axis').value = 'tokens', byId('axis').dispatchEvent(new Event('change')))")
+    values = "document.querySelector('#compared .values').textContent"
+    assert "learning_rate 1e-05" in js(browser, values)
+    assert browser.get_log("browser") == []
 
 
 def test_the_page_fits_a_phone(page: Any) -> None:

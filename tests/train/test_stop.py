@@ -138,6 +138,7 @@ def test_between_two_updates(demo_tokenizer, tmp_path):
     with pytest.raises(Stopped, match="in step 1, after 2 of its updates") as caught:
         stopped.train()
     assert caught.value.code == 75
+    assert str(caught.value).endswith("; continue with the same script and train(resume='auto')")  # the model is new
     assert stopped.policy.version == 2
     state = tmp_path / "stopped" / "checkpoints" / "step-0" / "state"
     assert {path.name for path in state.glob("*.json")} == {"loop.json", "rollout-0.json", "updates.json"}

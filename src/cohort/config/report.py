@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from cohort.config.section import Count, PositiveFloat, PositiveInt, Section, Share, Strings
 
 Factor = Annotated[float, Field(gt=1)]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
 
 
 class ThresholdsConfig(Section):
@@ -21,7 +22,7 @@ class ThresholdsConfig(Section):
     """Share of completions cut at the length limit."""
     failed_rewards: Share = 0.01
     """Share of completions that a reward function failed on."""
-    distinct: Share = 0.4
+    distinct: Share = 0.25
     """Different completions of a prompt over all of them; below it they are duplicates."""
     repetition: Share = 0.5
     """Share of spans of 4 tokens that a completion has said before."""
@@ -59,6 +60,12 @@ class ReportConfig(Section):
     """Write the completions of every this many steps."""
     store_groups: Count = 0
     """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
+    trackers: Annotated[tuple[Tracker, ...], Strict(False)] = ()
+    """Experiment trackers that the run is sent to, as in ["tensorboard", "wandb"]: tensorboard, wandb, mlflow, trackio,
+    swanlab, comet (docs/trackers.md)."""
+    tracker_project: str | None = None
+    """The project or experiment of the trackers. Default: what the tracker's own variable says, such as WANDB_PROJECT,
+    else "cohort"."""
     skip_checks: Strings = ()
     """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (docs/doctor.md), and in
     the diagnosis of a run (docs/diagnosis.md)."""

@@ -1,8 +1,10 @@
 """The live display in a real terminal: tmux, whose screen is captured as text."""
 
+import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -11,12 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from cohort.report.console import keys as key_module
 from cohort.report.console import screen as module
 from cohort.report.console.keys import Keys
 from cohort.report.console.live import is_live_terminal
 from cohort.report.console.screen import Printed, Screen
+from tests.train.harness import metrics_of
+from tests.train.test_signals import write_run
 
 ROOT = Path(__file__).parents[3]
+PRINTING_REWARD = """
+import time
+def digits(completions, **_):
+    time.sleep(0.2)
+    print("scored", len(completions))
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+"""
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
 
@@ -136,10 +148,13 @@ def test_terminals_that_get_plain_lines(variables, tmp_path, monkeypatch):
     assert (live, plain) == (True, False)
 
 
-def test_keys_are_read_and_the_terminal_is_as_before():
+def test_keys_are_read_and_the_terminal_is_as_before(monkeypatch):
     outside, inside = pty.openpty()
     before = termios.tcgetattr(inside)
     keys = Keys(inside)
+    keys.follow()
+    assert not keys.are_read  # it is not the terminal of this session
+    monkeypatch.setattr(key_module, "in_foreground", lambda _: True)
     os.write(outside, b"lost?")
     assert keys.read() == []
     termios.tcflush(inside, termios.TCIFLUSH)
@@ -185,3 +200,29 @@ def test_what_is_printed_comes_above_the_display(monkeypatch):
     os.close(write)
     screen.draw(["more"])
     assert screen.is_gone
+
+
+@needs_tmux
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["C-c", "SIGTERM"])
+def test_a_stopped_training_leaves_the_terminal_as_it_was(terminal, tmp_path, how):
+    """A real run: its description, a reward function that prints, a stop with a checkpoint, and the resumed run."""
+    write_run(tmp_path, PRINTING_REWARD, max_steps=1000, save_steps=5)
+    terminal.type(f"cd {tmp_path}; clear; {sys.executable} -m cohort train c.toml", "Enter")
+    terminal.wait("scored 8", "s a step", "g last group", seconds=120)
+    if how == "SIGTERM":
+        holder = json.loads((tmp_path / "out" / "run.lock").read_text())
+        os.kill(holder["pid"], signal.SIGTERM)
+    else:
+        terminal.type(how)
+    screen = terminal.wait("continue with cohort resume out", seconds=60)
+    assert "stopping with a checkpoint" in screen
+    assert screen.count("g last group") == 0
+    terminal.type("clear; stty -a | grep -oE -- '-?(icanon|echo|ixon)( |$)|susp = ..' | xargs", "Enter")
+    terminal.wait("susp = ^Z ixon icanon echo")
+    steps = len(metrics_of(tmp_path / "out"))
+    terminal.type(f"clear; {sys.executable} -m cohort resume out", "Enter")
+    resumed = terminal.wait("s a step", "g last group", seconds=120)
+    assert int(resumed.split("\nstep ")[-1].split("/")[0]) >= steps
+    terminal.type("C-c")
+    terminal.wait("stopped by SIGINT", seconds=60)

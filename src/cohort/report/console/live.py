@@ -131,7 +131,7 @@ class Live:
     @property
     def draws(self) -> bool:
         """Whether the display is drawn now: not while the process is in the background."""
-        return self.screen.in_foreground
+        return self.screen.is_usable
 
     def say(self, text: str) -> None:
         """Print text above the display, soon."""
@@ -191,7 +191,8 @@ class Live:
             keys = f"g last group   {self._own_keys}" if width >= NARROW else "g last group"
             keys = "" if last or not self._keys.are_read else keys
             doing = "" if last else self._doing()
-            moment = Moment(time.time(), doing, self._saved, not last, keys, self.state.settings, self._ascii)
+            going = self.state.is_going and not last
+            moment = Moment(time.time(), doing, self._saved, going, keys, self.state.settings, self._ascii)
             return view(self.state.progress, moment, width, height - 2)
 
     def _coloured(self, lines: Sequence[Text]) -> list[str]:
@@ -221,6 +222,8 @@ class Live:
         self._last = None
         os.killpg(os.getpgrp(), signal.SIGTSTP)
         time.sleep(TICK)  # which ends after the process was continued
+        with self.lock:
+            self.state.progress.time = None  # the time until the next step says nothing of its pace
 
     def _last_group(self) -> _Shown | None:
         file = newest_file(self.state.folder) if self.state.folder else None

@@ -45,9 +45,9 @@ class Screen:
         """Whether the terminal has been closed."""
 
     @property
-    def in_foreground(self) -> bool:
-        """Whether this process is in the foreground of the terminal."""
-        return in_foreground(self._descriptor)
+    def is_usable(self) -> bool:
+        """Whether the display may be drawn: this process is not in the background of the terminal."""
+        return in_foreground(self._descriptor) is not False
 
     def size(self) -> tuple[int, int]:
         """Columns and lines of the terminal; 80 and 24 if it does not know them."""
@@ -101,12 +101,13 @@ def _print_above(text: str) -> str:
     return f"{HOME}{ERASE_BELOW}{text.removesuffix(chr(10))}\n" if text else ""
 
 
-def in_foreground(descriptor: int) -> bool:
-    """Whether this process may use the terminal: it is in the foreground, or the terminal has no jobs."""
+def in_foreground(descriptor: int) -> bool | None:
+    """Whether this process is in the foreground of a terminal; None: it is not the terminal of its session, as that of
+    a rank under ``cohort launch``."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
     except (OSError, AttributeError):
-        return True
+        return None
 
 
 @contextmanager

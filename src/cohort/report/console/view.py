@@ -171,6 +171,8 @@ _PLAIN = Console(width=80, color_system=None, legacy_windows=False)
 
 def wrapped(text: str, columns: int) -> list[str]:
     """Text in lines of at most so many columns, broken at words; wide characters count two."""
+    if "\n" not in text and cell_len(text) <= columns:
+        return [text.rstrip()]
     lines = Text(text).wrap(_PLAIN, max(2, columns), tab_size=4)
     return [line.plain.rstrip() for line in lines]
 

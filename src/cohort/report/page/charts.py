@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.report.history import RunHistory
-from cohort.report.series import AXES, positions
+from cohort.report.series import AXES, interval, positions, window_for
 
 MAX_NUMBERS = 400_000
 """Numbers of all curves together. A longer run is shown as means over several steps."""
@@ -28,6 +28,8 @@ class Chart:
     band: tuple[str, str] | None = None
     """Metrics that bound the band of the first curve. None: the browser computes a confidence band."""
     log: bool = False
+    smooth: bool = True
+    """Whether a window makes sense."""
     section: str = "curves"
 
 
@@ -72,7 +74,7 @@ CHARTS = (
     Chart("Truncated completions", "Share that reached the length limit.", ("length/cut_share",)),
     Chart("Gradient norm", "Before clipping, mean over the updates of a step.", ("grad_norm",), log=True),
     Chart("Size of a step", "KL per token between the policies before and after it.", ("update_kl",), log=True),
-    Chart("Learning rate", "Of the last update of a step.", ("learning_rate",)),
+    Chart("Learning rate", "Of the last update of a step.", ("learning_rate",), smooth=False),
     Chart(
         "Ratio",
         "Logarithm of the ratio to the anchor: median. Band: 1% to 99% of the tokens.",
@@ -120,24 +122,39 @@ def run_curves(history: RunHistory) -> dict[str, Any]:
     return {
         "name": history.path.resolve().name,
         "axes": axes,
-        "x": {name: [_rounded(value) for value in values[stride - 1 :: stride]] for name, values in x.items()},
+        "x": {name: [rounded(value) for value in values[stride - 1 :: stride]] for name, values in x.items()},
         "values": {key: _means([line.get(key) for line in lines], stride) for key in keys},
+        "intervals": {key: found for key in keys if stride == 1 and (found := _interval(history, key))},
+        "window": window_for(len(lines) // stride),
         "stride": stride,
+    }
+
+
+def _interval(history: RunHistory, key: str) -> dict[str, list[float | None]] | None:
+    """The interval of a metric in each step; None if the run does not log what it takes."""
+    if not (key == "reward/mean" or history.series(f"{key}_se")[0]):
+        return None
+    found = [interval(line, key) for line in history.metrics]
+    if not any(found):
+        return None
+    return {
+        "low": [rounded(one[0]) if one else None for one in found],
+        "high": [rounded(one[1]) if one else None for one in found],
     }
 
 
 def _means(values: Sequence[float | None], stride: int) -> list[float | None]:
     """The means of ``stride`` values each, without those that are absent. A rest at the end is left out."""
     if stride == 1:
-        return [_rounded(value) for value in values]
+        return [rounded(value) for value in values]
     found: list[float | None] = []
     for start in range(0, len(values) - stride + 1, stride):
         known = [value for value in values[start : start + stride] if value is not None]
-        found.append(_rounded(sum(known) / len(known)) if known else None)
+        found.append(rounded(sum(known) / len(known)) if known else None)
     return found
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Seven digits: what a screen can show."""
     if value is None or (isinstance(value, int) and abs(value) < 1 << 53):
         return value
@@ -172,6 +189,7 @@ def charts_of(keys: Sequence[str]) -> list[dict[str, Any]]:
                     "keys": [{"key": key, "label": _label(key)} for key in dict.fromkeys(curves)][:MAX_CURVES],
                     "band": chart.band if chart.band and all(end in keys for end in chart.band) else None,
                     "log": chart.log,
+                    "smooth": chart.smooth,
                     "section": chart.section,
                 }
             )

@@ -29,10 +29,11 @@ CONTROL = re.compile(
 )
 
 
-def render(content: Mapping[str, Any], data: Mapping[str, Any], blocks: Sequence[str]) -> str:
+def render(template: str, content: Mapping[str, Any], data: Mapping[str, Any], blocks: Sequence[str] = ()) -> str:
     """The page.
 
     Args:
+        template: "report.html" or "compare.html".
         content: what the template shows in words and tables.
         data: what the scripts draw.
         blocks: packed groups of completions.
@@ -40,7 +41,7 @@ def render(content: Mapping[str, Any], data: Mapping[str, Any], blocks: Sequence
     script, style = _assets(SCRIPTS), _assets(STYLES)
     allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    page = _environment().get_template("report.html")
+    page = _environment().get_template(template)
     return page.render(
         content,
         generator=GENERATOR,

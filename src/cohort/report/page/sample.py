@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cohort.report.history import RunHistory
 
-MAX_STEPS = 40
+MAX_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)

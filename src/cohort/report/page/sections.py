@@ -76,6 +76,7 @@ def figures(history: RunHistory) -> list[tuple[str, str, str]]:
         first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
         found.append(("Reward", f"{number(first)} → {number(last)}", f"first and last {_count(part, 'step')}"))
     found += [_evaluated(history, key) for key in _evaluation_keys(history) if HEADLINE.search(key)][:4]
+    found += [(name, f"{before} → {after}", "") for name, before, after in _before_and_after(history.summary or {})[:4]]
     if seconds := history.series("seconds/step")[1]:
         found.append(("Training time", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} per step"))
     if tokens := history.series("tokens")[1]:
@@ -170,7 +171,26 @@ def evaluations(history: RunHistory) -> dict[str, Any]:
         if any(line.get(key) is not None for key in means):
             cells = [(line.get(key), line.get(f"{key[:-4]}low"), line.get(f"{key[:-4]}high")) for key in means]
             rows.append({"step": line["step"], "cells": [_estimate(*cell) for cell in cells]})
-    return {"names": [key[5:-5] for key in means], "rows": rows}
+    return {"names": [key[5:-5] for key in means], "rows": rows, "summary": _before_and_after(history.summary or {})}
+
+
+def _before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Evaluations before and after the training, as the summary has them: ``NAME_before`` and ``NAME_after`` with their
+    ``_interval``, or the tables ``before`` and ``after``."""
+    found: list[tuple[str, str, str]] = []
+    for key in summary:
+        name, after = key.removesuffix("_before"), summary.get(f"{key.removesuffix('before')}after")
+        if key.endswith("_before") and isinstance(after, int | float):
+            found.append((name, _with_interval(summary, key), _with_interval(summary, f"{name}_after")))
+    tables = [dict(flat(one)) if isinstance(one := summary.get(when), dict) else {} for when in ("before", "after")]
+    found += [(name.replace(".", ", "), number(tables[0][name]), number(tables[1].get(name))) for name in tables[0]]
+    return found
+
+
+def _with_interval(summary: Mapping[str, Any], key: str) -> str:
+    interval = summary.get(f"{key}_interval")
+    low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
+    return _estimate(summary[key], low, high) if isinstance(summary[key], int | float) else number(None)
 
 
 def _estimate(mean: float | None, low: float | None, high: float | None) -> str:

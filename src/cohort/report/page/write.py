@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from cohort.report.history import RunHistory
 from cohort.report.page import findings as diagnosis
 from cohort.report.page import sections
 from cohort.report.page.charts import charts_of, run_curves
+from cohort.report.page.compare import compared
 from cohort.report.page.microscope import QUANTITIES, build_microscope
 from cohort.report.page.render import GENERATOR, render
+from cohort.report.page.replays import replays_of
 
 CAUSES = {
     "masked": "the completion reached the length limit, and objective.truncated masks such completions",
@@ -28,25 +31,36 @@ CAUSES = {
 """Why a token has no policy gradient. ``held`` is the exception: it has one, with a clamped log-ratio."""
 
 
-def write_report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of a run.
+def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write the page of a run, or one that compares several.
 
     Args:
-        run: the run folder.
-        output: the file. None: ``report.html`` in the run folder.
+        runs: run folders.
+        output: the file. None: ``report.html`` in the run folder; of several runs, in the working directory.
 
     Returns:
         The file.
 
     Raises:
-        RunFolderError: the folder holds no run, or the output is a file that ``cohort report`` did not write.
+        RunFolderError: a folder holds no run, or the output is a file that ``cohort report`` did not write.
         OSError: the file cannot be written.
     """
-    history = RunHistory.read(run)
-    target = Path(output).expanduser() if output else history.path / "report.html"
+    histories = [RunHistory.read(run) for run in dict.fromkeys(map(Path, runs))]
+    alone = histories[0].path if len(histories) == 1 else Path()
+    target = Path(output).expanduser() if output else alone / "report.html"
     check_target(target)
-    write_page(target, render_run(history))
+    write_page(target, render_run(histories[0]) if len(histories) == 1 else render_comparison(histories))
     return target
+
+
+def render_comparison(histories: Sequence[RunHistory]) -> str:
+    """The page of several runs as HTML."""
+    content, data = compared(histories)
+    return render("compare.html", content | _origin(), {"compared": data})
+
+
+def _origin() -> dict[str, str]:
+    return {"written": sections.written_at(), "version": _version()}
 
 
 def render_run(history: RunHistory) -> str:
@@ -71,10 +85,10 @@ def render_run(history: RunHistory) -> str:
         "environment": sections.environment(history),
         "evaluations": sections.evaluations(history),
         "timing": sections.timing(history),
+        "replays": replays_of(history),
         "notes": microscope.notes,
         "has_microscope": bool(microscope.groups),
-        "written": sections.written_at(),
-        "version": _version(),
+        **_origin(),
     }
     data = {
         "run": curves if history.metrics else None,
@@ -84,7 +98,7 @@ def render_run(history: RunHistory) -> str:
         "causes": CAUSES,
         "microscope": microscope.data(),
     }
-    return render(content, data, microscope.blocks)
+    return render("report.html", content, data, microscope.blocks)
 
 
 def _version() -> str:

@@ -15,22 +15,39 @@ function colour(name) {
 
 const faint = (rgb, alpha) => rgb.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3)},${alpha})`);
 
-/** Mean and 95% confidence interval of the mean over a centred window of up to `width` steps. */
-function windowed(values, width) {
-  const half = (width - 1) / 2, mean = [], low = [], high = [];
-  for (let i = 0; i < values.length; i++) {
-    const near = [];
-    for (let j = Math.max(0, i - half); j <= Math.min(values.length - 1, i + half); j++)
-      if (values[j] != null) near.push(values[j]);
-    const count = near.length, centre = count ? near.reduce((a, b) => a + b, 0) / count : null;
-    mean.push(centre);
-    if (count < 3) { low.push(null); high.push(null); continue; }
-    const variance = near.reduce((sum, value) => sum + (value - centre) ** 2, 0) / (count - 1);
-    const reach = student(count - 1) * Math.sqrt(variance / count);
-    low.push(centre - reach);
-    high.push(centre + reach);
-  }
+/**
+ * A smooth curve without lag: at each point the least-squares line through the `width` points around it, at the ends
+ * the line through the first or last points, with the 95% band of the line. As `cohort plot` computes it.
+ */
+function runningFit(values, width) {
+  const known = values.flatMap((value, i) => (value == null ? [] : [i])), y = known.map((i) => values[i]), count = y.length;
+  const mean = values.map(() => null), low = [...mean], high = [...mean];
+  width = Math.min(width, count % 2 ? count : count - 1);
+  if (width < 3) return { mean: values, low: null, high: null };
+  const half = (width - 1) / 2, moment = half * (half + 1) * width / 3, t = student(width - 2), floor = Math.min(...y) >= 0 ? 0 : -Infinity;
+  let fitted = -1, centre, slope, variance;
+  known.forEach((place, i) => {
+    const start = Math.max(0, Math.min(count - width, i - half));
+    if (start !== fitted) {
+      const part = y.slice(start, start + width);
+      centre = part.reduce((sum, value) => sum + value, 0) / width;
+      slope = part.reduce((sum, value, at) => sum + (value - centre) * (at - half), 0) / moment;
+      variance = part.reduce((sum, value, at) => sum + (value - centre - slope * (at - half)) ** 2, 0) / (width - 2);
+      fitted = start;
+    }
+    const offset = i - start - half, reach = t * Math.sqrt(variance * (1 / width + offset ** 2 / moment));
+    mean[place] = Math.max(floor, centre + slope * offset);
+    low[place] = Math.max(floor, mean[place] - reach);
+    high[place] = mean[place] + reach;
+  });
   return { mean, low, high };
+}
+
+/** The same on a logarithmic axis: the fit is that of the logarithms. */
+function logFit(values, width) {
+  const fit = runningFit(values.map((value) => (value > 0 ? Math.log(value) : null)), width);
+  const back = (some) => some && some.map((value) => (value == null ? null : Math.exp(value)));
+  return { mean: back(fit.mean), low: back(fit.low), high: back(fit.high) };
 }
 
 /** The 97.5% quantile of Student's t; exact for few degrees of freedom, then its expansion. */
@@ -39,27 +56,23 @@ function student(df) {
   return df <= 6 ? first[df - 1] : 1.96 + 2.372 / df + 2.822 / df ** 2 + 2.556 / df ** 3;
 }
 
-/** The default window: a tenth of the run, odd, at least 5; 0 (no window) for short runs. */
-function defaultWindow(points) {
-  return points < 15 ? 0 : Math.min(101, Math.max(5, 2 * Math.floor(points / 20) + 1));
-}
-
 /** Columns for uPlot, and the series that draw them. */
-function seriesOf(spec) {
+function seriesOf(spec, lines) {
   const columns = [], series = [], bands = [];
   const add = (values, options) => (columns.push(spec.log ? values.map((v) => (v > 0 ? v : null)) : values), series.push(options));
-  spec.lines.forEach((line, index) => {
+  lines.forEach((line, index) => {
     const stroke = colour(COLOURS[index % COLOURS.length]), dash = DASHES[Math.floor(index / COLOURS.length) % DASHES.length];
     const few = line.values.filter((value) => value != null).length < 25;
     const plain = { stroke, dash, width: 1.75, spanGaps: true, points: { show: few, size: 5 } };
     let { low, high, values } = line;
-    const smooth = !low && view.smooth > 1 && line.values.length >= view.smooth;
+    const smooth = !low && spec.smooth && view.smooth > 1 && line.values.length >= view.smooth;
     if (smooth) {
       add(values, { ...plain, stroke: faint(stroke, 0.35), width: 1, points: { show: false } });
-      ({ mean: values, low, high } = windowed(values, view.smooth));
+      ({ mean: values, low, high } = (spec.log ? logFit : runningFit)(values, view.smooth));
     }
+    if (!low && line.interval) ({ low, high } = line.interval);
     add(values, { ...plain, points: { show: few && !smooth, size: 5 } });
-    if (low && (!smooth || spec.lines.length <= 2)) {
+    if (low && (!smooth || lines.length <= 2)) {
       const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
       add(high, edge);
       add(low, edge);
@@ -71,8 +84,8 @@ function seriesOf(spec) {
 
 /** Findings that belong to a chart: those that name one of its metrics. */
 function marksOf(spec) {
-  const keys = new Set(spec.keys);
-  return (DATA.findings || []).filter((finding) => finding.keys.some((key) => keys.has(key)));
+  const keys = new Set(spec.keys || []);
+  return (DATA.findings || []).filter((finding) => finding.level !== "note" && finding.keys.some((key) => keys.has(key)));
 }
 
 function drawMarks(plot, marks) {
@@ -100,16 +113,16 @@ function draw(chart) {
   const { spec, place } = chart, width = place.clientWidth;
   if (!width) return;
   chart.plot?.destroy();
-  const { columns, series, bands } = seriesOf(spec), marks = marksOf(spec);
+  const { x, lines } = spec.over(view.axis), { columns, series, bands } = seriesOf(spec, lines), marks = marksOf(spec);
+  Object.assign(chart, { x, lines });
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-  const x = spec.x[view.axis] || spec.x.step;
   const options = {
     width, height: HEIGHT, padding: [10, 8, 0, 0], bands, legend: { show: false },
     cursor: { sync: { key: "run", setSeries: false }, y: false, drag: { x: true, y: false }, points: { show: false } },
     scales: { x: { time: false }, y: { distr: spec.log ? 3 : 1, range: spec.log ? undefined : rangeOf } },
     axes: [
       { ...axis, size: 28, gap: 4, values: (_, splits) => splits.map((v) => tick(v)) },
-      { ...axis, size: 54, gap: 4, values: (_, splits) => splits.map((v) => (v == null ? "" : num(v, 3))), ...(spec.log && decades(spec)) },
+      { ...axis, size: 54, gap: 4, values: (_, splits) => splits.map((v) => (v == null ? "" : num(v, 3))), ...(spec.log && decades(lines)) },
     ],
     series: [{}, ...series],
     hooks: { draw: [(plot) => drawMarks(plot, marks)], setCursor: [(plot) => showValues(chart, plot.cursor.idx)] },
@@ -120,21 +133,20 @@ function draw(chart) {
 }
 
 /** Labels and lines of a logarithmic axis: at powers of ten, unless there are too few. */
-function decades(spec) {
-  const known = spec.lines.flatMap(({ values }) => values).filter((value) => value > 0);
+function decades(lines) {
+  const known = lines.flatMap(({ values }) => values).filter((value) => value > 0);
   if (!known.length || Math.max(...known) / Math.min(...known) < 30) return {};
   const filter = (_, splits) => splits.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));
   return { filter, grid: { stroke: colour("--line"), width: 1, filter } };
 }
 
 /** The numbers of a chart under the pointer; without a pointer, the last ones. */
-function showValues({ spec, legend }, index) {
+function showValues({ spec, legend, x, lines }, index) {
   const at = (values) => (index == null ? values.findLast((value) => value != null) : values[index]);
-  const { label } = index == null ? { label: "last" } : { label: `${spec.axes[view.axis]} ${num(spec.x[view.axis][index])}` };
-  legend.replaceChildren(el("span", {}, label), ...spec.lines.map((line, i) => el("span", {},
-    spec.lines.length > 1 ? el("i", { class: `f${(i % COLOURS.length) + 1}` }) : null,
-    ...(spec.lines.length > 1 ? visible(line.label) : []), " ", el("b", {}, num(at(line.values))),
-    line.low && at(line.low) != null ? ` (${num(at(line.low), 3)} to ${num(at(line.high), 3)})` : null)));
+  const where = index == null ? "last" : `${spec.axes[view.axis]} ${num(x[index])}`, several = lines.length > 1;
+  legend.replaceChildren(el("span", {}, where), ...lines.map((line, i) => el("span", {},
+    several ? el("i", { class: `f${(i % COLOURS.length) + 1}` }) : null, ...(several ? visible(line.label) : []), " ",
+    el("b", {}, num(at(line.values))), line.low && at(line.low) != null ? ` (${num(at(line.low), 3)} to ${num(at(line.high), 3)})` : null)));
 }
 
 const tick = (value) => (Number.isInteger(value) && Math.abs(value) < 1e5 ? num(value) : num(value, 3));
@@ -148,7 +160,7 @@ function rangeOf(_, low, high) {
 
 /** What a chart shows, in a sentence for those who do not see it. */
 function spoken(spec) {
-  return spec.lines.map(({ label, values }) => {
+  return spec.over("step").lines.map(({ label, values }) => {
     const known = values.filter((value) => value != null);
     return `${label}: first ${num(known[0])}, last ${num(known.at(-1))}, lowest ${num(Math.min(...known))}, highest ${num(Math.max(...known))}`;
   }).join("; ");
@@ -208,29 +220,44 @@ function redraw(all = false) {
 }
 
 /** A chart of metrics of the run, from a row of the table of charts. */
-function chartOf({ title, about, keys, band, log }) {
-  const { values, x } = DATA.run, lines = keys.map(({ key, label }) => ({ label, values: values[key], low: null, high: null }));
+function chartOf({ title, about, keys, band, log, smooth }) {
+  const { values, x, axes, intervals } = DATA.run;
+  const lines = keys.map(({ key, label }) => ({ label, values: values[key], low: null, high: null, interval: intervals[key] }));
   if (band) Object.assign(lines[0], { low: values[band[0]], high: values[band[1]] });
-  return { title, about, log, lines, x, axes: DATA.run.axes, keys: [...keys.map(({ key }) => key), ...(band || [])] };
+  const over = (axis) => ({ x: x[axis], lines });
+  return { title, about, log, smooth, over, axes, keys: [...keys.map(({ key }) => key), ...(band || [])] };
+}
+
+/** A chart of several runs: each has points of its own on every axis. */
+function comparedOf({ title, about, log, curves }) {
+  const over = (axis) => {
+    const shown = curves.filter((curve) => curve[axis]);
+    const [x, ...columns] = uPlot.join(shown.map((curve) => ["x", "y", "low", "high"].map((name) => curve[axis][name] || curve[axis].y)));
+    const whole = columns.map((column) => Array.from(column, (value) => value ?? null));
+    return { x, lines: shown.map((curve, i) => ({ label: curve.label, values: whole[3 * i],
+      low: curve[axis].low && whole[3 * i + 1], high: curve[axis].low && whole[3 * i + 2] })) };
+  };
+  return { title, about, log, over, axes: DATA.compared.axes };
 }
 
 function startCharts() {
-  if (!DATA.run) return;
-  const points = DATA.run.x.step.length, usual = defaultWindow(points);
-  view.smooth = usual;
+  const { run, compared } = DATA, { axes } = run || compared || {};
+  if (!axes) return;
+  fill(byId("axis"), Object.entries(axes), view.axis = Object.keys(axes)[0]);
+  byId("axis").addEventListener("change", (event) => { view.axis = event.target.value; redraw(); });
+  if (compared) for (const spec of compared.charts) addChart(byId("compared"), comparedOf(spec));
+  if (!run) return;
+  view.smooth = run.window;
   for (const place of document.querySelectorAll("[data-charts]"))
     for (const spec of DATA.charts.filter(({ section }) => section === place.dataset.charts)) addChart(place, chartOf(spec));
-  const windows = [0, ...new Set([5, 11, 25, 51, 101, usual])].filter((width) => width === 0 || width <= points).sort((a, b) => a - b);
-  fill(byId("smooth"), windows.map((width) => [String(width), width ? `${width} steps` : "none"]), String(usual));
+  const points = run.x.step.length, windows = [...new Set([1, 5, 11, 25, 51, 101, run.window])].filter((width) => width === 1 || width <= points);
+  fill(byId("smooth"), windows.sort((a, b) => a - b).map((width) => [String(width), width > 1 ? `${width} steps` : "none"]), String(run.window));
   byId("smooth").addEventListener("change", (event) => { view.smooth = Number(event.target.value); redraw(); });
-  fill(byId("axis"), Object.entries(DATA.run.axes), "step");
-  byId("axis").addEventListener("change", (event) => { view.axis = event.target.value; redraw(); });
-  const names = Object.keys(DATA.run.values);
-  byId("keys").replaceChildren(...names.map((name) => el("option", { value: name })));
+  byId("keys").replaceChildren(...Object.keys(run.values).map((name) => el("option", { value: name })));
   const add = () => {
     const field = byId("key"), name = field.value;
-    if (!Object.hasOwn(DATA.run.values, name)) return;
-    addChart(byId("chosen"), chartOf({ title: name, about: "", keys: [{ key: name, label: name }], log: byId("log").checked }), () => {});
+    if (!Object.hasOwn(run.values, name)) return;
+    addChart(byId("chosen"), chartOf({ title: name, about: "", keys: [{ key: name, label: name }], log: byId("log").checked, smooth: true }), () => {});
     field.value = "";
   };
   byId("add").addEventListener("click", add);

@@ -15,7 +15,7 @@ const toggleTheme = () => setTheme(isDark() ? "light" : "dark");
 const KEYS = {
   t: toggleTheme,
   "/": () => byId("search")?.focus(),
-  "?": () => byId("help").showModal(),
+  "?": () => byId("help")?.showModal(),
   ",": () => go("step previous"), ".": () => go("step next"),
   "[": () => go("group previous"), "]": () => go("group next"),
   j: () => go("completion next"), k: () => go("completion previous"),
@@ -48,7 +48,7 @@ function afterPrint() {
 
 try { if (localStorage.getItem("cohort-theme")) root.dataset.theme = localStorage.getItem("cohort-theme"); } catch { /* as above */ }
 byId("theme").addEventListener("click", toggleTheme);
-byId("keys-help").addEventListener("click", () => byId("help").showModal());
+byId("keys-help")?.addEventListener("click", () => byId("help").showModal());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
 addEventListener("keydown", onKey);
 addEventListener("beforeprint", beforePrint);
