@@ -4,7 +4,8 @@
     python benchmarks/recording.py --steps 20 --set objective.beta=0
 
 Trains the demo's model as ``cohort demo`` does, and times inside each step: keeping what the updates saw
-(``Seen.add``), making the table (``step_table``), writing it (``write_table``). Prints medians over the steps but the
+(``Seen.add``), making the table (``step_table``), writing it (``write_table``), comparing the texts of the completions
+(``text_metrics``), and the diagnosis with the health line. Prints medians over the steps but the
 first, as seconds of wall clock and of processor time, their share of the step, and the bytes per drawn token: as
 stored, and with random digits in every float, since the numbers of this small model repeat more than those of a large
 one.
@@ -29,8 +30,10 @@ import pyarrow.parquet
 from cohort.config import load_config
 from cohort.demo.run import MODEL, SETTINGS
 from cohort.demo.task import accuracy, problems
+from cohort.report.diagnosis import Diagnosis, health_line
 from cohort.runs import folder as run_folder
 from cohort.runs.tables import ALL_DIFFERENT, write_table
+from cohort.train import metrics as train_metrics
 from cohort.train import store
 from cohort.train.seen import Seen
 from cohort.trainer import GRPOTrainer
@@ -62,6 +65,7 @@ def watch() -> None:
     Seen.add = timed("record", Seen.add)  # type: ignore[method-assign]
     store.step_table = timed("table", store.step_table)
     run_folder.write_table = timed("write", run_folder.write_table)
+    train_metrics.text_metrics = timed("texts", train_metrics.text_metrics)
 
 
 def steps_of(folder: Path, count: int, overrides: list[str]) -> list[dict[str, Any]]:
@@ -69,8 +73,15 @@ def steps_of(folder: Path, count: int, overrides: list[str]) -> list[dict[str, A
     settings = [f"run.max_steps={count + 1}", f"run.output_dir={folder}", "report.progress=false", *overrides]
     config = load_config(SETTINGS, [f"--{setting}" for setting in settings])
     trainer = GRPOTrainer(str(MODEL), accuracy, config, problems(8_000, held_out=False, seed=0))
+    diagnosis = Diagnosis(config.model_dump())
+
+    def diagnose(metrics: dict[str, Any]) -> str:
+        diagnosis.step(metrics)
+        return health_line(metrics, diagnosis.findings)
+
     found, start = [], now()
     for metrics in trainer.steps():
+        timed("diagnose", diagnose)(metrics)
         whole = [end - begin for end, begin in zip(now(), start, strict=True)]
         found.append({"whole": whole, "tokens": metrics["tokens"], **SPENT})
         SPENT.clear()
@@ -108,7 +119,7 @@ def main() -> None:
     print(f"{len(steps)} steps of the demo; {tokens:,.0f} tokens and {statistics.median(stored):,.0f} bytes per step")
     print(f"bytes per token: {statistics.median(stored) / tokens:.1f}; with random digits {noisy / tokens:.1f}")
     print(f"{'':10}{'wall, ms':>10}{'share':>8}{'CPU, ms':>10}{'share':>8}")
-    parts = ("record", "table", "write")
+    parts = ("record", "table", "write", "texts", "diagnose")
     for name in (*parts, "all"):
         spent = [
             [sum(step[part][kind] for part in parts if name in (part, "all")) for kind in (0, 1)] for step in steps

@@ -260,7 +260,7 @@ def problems(reference: Path, folder: Path, strict: bool) -> list[str]:
     if steps[0] != steps[1]:
         found.append(f"lines of metrics.jsonl are of steps {steps[1]}, not {steps[0]}")
     found += [f"left {path.relative_to(folder)}" for path in folder.rglob("*") if path.name.endswith(LEFT_BEHIND)]
-    for saved in (*b.checkpoints().values(), *([folder / "best"] if (folder / "best").exists() else [])):
+    for saved in (*b.checkpoints.values(), *([folder / "best"] if (folder / "best").exists() else [])):
         check_whole(saved)
     merged = [path / "merged" / "model.safetensors" for path in (reference, folder)]
     if merged[0].exists() and merged[0].read_bytes() != merged[1].read_bytes():

@@ -5,17 +5,18 @@ import json
 import math
 import random
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from cohort.errors import CohortError
+from cohort.report.evidence import evaluated_at, per_prompt, value_at
 from cohort.report.history import RunHistory
 from cohort.report.plot import Look, figure, save
 from cohort.report.series import AXES, Group, curve, grouped, over_seeds
-from cohort.report.verdict import common_metrics, evaluated_at, per_prompt, value_at, verdict, verdicts
+from cohort.report.verdict import common_metrics, conclusions, verdict, verdicts
 from tests.report.made import history, rewards
 
 KEY = "eval/reward/mean"
@@ -84,6 +85,15 @@ def test_equal_tokens_are_not_equal_updates():
     assert at_tokens.difference == pytest.approx(5 / 8 - 1)  # B's evaluation after step 5
     assert at_tokens.low is None
     assert at_tokens.better is None  # equal differences of two seeds have no spread
+    assert conclusions([at_updates, at_tokens]) == [
+        "no difference between A and B can be claimed at equal updates and tokens"
+    ]
+    better = [replace(one, better="B") for one in (at_updates, at_seconds)]
+    rest = [replace(at_tokens, better="A", over="prompts"), replace(at_tokens, a="C", difference=None)]
+    assert conclusions([*better, *rest]) == [
+        "B is better than A at equal updates and seconds; A is better than B at equal tokens (one run each)",
+        "C and B cannot be compared at equal tokens",
+    ]
 
 
 def test_an_evaluation_far_from_the_budget_does_not_count():
@@ -215,7 +225,8 @@ def test_rewards_that_mean_different_things_are_not_compared():
     found = verdict(a, other, "updates")
     assert (found.difference, found.better) == (None, None)
     assert found.text == (
-        "A and D cannot be compared at equal optimizer updates: the runs have no reward in common there"
+        "A and D cannot be compared at equal optimizer updates: their reward functions or weights differ, and they "
+        "have no single function in common"
     )
 
 

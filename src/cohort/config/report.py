@@ -22,7 +22,7 @@ class ThresholdsConfig(Section):
     """Share of completions cut at the length limit."""
     failed_rewards: Share = 0.01
     """Share of completions that a reward function failed on."""
-    distinct: Share = 0.4
+    distinct: Share = 0.25
     """Different completions of a prompt over all of them; below it they are duplicates."""
     repetition: Share = 0.5
     """Share of spans of 4 tokens that a completion has said before."""

@@ -225,4 +225,4 @@ def test_a_stopped_training_leaves_the_terminal_as_it_was(terminal, tmp_path, ho
     resumed = terminal.wait("s a step", "g last group", seconds=120)
     assert int(resumed.split("\nstep ")[-1].split("/")[0]) >= steps
     terminal.type("C-c")
-    terminal.wait("continue with cohort resume out", seconds=60)
+    terminal.wait("stopped by SIGINT", seconds=60)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cohort import GRPOConfig
+from cohort.objective import PRESETS
 from cohort.report.diagnosis import NAMES, Diagnosis, Level
 from cohort.train.layout import part_of
 from cohort.train.logps import policy_logps
@@ -67,6 +68,14 @@ def noise():
 
 def length_penalty(completion_ids, **_):
     return [-10.0 * len(ids) for ids in completion_ids]
+
+
+def rarely(completion_ids, **_):
+    return [float(ids[0] == 3 and len(ids) == 4) for ids in completion_ids]
+
+
+def length_in_words(completion_ids, **_):
+    return [float(len(ids) % 2) for ids in completion_ids]
 
 
 def repeating(completion_ids, **_):
@@ -185,6 +194,13 @@ def test_an_evaluation_that_falls_while_the_reward_rises():
     assert (recovered.begin, recovered.end) == (20, 25)
 
 
+def test_a_rare_reward_is_not_a_drowned_one():
+    lines, config = train([rarely, length_in_words], max_steps=20, num_generations=8)
+    spreads = [lines[-1][f"rewards/{name}/within_group_std"] for name in ("rarely", "length_in_words")]
+    assert spreads[0] < 0.1 * spreads[1]
+    assert named((lines, config)) == {}
+
+
 def test_every_check_has_an_illness():
     assert {*ILL, "evaluation_falls", "value_zero"} == set(NAMES)
 
@@ -193,6 +209,21 @@ def test_a_healthy_run_is_only_told_why_its_value_is_zero():
     findings = findings_of(train())
     assert [(one.check, one.level, one.step) for one in findings] == [("value_zero", Level.NOTE, 1)]
     assert "normal" in findings[0].found
+
+
+@pytest.mark.parametrize(("preset", "several"), [("dapo", {}), ("gspo", {"num_iterations": 2, "minibatches": 3})])
+def test_healthy_runs_are_not_called_ill(preset, several):
+    assert named(train(preset=preset, max_steps=12, **several)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [{}, {"num_iterations": 2, "minibatches": 3}], ids=["one_update", "six_updates"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_healthy_run_of_every_preset_is_not_called_ill(preset, several):
+    run = train(preset=preset, num_generations=16 if preset == "gfpo" else 8, **several)
+    assert named(run) == {}
+    rewards = [line["reward/mean"] for line in run[0]]
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])  # it is healthy: it learns
 
 
 def test_a_run_that_has_learned_its_prompts_is_told_so_and_is_not_ill():

@@ -222,6 +222,8 @@ class Live:
         self._last = None
         os.killpg(os.getpgrp(), signal.SIGTSTP)
         time.sleep(TICK)  # which ends after the process was continued
+        with self.lock:
+            self.state.progress.time = None  # the time until the next step says nothing of its pace
 
     def _last_group(self) -> _Shown | None:
         file = newest_file(self.state.folder) if self.state.folder else None

@@ -62,6 +62,5 @@ def finding_text(finding: Finding) -> str:
     """
     if finding.end is not None:
         return f"step {finding.end}: no longer: {finding.check}"
-    level = "" if finding.level == "note" else f"{finding.level} "
-    text = f"step {finding.step}: {level}({finding.check}): {finding.found}"
+    text = f"step {finding.step}: {finding.level} ({finding.check}): {finding.found}"
     return clean(f"{text}\n  -> {finding.advice}" if finding.advice else text)

@@ -10,7 +10,7 @@ from cohort.config.report import ThresholdsConfig
 from cohort.report.diagnosis import lengths, movement, signal, sources
 from cohort.report.diagnosis.case import Case
 from cohort.report.diagnosis.facts import Facts, thresholds_of
-from cohort.report.diagnosis.finding import Finding, Level, Verdict
+from cohort.report.diagnosis.finding import Finding, Level, Verdict, plain
 
 if TYPE_CHECKING:
     from cohort.report.history import RunHistory
@@ -119,7 +119,8 @@ class Diagnosis:
             return self._ended(check, step) if at else None
         if at is None or verdict.level.rank > self.findings[at.index].level.rank:
             begin = self.findings[at.index].begin if at else step
-            finding = Finding(check, verdict.level, step, verdict.found, verdict.advice, verdict.numbers, begin)
+            found, advice = plain(verdict.found), plain(verdict.advice)
+            finding = Finding(check, verdict.level, step, found, advice, verdict.numbers, begin)
             if verdict.level is Level.NOTE:
                 if check in self._noted:
                     return None

@@ -12,7 +12,7 @@ from cohort.config.section import Section
 from cohort.errors import ConfigError
 from cohort.presets import Objective
 from cohort.presets.parts import DynamicSampling
-from cohort.report.diagnosis.numbers import number
+from cohort.report.diagnosis.numbers import LARGEST, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _number(table: Mapping[str, Any], key: str, default: float) -> float:
 def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
     """An integer setting of at least 1."""
     value = table.get(key)
-    return value if type(value) is int and value > 0 else default
+    return value if type(value) is int and 0 < value < LARGEST else default
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:

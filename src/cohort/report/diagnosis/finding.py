@@ -9,7 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 Numbers = Mapping[str, float | int | str | None]
-NAME_WIDTH, TEXT_WIDTH = 17, 92
+NAME_WIDTH, TEXT_WIDTH = 19, 90
+MAX_TEXT = 2000
+"""Characters of a sentence that are kept."""
 
 
 class Level(StrEnum):
@@ -88,6 +90,15 @@ class Finding:
             "advice": self.advice,
             "numbers": dict(self.numbers),
         }
+
+
+def plain(text: str) -> str:
+    """The text without control characters: names of reward functions come from the run folder.
+
+    >>> plain("reward \\x1b[2Jx")
+    'reward ?[2Jx'
+    """
+    return "".join(one if one.isprintable() else "?" for one in text[:MAX_TEXT])
 
 
 def _steps(count: int) -> str:

@@ -164,6 +164,9 @@ def few_tokens(case: Case) -> Verdict | None:
     alive = [value for value in values if value > 0]
     if len(alive) < FEWEST_STEPS or tokens < MANY_TOKENS or (count := median(alive)) >= case.limits.gradient_tokens:
         return None
+    live = (1 - (case.mean("groups/dead_share", RECENT) or 0.0)) * case.groups() / len(case.recent(RECENT))
+    if count >= live:  # few groups are left to learn from, and each of them has its tokens
+        return None
     return Verdict(
         Level.WARNING,
         f"the gradient comes from about {count:.0f} of {tokens:,.0f} tokens (gradient/effective_tokens): a step "

@@ -110,11 +110,14 @@ def zero_gradient(case: Case) -> Verdict | None:
         and (number(case.now, "groups/dead_share") or 0.0) >= MOST
     ):
         return None  # the other checks of this file
+    by_design = cause == "no_advantage" and case.facts.objective.baseline == "second_best"  # a single best completion
     return Verdict(
-        Level.ALARM,
+        Level.NOTE if by_design else Level.ALARM,
         f"the gradient was exactly 0 for {NO_GRADIENT_STEPS} steps, which is not the 0 that a healthy loss may show: "
         + why_no_gradient(case.now),
-        _advice_by_cause(cause),
+        "no group had a single best completion, which is all that this objective learns from; it may need more prompts"
+        if by_design
+        else _advice_by_cause(cause),
         {f"tokens/{cause}_share": share for cause, share in shares.items() if share},
     )
 

@@ -10,7 +10,7 @@ from cohort.report.page import findings as diagnosis
 from cohort.report.page.charts import CHARTS, Chart, evaluated_charts, rounded
 from cohort.report.page.sections import number, run_state
 from cohort.report.series import AXES, Curve, Group, grouped, means_of_groups, window_for
-from cohort.report.verdict import Verdict, verdicts
+from cohort.report.verdict import conclusions, verdicts
 
 SHOWN_AXES = ("step", "updates", "tokens", "seconds")
 MAX_POINTS = 400
@@ -22,9 +22,11 @@ MAX_GROUPS = 12
 def compared(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the template and the scripts of the comparison need."""
     groups = grouped(histories)
+    found = verdicts(groups)
     content = {
         "title": f"Comparison of {len(histories)} runs",
-        "verdicts": [_said(one) for one in verdicts(groups)] if len(groups) > 1 else [],
+        "conclusions": conclusions(found),
+        "verdicts": [{"text": one.text, "caveat": one.caveat} for one in found],
         "groups": [{"label": one.label, "runs": [_summary(run) for run in one.runs]} for one in groups],
         "differs": _differences(groups),
         "left_out": max(0, len(groups) - MAX_GROUPS),
@@ -32,10 +34,6 @@ def compared(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], dict[str,
     }
     data = {"axes": {axis: AXES[axis] for axis in SHOWN_AXES}, "charts": _charts(groups[:MAX_GROUPS], histories)}
     return content, data
-
-
-def _said(verdict: Verdict) -> dict[str, str]:
-    return {"axis": AXES[verdict.axis], "text": verdict.text, "caveat": verdict.caveat}
 
 
 def _summary(run: RunHistory) -> dict[str, str]:
