@@ -3,6 +3,8 @@ tests of configuration and data run without it."""
 
 from __future__ import annotations
 
+import atexit
+import copy
 import os
 import shutil
 import sys
@@ -13,26 +15,49 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before torch is imported
-# The native kernels are compiled once per session, for its child processes too.
-os.environ["COHORT_CACHE"] = tempfile.mkdtemp(prefix="cohort-tests-")
-os.environ["COHORT_STATE"] = os.environ["COHORT_CACHE"]  # tests leave no records of known code
+# The native kernels are compiled once, and again only when they change.
+os.environ["COHORT_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "kernels")
+if "cohort-tests-" not in os.environ.get("COHORT_STATE", ""):  # workers and child processes share it
+    os.environ["COHORT_STATE"] = tempfile.mkdtemp(
+        prefix=f"cohort-tests-{os.getpid()}-"
+    )  # tests leave no records of known code
+    atexit.register(shutil.rmtree, os.environ["COHORT_STATE"], ignore_errors=True)
 
 import pytest
 
-DEMO_MODEL = Path(__file__).parents[1] / "src" / "cohort" / "demo" / "model"
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_cache_left() -> Iterator[None]:
-    yield
-    shutil.rmtree(os.environ["COHORT_CACHE"], ignore_errors=True)
+ROOT = Path(__file__).parents[1]
+DEMO_MODEL = ROOT / "src" / "cohort" / "demo" / "model"
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     if "torch" in sys.modules:  # imported by some test module
         sys.modules["torch"].set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _budgets_are_measured_once() -> Iterator[None]:
+    """The memory of a pass, which every trainer measures before its first step, is measured once for trainers of one
+    model and one length: it is a third of a small run."""
+    trainer = sys.modules.get("cohort.trainer")
+    if trainer is None:
+        yield
+        return
+    real, known = trainer.find_budget, {}
+
+    def find_budget(policy: Any, *sizes: int | None) -> Any:
+        parameters = [(name, one.shape, one.dtype, one.requires_grad) for name, one in policy.model.named_parameters()]
+        saving = [name for name, one in policy.model.named_modules() if getattr(one, "gradient_checkpointing", False)]
+        model = policy.model.config, policy.precision, policy.passes.description, saving
+        key = repr((parameters, model, sizes, sys.modules["cohort.train.memory"].free_bytes))
+        if key not in known:
+            known[key] = real(policy, *sizes)
+        return copy.copy(known[key])
+
+    trainer.find_budget = find_budget
+    yield
+    trainer.find_budget = real
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +71,15 @@ def demo_tokenizer():
     from cohort.policy import load_tokenizer
 
     return load_tokenizer(str(DEMO_MODEL))
+
+
+def telling(cases: Any, *kept: Any) -> list[Any]:
+    """A matrix for ``parametrize`` of which every suite runs the most telling cases; the others are slow."""
+    assert set(kept) <= {*cases}, f"no cases: {set(kept) - {*cases}}"
+    return [
+        case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 def tiny_llama(vocab_size: int = 37, **changes):

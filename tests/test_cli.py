@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -164,6 +165,17 @@ def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_st
     monkeypatch.setattr(StepDisplay, "show", interrupt)
     assert main(["train", "config.toml", "--run.save_steps", save_steps, "--run.max_steps", "2"]) == 130
     assert left in capsys.readouterr().err
+
+
+def test_a_run_outlasts_the_reader_of_its_output(good, capsys, monkeypatch):
+    """As in ``cohort train | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["train", "config.toml"]) == 0
+    assert (good / "out" / "summary.json").exists()
+    assert capsys.readouterr().err == "cohort: standard output is closed; the run goes on\n"
 
 
 def test_config_prints_every_setting(capsys):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, local_engine
 from cohort.rollout.trajectory import decode
 from cohort.runs import as_json
 from cohort.types import Completion, FinishReason, Group
+from tests import warm
 from tests.conftest import DEMO_MODEL
 from tests.data.templates import byte_tokenizer
 from tests.environments import test_training as episodes
@@ -336,18 +336,10 @@ def test_completions_that_cannot_be_sampled_are_an_error(capsys, monkeypatch):
 
 
 def test_a_closed_pipe_ends_quietly():
-    command = [
-        sys.executable,
-        "-m",
-        "cohort",
-        "generate",
-        MODEL,
-        *["98+7", "--n", "40", "--chat", "--quiet", "--batch-size", "4"],
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline().startswith(b"--- completion 0 (")
-        process.stdout.close()
-        assert process.stderr.read() == b""
+    process = warm.begin("generate", MODEL, "98+7", "--n", "40", "--chat", "--quiet", "--batch-size", "4")
+    assert process.stdout.readline().startswith("--- completion 0 (")
+    process.stdout.close()
+    assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 141
 
 

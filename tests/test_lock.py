@@ -174,3 +174,25 @@ def test_a_broken_lock_file(tmp_path, text):
     lock = Lock(tmp_path)
     lock.take()
     lock.release()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch, capsys, readable):
+    """``cohort verify`` and ``cohort save`` look at the lock of another user's run."""
+    (tmp_path / LOCK).write_text("")
+    (tmp_path / "config.toml").write_text("")
+    real = os.open
+
+    def opens(path, flags, *more, **named):
+        if str(path).endswith(LOCK) and (flags & os.O_RDWR or not readable):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", opens)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert ("is not known: Permission denied" in capsys.readouterr().out) == (not readable)
+    if readable:
+        with (tmp_path / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert main(["verify", str(tmp_path)]) == 0
+        assert "is being written by" in capsys.readouterr().out

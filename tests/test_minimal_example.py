@@ -22,6 +22,7 @@ def load_example():
 
 def test_minimal_example_equals_the_loop(tmp_path):
     example = load_example()
+    example.PROMPTS_PER_STEP = example.NUM_GENERATIONS = 4
     rows = problems(STEPS * example.PROMPTS_PER_STEP, held_out=False, seed=0)
     config = GRPOConfig(
         format="chat",

@@ -228,3 +228,12 @@ def test_a_reward_that_hangs_is_named(caplog):
     thread.join()
     runner.close()
     assert reports(caplog)[0].endswith("s before, sample 0")
+
+
+def test_what_a_thread_waits_for():
+    me = threading.get_ident()
+    assert watchdog.waits_of(me) == []
+    with waiting("scoring"), waiting("reward judge", lambda: "sample 41"):
+        found = watchdog.waits_of(me)
+        assert [(what, detail) for what, _, detail in found] == [("scoring", ""), ("reward judge", "sample 41")]
+        assert [what for what, *_ in watchdog.waits_of(-1)] == ["scoring", "reward judge"]  # of another thread

@@ -27,6 +27,8 @@ from cohort.config import GRPOConfig
 from cohort.errors import CallbackError, ConfigError, Stopped
 from cohort.evaluation import Evaluation
 from cohort.parallel import on_main
+from cohort.report.console.tail import Tail
+from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.scores import Scores
 from cohort.runs.generators import preserved
 from cohort.train.rollout import Rollout
@@ -73,8 +75,8 @@ class Step:
     step: int
     metrics: Mapping[str, Any]
     """The line of ``metrics.jsonl``."""
-    findings: Sequence[Any] = ()
-    """What the diagnosis found at this step and had not said before (docs/diagnosis.md)."""
+    findings: Sequence[Finding]
+    """The findings of the diagnosis that begin, worsen or end with this step (docs/diagnosis.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +132,21 @@ class Callbacks:
 
     Args:
         trainer: the run's trainer, which every callback is given.
-        callbacks: the callbacks.
+        callbacks: the callbacks of the user.
+        own: those of Cohort, which are called first.
 
     Raises:
         ConfigError: one has no method of a callback, an unknown one, or one with other parameters.
     """
 
-    def __init__(self, trainer: Any, callbacks: Any) -> None:
+    def __init__(self, trainer: Any, callbacks: Any, own: Sequence[Any] = ()) -> None:
         if not isinstance(callbacks, list | tuple | None):
             raise ConfigError(f"callbacks: expected a list of objects, got {type(callbacks).__name__}")
         self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
-        self._callbacks = list(callbacks or ())
-        for callback in self._callbacks:
+        for callback in callbacks or ():
             check_callback(callback)
+        self._callbacks = [*own, *(callbacks or ())]
+        self._diagnosis = Diagnosis()
 
     @property
     def _trainer(self) -> Any:
@@ -151,19 +155,24 @@ class Callbacks:
     def start(self, complete_steps: int, facts: Mapping[str, str]) -> None:
         """Call ``on_start``. Every rank must call this method, and those below."""
         run = self._trainer
+        self._diagnosis = Diagnosis(run.args.model_dump())
+        for metrics in Tail(run.folder.path / "metrics.jsonl").everything() if run.world.is_main else ():
+            self._diagnosis.step(metrics)  # of the steps before
         self._tell(lambda: Start(run.folder.path, run.args, facts, complete_steps, run.schedule.steps))
 
     def rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
         """Call ``on_rollout``."""
         self._tell(lambda: ScoredRollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)))
 
-    def step(self, metrics: Mapping[str, Any], findings: Sequence[Any] = ()) -> None:
+    def step(self, metrics: Mapping[str, Any]) -> None:
         """Call ``on_step``, and ``on_save`` for each model written meanwhile."""
-        self._tell(lambda: Step(metrics["step"], metrics, findings))
+        self._tell(lambda: Step(metrics["step"], metrics, self._diagnosis.step(metrics)))
         on_main(self._trainer.world, self._tell_saved)
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
         """Call ``on_evaluate``."""
+        if step == 0:  # the others are part of their step's metrics
+            self._diagnosis.step({"step": 0, **metrics})
         self._tell(lambda: Evaluated(step, metrics, evaluations))
 
     def told_of_end(self, steps: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:

@@ -12,15 +12,18 @@
     ├── EngineError          servers that sample are unreachable, or answer wrongly    (also RuntimeError)
     ├── PolicyMismatchError  sampler and trainer disagree on the same tokens           (also RuntimeError)
     ├── CallbackError        a callback raised                                         (also RuntimeError)
+    ├── TrackerError         an experiment tracker failed                              (also RuntimeError)
     ├── RankError            another rank has ended, or does not answer                (also RuntimeError)
     ├── StepError            memory ran out halfway through an optimizer step          (also RuntimeError)
     └── NonFiniteError       NaN or infinity; nothing of it is written                 (also FloatingPointError)
 
 Each message says what was expected, what came, and what to set. The command line prints the message without a
-traceback and exits with code 2, or with 1 if the machine failed (DiskError, RankError, StepError). Each class also
-derives from a built-in exception, so that ordinary ``except`` clauses work.
+traceback and exits with code 2, or with 1 if the machine or a server failed (DiskError, RankError, StepError,
+TrackerError). Each class also derives from a built-in exception, so that ordinary ``except`` clauses work.
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 STOPPED = 75
@@ -78,6 +81,10 @@ class CallbackError(CohortError, RuntimeError):
     """A callback raised. The run ends with a checkpoint."""
 
 
+class TrackerError(CohortError, RuntimeError):
+    """An experiment tracker failed, in ``cohort track``. In a run, trackers never raise."""
+
+
 class RankError(CohortError, RuntimeError):
     """Another rank of the run has ended or does not answer."""
 
@@ -106,3 +113,20 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.text
+
+
+def did_you_mean(word: object, words: Iterable[str], *, form: str = "{}", most: int = 1, cutoff: float = 0.6) -> str:
+    """The most similar words, as a question that ends an error message; empty if none is similar.
+
+    Args:
+        word: what was given.
+        words: what is known.
+        form: how to write a word.
+        most: how many words to name.
+        cutoff: how similar they must be, between 0 and 1.
+
+    >>> did_you_mean("lenght", ["length", "width"], form="[{}]"), did_you_mean("x", ["length"])
+    ('; did you mean [length]?', '')
+    """
+    close = difflib.get_close_matches(word, list(words), most, cutoff) if isinstance(word, str) else []
+    return f"; did you mean {' or '.join(form.format(one) for one in close)}?" if close else ""

@@ -26,8 +26,9 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of file systems without locks."""
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+"""Errors of file systems without locks, and of NFS for a file that is open for reading only."""
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 log = logging.getLogger("cohort.runs")
 _held: WeakSet[Lock] = WeakSet()
 """The locks that this process holds."""
@@ -78,15 +79,21 @@ class Lock:
         self.drop()
 
     def check(self) -> bool:
-        """Check that no other owner writes the folder. Returns whether that is certain: not on a file system without
-        locks.
+        """Check that no other owner writes the folder, which may be read-only here. Returns whether that is certain:
+        not on a file system without locks.
 
         Raises:
             RunFolderError: one does.
+            OSError: the lock file cannot be read.
         """
         if self._is_held() or not (self._folder / LOCK).is_file():
             return True
-        descriptor = os.open(self._folder / LOCK, os.O_RDWR)
+        try:
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR)
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+            descriptor = os.open(self._folder / LOCK, os.O_RDONLY)
         try:
             return _lock_file(descriptor, self._folder.resolve())
         finally:

@@ -25,10 +25,11 @@ from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import best_lines, evaluation_line
+from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction, TrainerState
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
-from cohort.runs import Resume, RunFolder, Start, find_run, save_model, set_seed
-from cohort.runs.output import closed_on_error, closing, log_to, output_folder
+from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_model, set_seed
+from cohort.runs.output import closed_on_error, closing, find_folder, log_to
 from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_rewards, checked_settings, load_rows, model_name
@@ -36,7 +37,7 @@ from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
 from cohort.train.signals import obeying_signals
-from cohort.train.stop import save_instant, stop_point
+from cohort.train.stop import save_instant, stop_point, told
 from cohort.watchdog import dumps_on_quit
 
 
@@ -90,12 +91,12 @@ class GRPOTrainer:
         """The run's folder, set when the run starts."""
         self.started_by = Start()
         """How the process was started, for the run folder."""
-        self._checked_folder: RunFolder | None = None
+        self._found: tuple[RunFolder, Beginning] | None = None
         self._parts: TrainerParts | None = None
         self._requests = Requests()
         self.args = config = checked_settings(args)
         check_names(config.report.skip_checks)
-        self._callbacks = Callbacks(self, callbacks)
+        self._callbacks = Callbacks(self, callbacks, own=Trackers.of(config.report))
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
@@ -199,12 +200,16 @@ class GRPOTrainer:
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
             shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
-            with contextlib.closing(steps), shown as display:
+            with contextlib.closing(steps), shown as display, self._how_to_go_on_told():
                 for metrics in steps:
                     display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
+
+    def _how_to_go_on_told(self) -> contextlib.AbstractContextManager[None]:
+        named = not self.started_by.needed(adapters=self.args.model.lora.wanted)
+        return told(self.summary.get("output_dir", "") if named else "", show=self._prints and self._found is None)
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
@@ -219,14 +224,14 @@ class GRPOTrainer:
         checkpoint to resume. The folder is this trainer's until the iterator ends or is closed."""
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
-        folder = self._checked_folder or output_folder(self.args, self.world, resume=bool(resume))
+        folder, beginning = self._found or find_folder(self._recorded, self.world, resume, allow_changed)
         with closed_on_error(folder):
-            goes_on = on_main(self.world, lambda: find_run(folder, self._recorded, resume, allow_changed))
-            if goes_on is None:
+            if beginning is Beginning.COMPLETE:
                 self.summary = on_main(self.world, folder.read_summary)
                 return closing(folder, ())
             self._parts = parts = self.make_parts()
-            first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder)
+            goes_on = beginning is Beginning.RESUMED
+            first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder, beginning)
             on_main(
                 self.world, lambda: folder.record_start(self.started_by, first_step, self.schedule.steps, self._facts)
             )
@@ -289,7 +294,7 @@ class GRPOTrainer:
             if self.acting:
                 self.acting.close()
         if self.args.model.lora.save_merged:
-            self.save_model(folder.path / "merged", merge=True)
+            save_merged(folder.path / "merged", self.policy, self.tokenizer, self.world)
         if best := parts.best.note():
             self.summary["best"] = best
         if parts.best.exhausted and self.summary["steps"] < self.schedule.steps:
@@ -359,20 +364,19 @@ class GRPOTrainer:
         lines += [self.evaluator.describe()] if self.evaluator else []
         return "\n".join(lines + problem_lines(self))
 
-    def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder) -> None:
+    def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder, beginning: Beginning) -> None:
         """Take what the command line knows better than the arguments: how the process was started, the settings as the
-        run folder has them, and the folder, which it has checked."""
-        self.started_by, self._recorded, self._checked_folder = start, settings, folder
+        run folder has them, the folder, and how to begin with what is in it."""
+        self.started_by, self._recorded, self._found = start, settings, (folder, beginning)
 
-    def _start(self, folder: RunFolder) -> int:
-        text = self.prompts.fetch(DataCursor(), 1)[0].text
-        anew = on_main(self.world, lambda: folder.is_run)
-        on_main(self.world, lambda: folder.start(self._recorded, text, anew=anew))
+    def _start(self, folder: RunFolder, beginning: Beginning) -> int:
+        text, again = self.prompts.fetch(DataCursor(), 1)[0].text, beginning is Beginning.AGAIN
+        on_main(self.world, lambda: folder.start(self._recorded, text, anew=again))
         log_to(folder, self.world)
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
-            again = " (it has no checkpoint: the run starts again)" if anew else ""
-            announce(self.describe(), f"run folder: {folder.path}{again}", *self.started_by.to_give_again())
+            note = " (it has no checkpoint: the run starts again)" if again else ""
+            announce(self.describe(), f"run folder: {folder.path}{note}", *self.started_by.to_give_again())
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:

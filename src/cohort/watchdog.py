@@ -168,9 +168,10 @@ def _text(stack: list[_Wait], now: float) -> str:
 
 def waits_of(thread: int) -> list[tuple[str, float, str]]:
     """What a thread waits for, from the outermost to the innermost: name, seconds so far, and what more there is to
-    say."""
+    say. If it waits for nothing, what another thread waits for, such as one that samples ahead."""
     now = time.monotonic()
-    return [(one.what, now - one.start, _detail(one)) for one in list(_threads.get(thread, ()))]
+    stack = list(_threads.get(thread, ())) or next(map(list, list(_threads.values())), [])
+    return [(one.what, now - one.start, _detail(one)) for one in stack]
 
 
 def waits() -> str:

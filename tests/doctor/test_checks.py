@@ -108,6 +108,11 @@ ILL = [
     ),
     ("sampling", "warn", "replay_sampling is off", lambda: check_sampling(config(top_p=0.9, replay_sampling=False))),
     ("optimizer", "fail", "learning_rate is 0", lambda: check_optimizer(config(learning_rate=0), 100, 9)),
+    (
+        *("optimizer", "warn", "0.002 for 1,000,000 trained parameters: more than 0.001 destroys"),
+        lambda: check_optimizer(config(learning_rate=2e-3), 100, 10**6),
+    ),
+    ("optimizer", "warn", "more than 0.01", lambda: check_optimizer(config(learning_rate=0.1), 100, 999)),
     ("optimizer", "warn", "adapters need", lambda: check_optimizer(config(lora={"rank": 8}), 100, 9)),
     (
         "optimizer",
@@ -158,7 +163,7 @@ ILL = [
     (
         "answers",
         "warn",
-        "math cannot tell right answers (column 'answer') from wrong ones: 1 of 4",
+        "math gives a right answer (column 'answer') more than wrong ones on only 1 of 4",
         lambda: told(0.2, 0, 1),
     ),
     ("answers", "fail", "math rewards wrong answers more", lambda: told(0.0, 1.0, 0, 4)),
@@ -183,6 +188,12 @@ ILL = [
     ("duplicates", "warn", "of 8 completions of a prompt, 1.5 differ", lambda: check_distinct([1, 2], 8)),
     ("cut", "warn", "50% of completions are cut at 256", lambda: check_cut(8, 16, 256, masked=True)),
     ("cut", "fail", "100% of completions are cut at 256 tokens, and", lambda: check_cut(16, 16, 256, masked=True)),
+    (
+        *("cut", "fail", "100% of completions are cut at 256 tokens, and their rewards do not differ"),
+        lambda: check_cut(16, 16, 256, masked=False, no_signal=True),
+    ),
+    ("cut", "warn", "100% of completions are cut", lambda: check_cut(16, 16, 256, masked=False)),
+    ("cut", "warn", "88% of completions are cut", lambda: check_cut(14, 16, 256, masked=False, no_signal=True)),
     ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=100)),
     ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=75)),
     ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=65, copy=7)),

@@ -1,5 +1,6 @@
 """``cohort doctor`` on the demo's task: healthy as it is, and with exactly one illness at a time."""
 
+import fcntl
 import json
 import shutil
 
@@ -214,7 +215,7 @@ def test_no_rollout_is_sampled_if_it_cannot_fit_into_memory(folder, monkeypatch)
 
 def test_a_full_disk_and_a_folder_in_use(folder, monkeypatch, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text("")
+    (tmp_path / "run" / "notes.txt").write_text("")
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert failed(
@@ -231,12 +232,18 @@ def test_a_folder_with_the_lock_of_a_run_that_never_began_is_free(folder, tmp_pa
     (tmp_path / "notes.txt").write_text("")
     (finding,) = known.folder(run)
     assert (str(finding.status), "is not empty" in finding.found) == ("fail", True)
+    (tmp_path / "config.toml").write_text("")
+    (finding,) = known.folder(run)  # 'cohort doctor CONFIG && cohort train CONFIG --resume auto' goes on
+    assert (str(finding.status), "holds a run already" in finding.found) == ("warn", True)
+    with (tmp_path / "run.lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert [str(one.status) for one in known.folder(run)] == ["fail"]
 
 
 def test_an_unknown_check_is_an_error(folder, capsys):
     assert main(["doctor", str(folder / "run.toml"), "--skip", "signals"]) == 2
-    assert "no check 'signals' (did you mean 'signal'?)" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"no check 'signals' \(did you mean 'signal'\?\)"):
+    assert "no check 'signals'; there are: folder, " in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no check 'signals'.*; did you mean signal\?"):
         small_trainer(folder, "--report.skip_checks", "signals")
 
 

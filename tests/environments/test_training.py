@@ -11,6 +11,7 @@ from cohort.cli import main
 from cohort.config import EnvironmentConfig
 from cohort.environments import Acting, Step
 from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError
+from cohort.report.rollouts import StoredStep
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
 from tests.train.test_stop import assert_stops_change_nothing
@@ -167,6 +168,9 @@ def test_a_rewritten_history_begins_a_segment(tmp_path):
     for history, folder in folders.items():
         run = trainer(folder, environment_factory=Count, family=family, regex=thoughts, history=history)
         run.train()  # its first step compares the log-probs of sampler and trainer
+    step = StoredStep.read(folders["template"] / "rollouts" / "step-1.parquet")  # all lists of a row fit each other
+    assert any(len(logps or ()) for logps in step.values("logps"))
+    assert all(len(seconds) == 3 for seconds in step.values("seconds/turns"))
     for row in rows_of(folders["append"]):
         assert "segment_lengths" not in row
         assert family.tokenizer.decode(row["token_ids"]).count("<think>") == 3

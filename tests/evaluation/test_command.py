@@ -87,24 +87,24 @@ def lines(path):
 
 
 def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
-    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--k", "1", "4", "--max-tokens", "96")
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "2", "--k", "1", "2", "--max-tokens", "96")
     assert evaluate(*arguments, *SETTINGS, "--output", "out.jsonl", "--json", "all.json") == 0
     printed = capsys.readouterr()
     assert "12 prompts, 95% intervals over them" in printed.out
-    assert "12 prompts x 4 = 48 completions, seed 0" in printed.err
+    assert "12 prompts x 2 = 24 completions, seed 0" in printed.err
     assert "sampling: temperature 1, " in printed.err
     summary = json.loads((tmp_path / "all.json").read_text())
     (metrics,) = summary["metrics"]
     written = lines(tmp_path / "out.jsonl")
     rewards = [[one["reward"] for one in row["samples"]] for row in written]
-    assert metrics["eval/reward/mean"] == pytest.approx(sum(map(sum, rewards)) / 48)
-    assert f"{metrics['eval/pass@4/mean']:.3f} [" in printed.out
-    assert metrics["eval/pass@4/mean"] == pytest.approx(sum(map(max, rewards)) / 12)
+    assert metrics["eval/reward/mean"] == pytest.approx(sum(map(sum, rewards)) / 24)
+    assert f"{metrics['eval/pass@2/mean']:.3f} [" in printed.out
+    assert metrics["eval/pass@2/mean"] == pytest.approx(sum(map(max, rewards)) / 12)
     for row, given in zip(written, rows, strict=True):
         assert given.items() <= row.items()
         texts = [one["completion"] for one in row["samples"]]
-        assert [one["rewards/accuracy"] for one in row["samples"]] == accuracy(texts, [row["answer"]] * 4)
-        assert row["pass_rate"] == sum(accuracy(texts, [row["answer"]] * 4)) / 4
+        assert [one["rewards/accuracy"] for one in row["samples"]] == accuracy(texts, [row["answer"]] * 2)
+        assert row["pass_rate"] == sum(accuracy(texts, [row["answer"]] * 2)) / 2
     assert summary["sampling"].startswith("temperature 1,")
     assert summary["comparison"] == {}
 
@@ -122,7 +122,8 @@ def test_the_rows_can_be_trained_on_and_evaluated_again(rows, tmp_path, capsys):
 
 
 def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
-    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--max-tokens", "96", *SETTINGS)
+    shared = ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS)
+    arguments = (*shared, "--n", "4", "--max-tokens", "96")
     assert evaluate(*arguments, "--against", worse, "--json", "both.json", "--temperature", "0.5") == 0
     printed = capsys.readouterr()
     assert "reward: better by " in printed.out
@@ -133,7 +134,7 @@ def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
     assert found["difference"]["mean"] == pytest.approx(first["eval/reward/mean"] - second["eval/reward/mean"])
     assert found["wins"] + found["ties"] + found["losses"] == 12
     assert found["shown"] is True
-    assert evaluate(*arguments, "--against", MODEL, "--quiet") == 0
+    assert evaluate(*shared, "--against", MODEL, "--quiet", "--n", "2", "--max-tokens", "96") == 0
     assert "reward: no difference shown: all equal on 12 prompts" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from cohort.rewards.runner import Scoring
 from cohort.rollout import LocalEngine
-from cohort.runs import RunFolder
+from cohort.runs import RunFolder, save_merged
 from cohort.train import loop
 from cohort.train.update import update
 from cohort.trainer import GRPOTrainer
@@ -35,7 +35,7 @@ MARKS: dict[str, list[Callable[..., Any]]] = {
     "store": [RunFolder.write_rollout, RunFolder.write_evaluation],
     "metrics": [RunFolder.append_metrics],
     "checkpoint": [RunFolder.save_checkpoint],
-    "end": [RunFolder.write_summary, GRPOTrainer.save_model],
+    "end": [RunFolder.write_summary, save_merged],
 }
 """The functions in which a run is in a phase. Outside of all of them, it is where it began, "start"; from the first
 rollout on "between updates"; and from the first function of "end" on there."""
@@ -63,24 +63,31 @@ class Killer:
 
     def begin(self) -> None:
         """Watch this thread from now on."""
-        counts, stack, (phase_to_kill, event_to_kill) = self.counts, self._stack, self.target or ("", 0)
-        find = CODES.get
+        counts, stack, target = self.counts, self._stack, self.target
+        phases_of_code = CODES
+        phase_now = stack[-1]
 
         def watch(frame: FrameType, event: str, _: object) -> None:
-            phase = find(frame.f_code)
-            if phase is not None and event == "call":
-                if phase in WHOLE:
-                    stack[0] = phase
-                # An evaluation samples and scores too.
-                stack.append("evaluation" if "evaluation" in stack and phase in ("sampling", "scoring") else phase)
-            phase_now = stack[-1]
-            counts[phase_now] += 1
-            if phase is not None and event == "return":
-                stack.pop()
-            if phase_now == phase_to_kill and counts[phase_now] == event_to_kill:
+            nonlocal phase_now
+            # Nearly all events are of other functions: for them, this is all.
+            is_marked = frame.f_code in phases_of_code
+            if is_marked and event == "call":
+                phase_now = enter(phases_of_code[frame.f_code])
+            counts[phase_now] = count = counts[phase_now] + 1
+            if (phase_now, count) == target:
                 sys.setprofile(None)
                 self.end()
                 os.kill(os.getpid(), self._signal)
+            if is_marked and event == "return":
+                stack.pop()
+                phase_now = stack[-1]
+
+        def enter(phase: str) -> str:
+            if phase in WHOLE:
+                stack[0] = phase
+            # An evaluation samples and scores too.
+            stack.append("evaluation" if "evaluation" in stack and phase in ("sampling", "scoring") else phase)
+            return stack[-1]
 
         sys.setprofile(watch)
 

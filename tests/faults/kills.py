@@ -47,7 +47,6 @@ LEFT_BEHIND = (".part", ".old", ".broken")
 """How the names of files and folders end that a continued run has to have completed or removed."""
 TIMEOUT = 120.0
 """Seconds for one process."""
-AGAIN = 0.5
 RESUME_EVENTS = 5_000
 """Fewer than the events of a run's phase "resume", which no undisturbed run has."""
 STOPPED = 75
@@ -261,7 +260,7 @@ def problems(reference: Path, folder: Path, strict: bool) -> list[str]:
     if steps[0] != steps[1]:
         found.append(f"lines of metrics.jsonl are of steps {steps[1]}, not {steps[0]}")
     found += [f"left {path.relative_to(folder)}" for path in folder.rglob("*") if path.name.endswith(LEFT_BEHIND)]
-    for saved in (*b.checkpoints().values(), *([folder / "best"] if (folder / "best").exists() else [])):
+    for saved in (*b.checkpoints.values(), *([folder / "best"] if (folder / "best").exists() else [])):
         check_whole(saved)
     merged = [path / "merged" / "model.safetensors" for path in (reference, folder)]
     if merged[0].exists() and merged[0].read_bytes() != merged[1].read_bytes():
@@ -269,9 +268,11 @@ def problems(reference: Path, folder: Path, strict: bool) -> list[str]:
     return found
 
 
-def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed: float) -> list[Kill]:
-    """Seeded kills, spread over the phases and the variants. A share of the runs, ``AGAIN``, is killed again when it is
-    continued, the same share of these a third time.
+def planned(
+    harness: Harness, kills: int, variants: list[str], seed: int, timed: float, again: float = 0.5
+) -> list[Kill]:
+    """Seeded kills, spread over the phases and the variants. A share of the runs is killed again when it is continued,
+    the same share of these a third time.
 
     Args:
         harness: measures how many events a phase has.
@@ -279,6 +280,7 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
         variants: which runs.
         seed: of the instants.
         timed: share of the runs that are killed at a moment instead of an event.
+        again: share of the runs that are killed again.
     """
     chance, plans = random.Random(seed), list[Kill]()
     phases = [phase for phase in PHASES if phase != "resume"]  # which comes when a run is killed again
@@ -297,7 +299,7 @@ def planned(harness: Harness, kills: int, variants: list[str], seed: int, timed:
             instants = [f"time:{chance.uniform(0, reference.seconds):.3f}"]
         else:
             instants = [f"{phase}:{chance.randint(1, reference.events[phase])}"]
-        while chance.random() < AGAIN and len(instants) < 4:
+        while chance.random() < again and len(instants) < 4:
             # Of a run that goes on, only the rest is left, which begins with "start" and "resume".
             later = chance.choice(["start", "resume", *phases])
             events = RESUME_EVENTS if later == "resume" else reference.events[later] // 4
@@ -329,6 +331,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="how many kills in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timed", type=float, default=0.0, help="share that is killed at a moment instead of an event")
+    parser.add_argument("--again", type=float, default=0.5, help="share that is killed again when it is continued")
     parser.add_argument("--only", default=",".join(VARIANTS), help="some of the variants")
     parser.add_argument("--at", help="carry out one kill of one variant: PHASE:EVENT or time:SECONDS, several in turn")
     parser.add_argument("--signal", type=lambda name: signal.Signals[name], default=signal.SIGKILL)
@@ -346,7 +349,7 @@ def main() -> int:
         if arguments.at:
             plans = [Kill(variant, arguments.at.split(",")) for variant in variants]
         else:
-            plans = planned(harness, arguments.kills, variants, arguments.seed, arguments.timed)
+            plans = planned(harness, arguments.kills, variants, arguments.seed, arguments.timed, arguments.again)
         done: list[Kill] = []
         for plan in plans:
             if time.monotonic() - start > 60 * arguments.minutes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import tomli_w
 
 from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
@@ -27,6 +28,7 @@ from cohort.evaluation.command import Request, model_of
 from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
 from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
+from cohort.report.rollouts import StoredStep
 from cohort.rewards.names import split_spec
 from cohort.runs import (
     RunFolder,
@@ -42,6 +44,7 @@ from cohort.runs import (
 )
 from cohort.runs.durable import check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
+from cohort.runs.tables import with_facts, write_table
 from cohort.runs.verify import verify
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
 from tests.conftest import DEMO_MODEL
@@ -288,6 +291,43 @@ def stored_seed(suffix: str) -> bytes:
         return (Path(folder) / f"whole.{suffix}").read_bytes()
 
 
+STORED = {
+    "facts": {"step": 3, "updates": [{"minibatch": 0}]},
+    "columns": {
+        "group": [0, 0],
+        "completion": ["a", "b"],
+        "token_ids": [[1, 2], [3]],
+        "drawn": [[True, False], [True]],
+        "segment_lengths": [[1, 1], [1]],
+        "logps": [[-0.5], None],
+        "no_gradient": [[None], ["masked"]],
+        "support/token_ids": [[4, 5], []],
+        "support/counts": [[2], [0]],
+        "extra/x": ["a", None],
+    },
+}
+
+
+def as_parquet(tree: Any) -> bytes:
+    """A file of the store with these columns and facts; empty for what no table can hold."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            write_table(with_facts(tree["columns"], tree["facts"]), Path(folder) / "step-1.parquet")
+            return (Path(folder) / "step-1.parquet").read_bytes()
+    except (pyarrow.ArrowException, ValueError, TypeError, LookupError, OverflowError, AttributeError):
+        return b""
+
+
+def read_store(folder: Path, data: bytes) -> None:
+    (folder / "step-1.parquet").write_bytes(data)
+    step = StoredStep.read(folder / "step-1.parquet")
+    assert step.step is None or step.step >= 0
+    for name in step.names:
+        assert len(step.values(name)) == step.num_rows
+    for name in ("token_ids", "logps", "support/counts"):
+        assert len(step.arrays(name)) == step.num_rows
+
+
 def read_parts(folder: Path, given: Any) -> None:
     if isinstance(given, dict):
         config = GRPOConfig(objective=given)
@@ -340,6 +380,7 @@ def _readers() -> dict[str, Reader]:
             read_stored,
             prepare_rollout,
         ),
+        "store": Reader(changed(STORED).map(as_parquet) | torn(as_parquet(STORED)), read_store),
         "objective": Reader(changed(*PARTS), read_parts),
         "text": Reader(st.text(max_size=40) | torn_text(spec), read_text),
     }

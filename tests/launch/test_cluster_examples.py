@@ -1,21 +1,23 @@
 """``examples/cluster``: the files have the fields that their schedulers require, and the commands in them are right.
 
-The scripts really run, under bash, with stand-ins for Slurm's commands and for ``cohort``, which adds ``--dry-run``.
+The scripts really run, under bash, with stand-ins for Slurm's commands and for ``cohort``, which prints its arguments:
+they are those of a dry run in this process.
 """
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
+from cohort.cli import main
+
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 STAND_INS = {
-    "cohort": f'exec {sys.executable} -m cohort launch --dry-run "${{@:2}}"',
+    "cohort": 'printf "%s\\0" "$@"',
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": 'if [[ "$*" == "show hostnames node[7-8]" ]]; then echo node7; echo node8; else exit 1; fi',
 }
@@ -101,7 +103,7 @@ SKYPILOT = objects(
 
 
 @pytest.fixture
-def run_script(tmp_path):
+def run_script(tmp_path, monkeypatch, capsys):
     """Run a script with bash, among stand-ins; returns what the launcher would start."""
 
     def run(script, **variables):
@@ -114,7 +116,13 @@ def run_script(tmp_path):
         command = ["bash", "-c", script]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        command, *arguments = done.stdout.split("\0")[:-1]
+        assert command == "launch"
+        monkeypatch.chdir(ROOT)
+        for name in unset:
+            monkeypatch.delenv(name, raising=False)
+        assert main(["launch", "--dry-run", *arguments]) == 0
+        return capsys.readouterr().out
 
     return run
 

@@ -172,6 +172,7 @@ def test_sums_by_loops(name):
         "policy_value": (3 * weights * c.value_N).sum(),
         "policy_l1": c.policy_N.abs().sum(),
         "kl_l1": c.kl_N.abs().sum(),
+        "policy_sizes": (c.policy_N.abs() * size.sqrt()).sum(),
         "policy_energy": (c.policy_N**2 * size).sum(),
         "kl_energy": (c.kl_N**2 * size).sum(),
         "cross_energy": (c.policy_N * c.kl_N * size).sum(),

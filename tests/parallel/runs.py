@@ -175,7 +175,7 @@ def various(folder):
         "lora": {"lora": {"rank": 2}},
         "filtered": {**filtered, "rewards": mostly_dead, "max_steps": 2},
         "measured": {"term_norms_steps": 1, "entropy": {"coefficient": 0.01}, "beta": 0.1, "sync_ref_model": True},
-        "minibatches": {"minibatches": 2, "num_iterations": 2, "preset": "dapo"},
+        "minibatches": {"minibatches": 2, "num_iterations": 2, "preset": "dapo", "log_completions": True},
     }
     found = {}
     for name, settings in kinds.items():

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from cohort.report.rollouts import StoredStep
 from tests.parallel.launching import on_ranks
 from tests.parallel.runs import demo, precise, resumed, stopped, various
 from tests.train.harness import ROWS, metrics_of, rows_of
@@ -71,6 +72,19 @@ def test_runs_of_every_kind(tmp_path, size):
     exact = ("group", "token_ids", "sampler_logps", "finish_reason", "reward")
     first, second = (rows_of(tmp_path / one / "first") for one in ("one", "ranks"))
     assert [[row[key] for key in exact] for row in first] == [[row[key] for key in exact] for row in second]
+    same_stores(*(tmp_path / one / "minibatches" / "rollouts" / "step-2.parquet" for one in ("one", "ranks")))
+
+
+def same_stores(*paths):
+    """What the updates saw of each token, up to the rounding of float64."""
+    one, other = map(StoredStep.read, paths)
+    for name in ("group", "minibatch", "update", "no_gradient"):
+        assert one.values(name) == other.values(name)
+    for name in ("logps", "old_logps", "ratio", "policy_coefficient", "entropy", "weight"):
+        for mine, theirs in zip(one.arrays(name), other.arrays(name), strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.ranks

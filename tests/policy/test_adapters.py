@@ -10,7 +10,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
 from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, merged
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 
 SINGLE = Precision(torch.float32, torch.float32)
 MIXED = Precision(torch.float32, torch.bfloat16)
@@ -162,7 +162,7 @@ def run(config, *, resume=False):
     return trainer
 
 
-@pytest.mark.parametrize("variant", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("variant", telling(["lora", "rslora", "dora"], "lora"))
 def test_a_run_saves_adapters_alone_and_merged_and_goes_on_from_them(tmp_path, base, variant):
     trainer = run(settings(base, tmp_path / "run", {"rank": 4, "variant": variant, "save_merged": True}))
     checkpoint, whole = tmp_path / "run/checkpoints/step-2", tmp_path / "run/merged"
@@ -183,7 +183,13 @@ def test_a_run_saves_adapters_alone_and_merged_and_goes_on_from_them(tmp_path, b
     assert further.last_metrics["kl/k3"] > 0
 
 
-@pytest.mark.parametrize("lora", [{"rank": 4}, {"rank": 2, "variant": "dora", "modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param({"rank": 4}, marks=pytest.mark.slow),
+        {"rank": 2, "variant": "dora", "modules_to_save": ["lm_head"]},
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base, lora):
     whole = run(settings(base, tmp_path / "whole", lora, max_steps=3))
     run(settings(base, tmp_path / "run", lora, max_steps=2))

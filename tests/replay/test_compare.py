@@ -79,8 +79,8 @@ def test_shares_of_completions_groups_signs_and_causes(tmp_path):
         ({"identical": True}, "Under dr_grpo nothing changes: all 1,200 coefficients are equal, bit for bit"),
         (
             {},
-            "Under dr_grpo, 12% of the tokens change their coefficient by more than 10% beyond the common factor 0.81, "
-            "0.3% change its sign; gradient norm 0.81x, cosine 0.97",
+            "Under dr_grpo, 12% of the tokens change their coefficient by more than 10% of its root mean square "
+            "(beyond the common factor 0.81), 0.3% change its sign; gradient norm 0.81x, cosine 0.97",
         ),
         (
             {"gradient": {"norm_run": 0.0, "norm_replay": 1.0}},
@@ -90,7 +90,7 @@ def test_shares_of_completions_groups_signs_and_causes(tmp_path):
 )
 def test_the_sentence(result, text):
     tokens = {"total": 1200, "changed_share": 0.12, "changed_means": 0.1, "factor": 0.81, "sign_share": 0.003}
-    gradient = {"norm_run": 1.0, "norm_replay": 0.81, "ratio": 0.81, "cosine": 0.97}
+    gradient = {"space": "parameters", "norm_run": 1.0, "norm_replay": 0.81, "ratio": 0.81, "cosine": 0.97}
     names = {"run": "default@1", "replay": "dr_grpo"}
     whole = {"identical": False, "tokens": tokens, "gradient": gradient, "objective": names} | result
     assert sentence(whole) == text

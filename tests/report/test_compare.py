@@ -138,6 +138,21 @@ def test_the_command(pair, capsys):
     assert shown.endswith("only A has checkpoints/step-2\n")
 
 
+def test_runs_of_different_length(pair, capsys):
+    b = pair[1].path
+    for name in ("rollouts/step-2.parquet", "evaluations/step-2.parquet"):
+        (b / name).unlink()
+    shutil.rmtree(b / "checkpoints" / "step-2")
+    (b / "metrics.jsonl").write_text("".join((b / "metrics.jsonl").read_text().splitlines(keepends=True)[:-1]))
+    for name in ("summary.json", "best/best.json"):
+        (b / name).write_text(json.dumps(json.loads((b / name).read_text()) | {"steps": 1, "step": 1}))
+    assert main(["diff", str(pair[0].path), str(b)]) == 0
+    assert capsys.readouterr().out == "no difference in what both runs have, up to step 1\nonly A has step 2\n"
+    change_metrics(pair[1], 1, grad_norm=7.0)
+    assert main(["diff", str(b), str(pair[0].path)]) == 1
+    assert capsys.readouterr().out.endswith("only B has step 2\n")
+
+
 @pytest.mark.parametrize(
     "text", ["[]\n{}\n", '{"step": 1e999}\n{}\n', '{"step": 1}\n{"step"\n{"step": 2}\n', "[" * 100_000 + "\n1\n"]
 )

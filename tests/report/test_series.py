@@ -14,10 +14,10 @@ from cohort.report.series import (
     curve,
     grouped,
     interval,
+    loess,
     means_of_groups,
     over_seeds,
     positions,
-    running_fit,
 )
 from tests.report.made import history, rewards
 
@@ -64,45 +64,59 @@ def test_a_curve_is_json():
     assert curve(run, "nothing").x == curve(history([{"a": 1}]), "a", "tokens").x == []
 
 
-def test_running_fit_by_hand():
-    fit, half = running_fit(np.array([0.0, 3.0, 0.0]), 3)
-    assert fit.tolist() == pytest.approx([1.0, 1.0, 1.0])
+def test_loess_by_hand():
+    fit, half = loess(np.array([0.0, 3.0, 0.0]), 3)
+    outer = (7 / 8) ** 3  # the weight at half the distance
+    total = 1 + 2 * outer
+    assert fit[1] == pytest.approx(3 / total)
+    assert fit[0] == fit[2]
+    # All values are the window of the middle; each squared residual counts by its expectation.
+    first = loess(np.array([0.0, 3.0, 0.0]), 3)[0][0]
+    weights = [(1 - (d / 3) ** 3) ** 3 for d in range(3)]
+    s0, s1, s2 = (sum(w * d**power for d, w in enumerate(weights)) for power in range(3))
+    l_first = [w * (s2 - s1 * d) / (s0 * s2 - s1**2) for d, w in enumerate(weights)]
+    assert first == pytest.approx(3 * l_first[1])
+    norms = (1 + 2 * outer**2) / total**2, sum(one**2 for one in l_first)
+    squares = (3 - fit[1]) ** 2 / (1 - 2 / total + norms[0]), first**2 / (1 - 2 * l_first[0] + norms[1])
     t = math.tan(math.pi * 0.475)  # Student's t with one degree of freedom is Cauchy's distribution
-    assert half.tolist() == pytest.approx([t * math.sqrt(5), t * math.sqrt(2), t * math.sqrt(5)])
+    assert half[1] == pytest.approx(t * math.sqrt((squares[0] + 2 * squares[1]) / 3 * norms[0]))
 
 
-@pytest.mark.parametrize("window", [3, 8, 9, 40, 99])
-def test_running_fit_is_the_least_squares_line_of_each_window(window):
+@pytest.mark.parametrize("window", [3, 8, 9, 39, 99])
+def test_loess_is_the_weighted_line_of_each_window(window):
     values = np.random.default_rng(0).normal(size=40).cumsum() + 1e3
-    fit, half = running_fit(values, window)
+    fit, half = loess(values, window)
     size = min(window | 1, 39)
     for at in range(40):
         first = min(max(at - size // 2, 0), 40 - size)
-        x = np.arange(first, first + size)
-        line = np.polyfit(x - at, values[first : first + size], 1)
+        distance = np.abs(np.arange(first, first + size) - at)
+        weights = (1 - (distance / (distance.max() + 1)) ** 3) ** 3
+        line = np.polyfit(np.arange(first, first + size) - at, values[first : first + size], 1, w=np.sqrt(weights))
         assert fit[at] == pytest.approx(line[1], abs=1e-9)
     assert (half > 0).all()
 
 
-def test_running_fit_follows_a_trend_to_both_ends():
-    fit, half = running_fit(np.arange(20.0), 7)
+def test_loess_follows_a_trend_to_both_ends():
+    fit, half = loess(np.arange(20.0), 7)
     assert fit.tolist() == pytest.approx(list(range(20)))
-    assert half.max() < 1e-6  # rounding of sums of squares around 100
-    assert running_fit(np.array([1.0, 2.0]), 9)[0].tolist() == [1.0, 2.0]
+    assert half.max() < 1e-9
+    assert loess(np.array([1.0, 2.0]), 9)[0].tolist() == [1.0, 2.0]
+    made = curve(history(rewards([0.0, 1.0, 5.0, 3.0])), "reward/mean", window=9)
+    assert (made.window, len(made.smooth), made.line, made.band) == (3, 4, made.smooth, "95% band of the fit")
 
 
-def test_the_band_of_the_running_fit_covers():
-    rng, inside = np.random.default_rng(0), 0
-    for _ in range(200):
-        fit, half = running_fit(rng.normal(size=31), 11)
-        inside += abs(fit[15]) <= half[15]
-    assert 0.91 <= inside / 200 <= 0.99  # 95% +- 2.6 standard errors of 200 draws
+@pytest.mark.parametrize("at", [0, 15])
+def test_the_band_of_loess_covers(at):
+    values = np.random.default_rng(0).normal(size=(400, 31))
+    fits = [loess(one, 11) for one in values]
+    inside = sum(abs(fit[at]) <= half[at] for fit, half in fits) / 400
+    assert 0.92 <= inside <= 0.98  # 95% within 2.8 standard errors of 400 draws
 
 
 def test_intervals_that_the_metrics_tell():
     line = {"eval/reward/mean": 0.5, "eval/reward/low": 0.4, "eval/reward/high": 0.7, "kl/k3": 0.1, "kl/k3_se": 0.01}
     line |= {"reward/mean": 0.5, "reward/std": 0.5, "reward/within_group_std": 0.3, "groups/sampled": 16}
-    assert interval(line, "eval/reward/mean") == (0.4, 0.7, "interval over the evaluation's prompts")
+    assert interval(line, "eval/reward/mean") == (0.4, 0.7, "confidence interval over the evaluation's prompts")
     assert interval(line, "kl/k3")[:2] == pytest.approx((0.1 - 0.0196, 0.1 + 0.0196), abs=1e-6)
     assert interval(line, "reward/mean")[:2] == pytest.approx((0.5 - 0.196, 0.5 + 0.196), abs=1e-5)  # 1.96 * 0.4 / 4
     assert interval(line | {"groups/sampled": 1}, "reward/mean") is None

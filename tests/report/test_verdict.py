@@ -1,15 +1,22 @@
 """Which run is better: numbers by hand, and words that claim no more than the data."""
 
+import itertools
 import json
 import math
-from dataclasses import asdict
+import random
+from contextlib import suppress
+from dataclasses import asdict, replace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cohort.report.series import Group, grouped
-from cohort.report.verdict import common_metrics, evaluated_at, per_prompt, value_at, verdict, verdicts
+from cohort.errors import CohortError
+from cohort.report.evidence import evaluated_at, per_prompt, value_at
+from cohort.report.history import RunHistory
+from cohort.report.plot import Look, figure, save
+from cohort.report.series import AXES, Group, curve, grouped, over_seeds
+from cohort.report.verdict import common_metrics, conclusions, verdict, verdicts
 from tests.report.made import history, rewards
 
 KEY = "eval/reward/mean"
@@ -78,6 +85,15 @@ def test_equal_tokens_are_not_equal_updates():
     assert at_tokens.difference == pytest.approx(5 / 8 - 1)  # B's evaluation after step 5
     assert at_tokens.low is None
     assert at_tokens.better is None  # equal differences of two seeds have no spread
+    assert conclusions([at_updates, at_tokens]) == [
+        "no difference between A and B can be claimed at equal updates and tokens"
+    ]
+    better = [replace(one, better="B") for one in (at_updates, at_seconds)]
+    rest = [replace(at_tokens, better="A", over="prompts"), replace(at_tokens, a="C", difference=None)]
+    assert conclusions([*better, *rest]) == [
+        "B is better than A at equal updates and seconds; A is better than B at equal tokens (one run each)",
+        "C and B cannot be compared at equal tokens",
+    ]
 
 
 def test_an_evaluation_far_from_the_budget_does_not_count():
@@ -96,6 +112,22 @@ def test_an_evaluation_far_from_the_budget_does_not_count():
     assert (found.metric, found.over, found.budget) == ("reward/mean", "blocks of steps", 1000)
     assert evaluated_at(pair[1].runs[0], KEY, "tokens", 1000) is None
     assert value_at(pair[1].runs[0], "reward/mean", "tokens", 1000) == pytest.approx(0.5)  # step 6, at 900
+
+
+def test_an_earlier_budget_at_which_all_were_evaluated():
+    """A at 8, 16, ... 40 seconds and B at 18, 36 and 54: both were evaluated near none of 40, 36 and 32."""
+    a, b = (
+        [
+            line | {KEY: n / 100} if n % 3 == 0 else line
+            for n, line in enumerate(rewards([0.0] * count, seconds=each), 1)
+        ]
+        for count, each in ((15, 8 / 3), (9, 6.0))
+    )
+    pair = [group(label, [history(lines)]) for label, lines in (("A", a), ("B", b))]
+    assert verdict(*pair, "seconds").metric == "reward/mean"
+    pair[0].runs[0].metrics[12][KEY] = 0.5  # at 34.7 seconds, 3.7% before B's
+    found = verdict(*pair, "seconds")
+    assert (found.metric, found.budget, found.difference) == (KEY, 36, pytest.approx(0.06 - 0.5))
 
 
 @pytest.fixture
@@ -193,7 +225,8 @@ def test_rewards_that_mean_different_things_are_not_compared():
     found = verdict(a, other, "updates")
     assert (found.difference, found.better) == (None, None)
     assert found.text == (
-        "A and D cannot be compared at equal optimizer updates: the runs have no reward in common there"
+        "A and D cannot be compared at equal optimizer updates: their reward functions or weights differ, and they "
+        "have no single function in common"
     )
 
 
@@ -230,3 +263,48 @@ def test_all_pairs_of_a_few_groups_and_all_against_the_first_of_many():
     assert len(verdicts(made(3))) == 9
     assert len(verdicts(made(7))) == 18
     assert verdicts(made(1)) == []
+
+
+def test_hostile_numbers(tmp_path):
+    """Whatever numbers a stranger's metrics hold: values or Cohort's errors, and no warnings."""
+    rng = random.Random(0)
+    numbers = [
+        0,
+        -1,
+        3,
+        0.5,
+        -0.0,
+        1e-320,
+        9e99,
+        -9e99,
+        2**53,
+        1e17,
+        "NaN",
+        "1e999",
+        "null",
+        '"x"',
+        "true",
+        "[1]",
+        "10" * 70,
+    ]
+    names = ["reward/mean", "reward/std", "reward/within_group_std", "groups/sampled", "seconds/step", "updates"]
+    names += ["tokens_per_second", "updates_skipped", "time", KEY, "eval/reward/low", "eval/reward/high"]
+    for trial in range(12):
+        runs = []
+        for side in "ab":
+            lines = []
+            for step in sorted(rng.sample(range(2 ** rng.choice([3, 6, 52])), rng.randrange(1, 8))):
+                pairs = ", ".join(f'"{name}": {rng.choice(numbers)}' for name in names if rng.random() < 0.9)
+                lines.append(f'{{"step": {step}, {pairs}}}\n')
+            folder = tmp_path / f"{side}{trial}"
+            folder.mkdir()
+            (folder / "metrics.jsonl").write_text("".join(lines))
+            runs.append(RunHistory.read(folder))
+        groups = grouped(runs)
+        json.dumps([asdict(one) for one in verdicts(groups)], allow_nan=False)
+        for key, axis in itertools.product(["reward/mean", KEY], AXES):
+            drawn = [curve(run, key, axis, window) for run in runs for window in (1, 3)]
+            json.dumps([asdict(one) for one in [*drawn, over_seeds(drawn, "all")]], allow_nan=False)
+            if trial == 0 and axis == "tokens":
+                with suppress(CohortError):
+                    save(figure(runs, [key], Look(axis=axis, separate=True)), tmp_path / "a.png")

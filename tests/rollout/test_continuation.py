@@ -10,7 +10,7 @@ from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, Request, RNGKey, Sampling, Watch
 from cohort.rollout.generic import RecomputeBackend
 from cohort.types import FinishReason, Prompt
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 from tests.rollout import test_generic, test_lean
 from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_grammar import words
@@ -91,7 +91,10 @@ def with_histories_as_prompts(engine, turns, histories, positions, sampling):
 CASES = [(backend, False) for backend in BACKENDS] + [("lean", True), ("native", True), ("static", True)]
 
 
-@pytest.mark.parametrize(("backend", "rewrite"), CASES)
+TELLING = [("native", False), ("windows", False), ("refill", False), ("static", False), ("lean", True)]
+
+
+@pytest.mark.parametrize(("backend", "rewrite"), telling(CASES, *TELLING))
 def test_a_continued_trajectory_equals_one_whose_history_is_prefilled(backend, rewrite):
     sampling = Sampling(45, temperature=0.9, max_turn_length=6)
     replies = [GIVEN, GIVEN[:2], GIVEN * 3]
@@ -115,7 +118,7 @@ def test_a_continued_trajectory_equals_one_whose_history_is_prefilled(backend, r
     assert all(len(turns) == 4 for turns in played)
 
 
-@pytest.mark.parametrize("backend", ["lean", "native", "refill"])
+@pytest.mark.parametrize("backend", telling(["lean", "native", "refill"], "native", "refill"))
 def test_parked_trajectories_change_no_draw_of_the_others(backend):
     def others(engine):
         numbers = engine.submit(requests(Sampling(24), continues=False))

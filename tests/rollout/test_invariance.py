@@ -16,7 +16,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, round_up
 from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 from tests.rollout import test_generic, test_lean
 from tests.rollout.conftest import Way, cover, drawn_ids
 from tests.rollout.test_local_engine import LetterTokenizer
@@ -58,8 +58,11 @@ samplings = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("family", ["tiny", "gemma3", "mistral window, ratio 4", "gpt2", "phi3 window", "lfm2"])
-@settings(max_examples=8, deadline=None, derandomize=True)
+ALONE = ["tiny", "gemma3", "mistral window, ratio 4", "gpt2", "phi3 window", "lfm2"]
+
+
+@pytest.mark.parametrize("family", telling(ALONE, "tiny", "gemma3", "lfm2"))
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     texts=texts,
     own=st.lists(samplings, min_size=6, max_size=6),
@@ -171,7 +174,11 @@ def _all_at_once(name, precision, call, native):
     return completions(sized_engine(name, precision), prompts, samples, Sampling(length))
 
 
-@pytest.mark.parametrize(("name", "call"), cover(list(MODELS), list(CALLS)))
+SIZES = cover(list(MODELS), list(CALLS))
+TELLING = ("hidden 64", "9 heads of 3", "query-key norms, 6 heads of 2", "windows")  # with each of the calls
+
+
+@pytest.mark.parametrize(("name", "call"), telling(SIZES, *(case for case in SIZES if case[0] in TELLING)))
 def test_in_float32_the_number_of_rows_changes_no_bit(name, call, native):
     prompts, samples, length = CALLS[call]
     whole = all_at_once(name, FLOAT32, call)
@@ -182,7 +189,7 @@ def test_in_float32_the_number_of_rows_changes_no_bit(name, call, native):
             assert completion.sampler_logps.tolist() == whole[key].sampler_logps.tolist()
 
 
-@pytest.mark.parametrize("name", ["hidden 64", "9 heads of 3"])
+@pytest.mark.parametrize("name", telling(["hidden 64", "9 heads of 3"], "9 heads of 3"))
 @pytest.mark.parametrize("call", ["lengths from 1 to 60"])
 def test_in_float32_alone_is_as_beside_others(name, call, native):
     prompts, samples, length = CALLS[call]
@@ -194,7 +201,7 @@ def test_in_float32_alone_is_as_beside_others(name, call, native):
             assert completion.sampler_logps.tolist() == whole[key].sampler_logps.tolist()
 
 
-@pytest.mark.parametrize("name", ["hidden 256", "9 heads of 3", "14 heads of 2"])
+@pytest.mark.parametrize("name", telling(["hidden 256", "9 heads of 3", "14 heads of 2"], "9 heads of 3"))
 @pytest.mark.parametrize("call", ["lengths from 1 to 60"])
 def test_in_bfloat16_the_number_of_rows_changes_no_bit(name, call, native):
     prompts, samples, length = CALLS[call]
@@ -205,7 +212,7 @@ def test_in_bfloat16_the_number_of_rows_changes_no_bit(name, call, native):
         assert [c.sampler_logps.tolist() for c in other.values()] == [c.sampler_logps.tolist() for c in whole.values()]
 
 
-@pytest.mark.parametrize("call", ["odd groups", "lengths from 1 to 60"])
+@pytest.mark.parametrize("call", telling(["odd groups", "lengths from 1 to 60"], "odd groups"))
 def test_in_float32_heads_too_small_for_it_keep_the_tokens(call):
     """Products of fewer than 400 multiplications are done by other code: rounding depends on the padding."""
     prompts, samples, length = CALLS[call]

@@ -22,7 +22,7 @@ from cohort.rollout import LocalEngine, RNGKey, RowSettings, Sampling, draw_toke
 from cohort.rollout.sampling import BLOCK, invert, keep_min_p, keep_top_k, keep_top_p, support_of
 from cohort.rollout.trajectory import joined_support
 from cohort.types import FinishReason
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 from tests.policy.test_support import outside
 from tests.rollout.conftest import cover, drawn_ids
 from tests.rollout.test_grammar import words
@@ -497,7 +497,10 @@ def text_of(completion):
     return tuple(segment.token_ids.tolist())
 
 
-@pytest.mark.parametrize("name", THROUGH)
+OFTEN = ("plain", "top-p", "all", "min length and top-k", "forced and penalty", "regex and top-k", "regex and forced")
+
+
+@pytest.mark.parametrize("name", telling(THROUGH, *OFTEN))
 def test_completions_are_as_frequent_as_they_should_be_and_carry_their_probabilities(small, name):
     sampling = Sampling(LENGTH, **THROUGH[name])
     engine = LocalEngine(small, WORDS, (1, 2), max_batch_size=1500)

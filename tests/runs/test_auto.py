@@ -6,7 +6,9 @@ import pytest
 
 from cohort.cli import main
 from cohort.config import GRPOConfig, to_toml
-from cohort.runs import RunFolder, find_run
+from cohort.errors import RunFolderError
+from cohort.runs import Beginning, RunFolder, Start, find_run
+from cohort.runs.anew import clear
 from tests.conftest import DEMO_MODEL
 
 
@@ -44,6 +46,13 @@ def test_auto_starts_continues_and_ends(command, tmp_path, capsys):
     assert main([*command, "--run.max_steps", "3"]) == 0
     assert steps_of(tmp_path) == [1, 2, 3]
     assert "resuming" in capsys.readouterr().out
+    # The last checkpoint of a complete run is damaged: its steps are repeated from the one before.
+    saved = tmp_path / "out" / "checkpoints" / "step-3" / "model.safetensors"
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert main(["resume", str(tmp_path / "out")]) == 0
+    assert saved.read_bytes() == whole
+    assert main(["verify", str(tmp_path / "out")]) == 0
     # Stopped in the middle of the extension: the summary of the shorter run is not taken for the end.
     (tmp_path / "stop").touch()
     assert main([*command, "--run.max_steps", "4"]) == 130
@@ -76,12 +85,28 @@ def test_auto_leaves_other_folders_alone(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stopped_early", [True, False])
-def test_another_patience_lets_a_run_that_stopped_early_go_on(tmp_path, stopped_early):
+def test_another_patience_lets_a_run_that_stopped_early_go_on(tmp_path, monkeypatch, stopped_early):
     settings = {"output_dir": str(tmp_path), "metric_for_best_model": "eval/reward/mean"}
     folder, saved = RunFolder(tmp_path), GRPOConfig(**settings, early_stopping_patience=2)
     (tmp_path / "config.toml").write_text(to_toml(saved))
     (tmp_path / "summary.json").write_text(json.dumps({"stopped_early": stopped_early}))
     (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
-    assert find_run(folder, saved, "auto") is None
-    assert find_run(folder, GRPOConfig(**settings), "auto") is (True if stopped_early else None)
+    monkeypatch.setattr("cohort.runs.folder.check_checkpoint", lambda path: None)
+    assert find_run(folder, saved, "auto") is Beginning.COMPLETE
+    expected = Beginning.RESUMED if stopped_early else Beginning.COMPLETE
+    assert find_run(folder, GRPOConfig(**settings), "auto") is expected
     folder.close()
+
+
+def test_a_run_whose_checkpoints_were_removed(tmp_path, caplog):
+    """It had one if a process went on from it. Else its steps are named that are made again."""
+    (tmp_path / "config.toml").write_text(to_toml(GRPOConfig(output_dir=str(tmp_path))))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)))
+    starts = [json.dumps(Start().line(step, 9, {})) for step in (0, 2, 0)]
+    (tmp_path / "starts.jsonl").write_text("\n".join(starts) + '\n{"step"')
+    with pytest.raises(RunFolderError, match=r"no checkpoint to go on from.*starts.jsonl \(it went on from step 2\)"):
+        clear(tmp_path)
+    (tmp_path / "starts.jsonl").write_text(starts[0] + "\n")
+    clear(tmp_path)
+    assert "has metrics up to step 3 and no checkpoint: the run starts again at step 1" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]

@@ -114,11 +114,19 @@ def test_a_model_to_compare_with_has_not_the_rights_of_the_run(tmp_path, monkeyp
     remember(GRPOConfig(**REMOTE), mine := stranger(tmp_path / "mine", **REMOTE))
     stranger(tmp_path / "theirs")
     (mine / "best").mkdir()
+    (mine / "downloaded").mkdir()
     flags = {"data": ("rows.jsonl",), "reward": ("math",)}
     for overrides, allowed in (((), False), (("--model.trust_remote_code", "true"), True)):
         request = Request(model="mine", against="theirs", overrides=overrides, **flags)
         settings = request.settings()
-        for name, expected in {"theirs": allowed, "org/other": allowed, "mine": True, "mine/best": True}.items():
+        expected_of = {
+            "theirs": allowed,
+            "org/other": allowed,
+            "mine/downloaded": allowed,
+            "mine": True,
+            "mine/best": True,
+        }
+        for name, expected in expected_of.items():
             assert request.settings_for(name, settings).model.trust_remote_code is expected
     monkeypatch.chdir(mine)
     assert run_of(Path("org/other")) is None  # a hub id is not a folder in the run

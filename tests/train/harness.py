@@ -75,6 +75,11 @@ def rows_of(folder, step=1):
     return pyarrow.parquet.read_table(folder / "rollouts" / f"step-{step}.parquet").to_pylist()
 
 
+def untimed_rows_of(folder, step=1):
+    """The completions of a step, without what depends on the clock."""
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows_of(folder, step)]
+
+
 def checkpoints_of(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 

@@ -38,17 +38,17 @@ def flat(lists):
 
 
 def test_the_last_step_of_the_epochs_uses_the_prompts_that_are_left(demo_tokenizer, tmp_path):
-    # 20 rows, 2 epochs, 16 per step: 16, 16 and 8. The second step spans both epochs; the last one has fewer prompts
-    # than minibatches.
-    settings = {"prompts_per_step": 16, "num_epochs": 2, "minibatches": 16, "num_generations": 2}
+    # 5 rows, 2 epochs, 4 per step: 4, 4 and 2. The second step spans both epochs; the last one has fewer prompts than
+    # minibatches.
+    settings = {"prompts_per_step": 4, "num_epochs": 2, "minibatches": 4, "num_generations": 2, "rows": ROWS[:5]}
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_completion_length=2, **settings)
-    assert "2 epochs = 3 rollouts = 40 updates, the last of 8 prompts" in trainer.describe()
+    assert "2 epochs = 3 rollouts = 10 updates, the last of 2 prompts" in trainer.describe()
     summary = trainer.train()
     rows = prompts_of_steps(tmp_path / "run")
-    assert [len(step) for step in rows] == [16, 16, 8]
-    assert sorted(flat(rows)[:20]) == sorted(flat(rows)[20:]) == list(range(20))
-    assert (summary["steps"], summary["completions"]) == (3, 80)
-    assert [line["updates"] for line in metrics_of(tmp_path / "run")] == [16, 16, 8]
+    assert [len(step) for step in rows] == [4, 4, 2]
+    assert sorted(flat(rows)[:5]) == sorted(flat(rows)[5:]) == list(range(5))
+    assert (summary["steps"], summary["completions"]) == (3, 20)
+    assert [line["updates"] for line in metrics_of(tmp_path / "run")] == [4, 4, 2]
 
 
 def test_a_last_step_of_one_completion(demo_tokenizer, tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from cohort.errors import NonFiniteError, Stopped
 from cohort.objective import PRESETS
+from cohort.report.rollouts import StoredStep
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
 from cohort.train.check import check_sampler_gap
 from tests.conftest import tiny_llama
@@ -98,6 +99,10 @@ def test_a_run_goes_on_after_one(tmp_path, demo_tokenizer, monkeypatch):
     assert trainer.policy.version == 2
     assert "entropy" not in metrics[1]
     assert [path.name for path in (tmp_path / "run/nonfinite").iterdir()] == ["step-2-1.parquet"]
+    step = StoredStep.read(tmp_path / "run/rollouts/step-2.parquet")
+    assert step.facts["updates"] == [{"minibatch": 0, "skipped": True}]
+    assert (set(step.values("minibatch")), set(step.values("update"))) == ({0}, {None})
+    assert step.values("logps") == step.values("no_gradient") == [None] * len(step)
 
 
 def test_updates_in_a_row_are_counted_across_a_stop(tmp_path, demo_tokenizer, monkeypatch):

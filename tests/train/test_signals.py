@@ -1,10 +1,8 @@
 """Signals to a process that trains, and ``cohort save``."""
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import CancelledError
@@ -19,8 +17,9 @@ from cohort.launch import rank
 from cohort.train import signals
 from cohort.train.requests import Requests
 from cohort.train.signals import obeying_signals
+from tests import warm
 from tests.conftest import DEMO_MODEL
-from tests.launch.test_processes import SOURCE, wait_for
+from tests.launch.test_processes import wait_for
 from tests.train.harness import metrics_of, untimed_metrics_of
 
 SLOW_REWARD = """
@@ -68,17 +67,8 @@ def _no_process_is_left():
 
 
 def begin(folder, *arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cohort", *arguments],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    started.append(process)
-    return process
+    started.append(warm.begin(*arguments, folder=folder))
+    return started[-1]
 
 
 def steps_of(folder):

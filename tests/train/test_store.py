@@ -148,6 +148,17 @@ def test_causes_of_tokens_and_of_updates(demo_tokenizer, tmp_path):
     assert same_coefficients(step, rows)
 
 
+def test_a_kl_over_the_vocabulary_has_no_coefficient_of_drawn_tokens(demo_tokenizer, tmp_path):
+    """The update computes the reference's log-probs itself."""
+    full = {"beta": 0.05, "kl": {"estimator": "full"}, "minibatches": 2, "max_steps": 1}
+    make_trainer(demo_tokenizer, tmp_path / "run", **full).train()
+    step = stored(tmp_path / "run")
+    assert "kl_coefficient" not in step.names
+    first = [row for row, index in enumerate(step.values("minibatch")) if index == 0]
+    torch.testing.assert_close(flat(step, "ref_logps", first), flat(step, "logps", first), rtol=0, atol=1e-5)  # float32
+    assert (flat(step, "ref_logps") - flat(step, "logps")).abs().max() > 1e-3  # the second update's
+
+
 def has_a_three(completions, **_):
     return [float("3" in text) for text in completions]
 

@@ -13,7 +13,8 @@ SHOWN = 12
 @app.command(
     sort_key=12,
     usage="Usage: cohort diff RUN_A RUN_B",
-    help_epilogue="The exit code is 0 if all that both runs have is equal, 1 if not. Times are not compared.",
+    help_epilogue="The exit code is 0 if all that both runs have is equal, even if one is longer, and 1 if not. Times "
+    "are not compared.",
 )
 def diff(run_a: str, run_b: str, /) -> int:
     """Find the first step and the first quantity in which two runs part, bit by bit.

@@ -11,9 +11,24 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import diff, doctor, explain, models, replay, resuming, saving, training, verify, watch  # noqa: F401  (commands)
+from cohort.cli import (  # noqa: F401  (commands)
+    diagnose,
+    diff,
+    doctor,
+    explain,
+    models,
+    plot,
+    replay,
+    report,
+    resuming,
+    saving,
+    track,
+    training,
+    verify,
+    watch,
+)
 from cohort.cli.app import app
-from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped
+from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped, TrackerError
 from cohort.watchdog import dumps_on_quit, save_signal_ignored
 
 PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
@@ -43,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CohortError, CycloptsError, OSError) as error:
         if not _told_by_rank_0(error):
             print(f"cohort: error: {error}", file=sys.stderr)
-        # A full disk, a missing folder or a rank that has died is not a user error.
-        return 1 if isinstance(error, OSError | RankError | StepError) else 2
+        # A full disk, a missing folder, a rank that has died or a server without an answer is not a user error.
+        return 1 if isinstance(error, OSError | RankError | StepError | TrackerError) else 2
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"cohort: {stopped}", file=sys.stderr)

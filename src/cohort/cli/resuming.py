@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,14 +48,13 @@ def resume(
     given = {"data.train": "train_dataset", "data.eval": "eval_dataset", "reward.functions": "reward_funcs"}
     given |= {"environment.tools": "tools", "environment.factory": "environment_factory", "model.path": "model"}
     missing = {name: what for name, what in start.missing.items() if name not in {given.get(key) for key in names}}
-    from_checkpoint = {"processing_class", *([] if settings.model.lora.wanted else ["model"])}
-    if not folder.checkpoint_steps():
-        from_checkpoint = set()
-    if unknown := [f"{name} ({what})" for name, what in missing.items() if name not in from_checkpoint]:
+    has_checkpoint, adapters = bool(folder.checkpoint_steps()), settings.model.lora.wanted
+    if needed := replace(start, missing=missing).needed(adapters=adapters) if has_checkpoint else missing:
         names_of = {name: setting for setting, name in given.items()}
-        flags = [f"--{names_of[name]} NAME" for name in missing if name in names_of and name not in from_checkpoint]
+        flags = [f"--{names_of[name]} NAME" for name in needed if name in names_of]
+        unknown = ", ".join(f"{name} ({what})" for name, what in needed.items())
         raise RunFolderError(
-            f"{folder.path} was begun in Python, and its folder does not name {', '.join(unknown)}. Run its script "
+            f"{folder.path} was begun in Python, and its folder does not name {unknown}. Run its script "
             f"again, with train(resume='auto')" + (f"; or name them: {' '.join(flags)}" if flags else "")
         )
     working_folder = Path.cwd()

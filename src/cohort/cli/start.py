@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cohort.cli.app import STARTED
+from cohort.cli.pipe import output_outlasted
 from cohort.errors import Stopped
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
-    from cohort.runs import Resume, RunFolder, Start
+    from cohort.runs import Resume, Start
     from cohort.trainer import GRPOTrainer
 
 TRUST = Annotated[str | None, Parameter(metavar="RUN")]
 ALLOW_CHANGED = Annotated[Sequence[str], Parameter(name="--allow-changed", metavar="KEY")]
 
 
+@output_outlasted()
 def run_training(
     settings: GRPOConfig,
     resume: Resume,
@@ -38,26 +40,25 @@ def run_training(
         missing: what a run that was begun in Python has no name for.
     """
     from cohort.parallel import World, on_main
-    from cohort.runs import Start, find_run
-    from cohort.runs.output import closed_on_error, output_folder
+    from cohort.runs import Beginning, Start
+    from cohort.runs.output import closed_on_error, find_folder
 
     world = World.of_environment(timeout=settings.parallel.rank_timeout)
-    folder = output_folder(settings, world, resume=bool(resume))
+    folder, beginning = find_folder(settings, world, resume, allow_changed)
+    if beginning is Beginning.COMPLETE:
+        print(f"{settings.run.output_dir} is complete")
+        return
     with closed_on_error(folder):
-        goes_on = on_main(world, lambda: find_run(folder, settings, resume, allow_changed))
-        if goes_on is None:
-            print(f"{settings.run.output_dir} is complete")
-            return
         start = Start(overrides=overrides, missing=missing or {})
         checkpoint = None
-        if goes_on:
+        if beginning is Beginning.RESUMED:
             checkpoint = folder.checkpoint(on_main(world, partial(folder.check_resumable, settings, allow_changed)))
-        trainer = _trainer(settings, start, folder, checkpoint)
+        trainer = _trainer(settings, start, checkpoint)
+        trainer.began_as(start, settings, folder, beginning)
     trainer.started = STARTED
     try:
         summary = trainer.train(resume=resume, allow_changed=allow_changed)
-    except Stopped as stopped:
-        stopped.text += f"; continue with cohort resume {trainer.summary['output_dir']}"
+    except Stopped:
         trainer.world.close()
         raise
     except KeyboardInterrupt as interrupt:
@@ -66,8 +67,8 @@ def run_training(
     trainer.world.close()
     if settings.report.progress and trainer.world.is_main:
         print(
-            f"done: {summary['updates']} updates on {summary['completions']:,} completions in "
-            f"{summary['seconds']:.0f} s; run folder: {summary['output_dir']}"
+            f"done: {summary['updates']} updates on {summary['completions']:,} completions; {summary['seconds']:.0f} s"
+            f"{' since it was resumed' if checkpoint else ''}; run folder: {summary['output_dir']}"
         )
         if not summary["updates"]:
             from cohort.report.diagnosis import why_no_gradient
@@ -75,13 +76,12 @@ def run_training(
             print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
 
 
-def _trainer(config: GRPOConfig, started_by: Start, folder: RunFolder, checkpoint: Path | None) -> GRPOTrainer:
+def _trainer(config: GRPOConfig, started_by: Start, checkpoint: Path | None) -> GRPOTrainer:
     """The trainer of settings that name model, data and rewards.
 
     Args:
         config: the settings.
         started_by: how the process was started. What a resumed run has no name for is read from its checkpoint.
-        folder: the run folder, which is checked.
         checkpoint: that of a run that goes on.
 
     Raises:
@@ -95,9 +95,7 @@ def _trainer(config: GRPOConfig, started_by: Start, folder: RunFolder, checkpoin
         model = checkpoint if "model" in started_by.missing else None
         if "processing_class" in started_by.missing:
             tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=config.model.trust_remote_code)
-    trainer = GRPOTrainer(model, args=config, processing_class=tokenizer)
-    trainer.began_as(started_by, config, folder)
-    return trainer
+    return GRPOTrainer(model, args=config, processing_class=tokenizer)
 
 
 def _state_after_interrupt(trainer: GRPOTrainer) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from cohort.config.section import (
     subsection,
     suggestion,
 )
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
 
@@ -250,9 +249,8 @@ def _check_sections(table: Mapping[str, Any]) -> None:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name} is a section: expected a table [{name}], got {name} = {value!r}")
         elif isinstance(value, Mapping):
-            close = difflib.get_close_matches(name, sections, n=1)
-            hint = f"did you mean [{close[0]}]?" if close else f"sections are {', '.join(sections)}"
-            raise ConfigError(f"unknown section [{name}]; {hint}")
+            hint = did_you_mean(name, sections, form="[{}]") or f"; sections are {', '.join(sections)}"
+            raise ConfigError(f"unknown section [{name}]{hint}")
         else:
             raise ConfigError(f"setting {name} is outside a section{suggestion(name, GRPOConfig)}")
 

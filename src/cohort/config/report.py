@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
-from cohort.config.section import Count, PositiveInt, Section, Share, Strings
+from cohort.config.section import Count, PositiveFloat, PositiveInt, Section, Share, Strings
 
 Factor = Annotated[float, Field(gt=1)]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
 
 
 class ThresholdsConfig(Section):
@@ -21,6 +22,30 @@ class ThresholdsConfig(Section):
     """Share of completions cut at the length limit."""
     failed_rewards: Share = 0.01
     """Share of completions that a reward function failed on."""
+    distinct: Share = 0.25
+    """Different completions of a prompt over all of them; below it they are duplicates."""
+    repetition: Share = 0.5
+    """Share of spans of 4 tokens that a completion has said before."""
+    length_change: Factor = 1.5
+    """Factor by which lengths may grow or shrink without a gain in reward."""
+    drowned: Share = 0.1
+    """Spread of a reward function within groups over that of the one that varies most."""
+    entropy_fall: Factor = 3.0
+    """Factor by which entropy may fall while prompts are left to learn."""
+    entropy_rise: Factor = 2.0
+    """Factor by which entropy may rise without a gain in reward."""
+    update_kl_low: PositiveFloat = 1e-8
+    """Size of a step, in nats per token, below which the learning rate is too low."""
+    update_kl_high: PositiveFloat = 0.05
+    """Size of a step, in nats per token, above which the learning rate is too high."""
+    kl_per_step: PositiveFloat = 0.1
+    """Growth of the KL to the reference in a step, in nats per token."""
+    clipped: Share = 0.4
+    """Share of tokens that the trust region silences, of those that could have a gradient."""
+    gradient_tokens: PositiveFloat = 10.0
+    """Effective number of tokens that the gradient comes from."""
+    sampler_gap: PositiveFloat = 0.05
+    """Mean difference between the log-probs of sampler and trainer, in nats per token."""
 
 
 class ReportConfig(Section):
@@ -35,6 +60,12 @@ class ReportConfig(Section):
     """Write the completions of every this many steps."""
     store_groups: Count = 0
     """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
+    trackers: Annotated[tuple[Tracker, ...], Strict(False)] = ()
+    """Experiment trackers that the run is sent to, as in ["tensorboard", "wandb"]: tensorboard, wandb, mlflow, trackio,
+    swanlab, comet (docs/trackers.md)."""
+    tracker_project: str | None = None
+    """The project or experiment of the trackers. Default: what the tracker's own variable says, such as WANDB_PROJECT,
+    else "cohort"."""
     skip_checks: Strings = ()
     """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (docs/doctor.md), and in
     the diagnosis of a run (docs/diagnosis.md)."""

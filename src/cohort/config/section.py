@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 
 MAX_TEXT = 2**24
 """Maximum size in bytes of a file of settings, a chat template or a JSON schema."""
@@ -132,8 +132,8 @@ def suggestion(name: str, schema: type[BaseModel], prefix: str = "") -> str:
         return f": {foreign_names()[key]}"
     if key in paths:  # the right name in the wrong section, or in none
         return f"; did you mean {prefix}{paths[key]}?"
-    if close := difflib.get_close_matches(name, paths.values(), n=1, cutoff=0.75):
-        return f"; did you mean {prefix}{close[0]}?"
+    if hint := did_you_mean(name, paths.values(), form=f"{prefix}{{}}", cutoff=0.75):
+        return hint
     if close := difflib.get_close_matches(key, paths, n=1):
         return f"; did you mean {prefix}{paths[close[0]]}?"
     return "; 'cohort config' lists all settings"

@@ -28,7 +28,7 @@ ROWS, LOOKED_AT = 4, 64
 """Rows that are tried, chosen with different answers from the first ones."""
 REFUSAL = "I do not know."
 FORMS: Mapping[str, Callable[[str, str], str]] = {
-    "as in the data": lambda whole, _: whole,
+    "ANSWER": lambda whole, _: whole,
     "#### ANSWER": lambda _, final: f"#### {final}",
     r"\boxed{ANSWER}": lambda _, final: rf"\boxed{{{final}}}",
     "The answer is ANSWER.": lambda _, final: f"The answer is {final}.",
@@ -78,15 +78,17 @@ def check_answers(told: Sequence[Told], untried: Mapping[str, str]) -> list[Find
             )
         elif one.told * 2 < one.rows and one.named:
             check.warn(
-                f"reward function {one.function} cannot tell right answers (column {one.column!r}) from wrong ones: "
-                f"{one.told} of {one.rows} rows, {scores}, in any of {len(FORMS)} forms",
-                f"call {one.function} on an answer that must get the full reward, written as it expects it, and look "
-                f"at column {one.column!r}",
+                f"reward function {one.function} gives a right answer (column {one.column!r}) more than wrong ones on "
+                f"only {one.told} of {one.rows} rows ({scores}), in whichever of {len(FORMS)} forms it is written",
+                f"call {one.function} with an answer that must get the full reward, written as the function expects "
+                f"it, and look at column {one.column!r}",
             )
     words = [
-        f"{one.function} gives right answers {_shown(one.right)} and wrong ones {_shown(one.wrong)} ({one.form})"
+        f"{one.function} gives right answers {_shown(one.right)} and wrong ones {_shown(one.wrong)}, written as "
+        f"{one.form!r}"
         if one.told * 2 >= one.rows
-        else f"{one.function} was tried on column {one.column!r}, which may not hold answers"
+        else f"{one.function} scores the values of column {one.column!r} like others; whether they are its answers is "
+        "not known"
         for one in told
     ]
     words += [f"{name} was not tried: {why}" for name, why in untried.items()]

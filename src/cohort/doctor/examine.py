@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 
 from cohort.doctor import known
 from cohort.doctor.agreement import check_reference, check_sampler
@@ -14,7 +13,7 @@ from cohort.doctor.known import CHECKS, Run, Trainer
 from cohort.doctor.predict import costs_of
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
 from cohort.doctor.trial import Trial, try_run
-from cohort.errors import CohortError, ConfigError
+from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.presets.parts import DynamicSampling
 from cohort.report import diagnosis
 from cohort.runs.output import output_folder
@@ -45,9 +44,7 @@ def check_names(names: Sequence[str]) -> None:
     known = (*NAMES, *diagnosis.NAMES)
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, 1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ConfigError(f"there is no check {name!r}{hint}; there are: {', '.join(known)}")
+            raise ConfigError(f"there is no check {name!r}; there are: {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def refused(error: Exception) -> Finding:
@@ -138,13 +135,14 @@ def _of_trial(run: Run, trial: Trial) -> Mapping[str, list[Finding]]:
     cut = sum(one.finish_reason is FinishReason.LENGTH for one in completions)
     limit = config.rollout.max_completion_length
     dead = signal[0].numbers.get("dead_share") or 0.0
+    no_signal = any(one.status is Status.FAIL for one in signal)
     found = {
         "sampler": check_sampler(trial.sampler_gap, MAX_SAMPLER_GAP, precision, CACHED if shared else SERVED),
         "reference": check_reference(trial.reference_gap, precision),
         "signal": signal,
         "rewards": check_rewards(dict(zip(scores.names, scores.by_function_SK.T.tolist(), strict=True)), weights),
         "duplicates": check_distinct(distinct, size),
-        "cut": check_cut(cut, len(completions), limit, masked=objective.truncated == "mask"),
+        "cut": check_cut(cut, len(completions), limit, masked=objective.truncated == "mask", no_signal=no_signal),
     }
     time, disk = costs_of(run, trial, rounds_expected(1 - dead, rounds))
     return found | {"time": check_time(time, len(trial.rollout.sampled)), "disk": check_disk(disk)}

@@ -19,6 +19,7 @@ from cohort.doctor.prompts import check_columns, check_ends, check_lengths, chec
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
 from cohort.environments import Acting
 from cohort.errors import RunFolderError
+from cohort.lock import is_written
 from cohort.parallel import World
 from cohort.policy import context_length, has_adapters
 from cohort.report.console.describe import describe_prompt
@@ -237,11 +238,26 @@ def folder(run: Run) -> list[Finding]:
     try:
         RunFolder(path).check_free()
     except RunFolderError as error:
+        if _can_go_on(path):
+            check.warn(
+                f"{path} holds a run already, which 'cohort train' does not write over",
+                f"go on with it: 'cohort resume {path}', or --resume auto; or choose another run.output_dir",
+            )
+            return check.findings("")
         check.fail(str(error), "choose another run.output_dir, or go on with the run that is there")
         return check.findings("")
     if not os.access(existing_parent(path), os.W_OK):
         check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
+
+
+def _can_go_on(path: Path) -> bool:
+    """Whether a folder holds a run that no process writes."""
+    try:
+        RunFolder(path).check_is_run()
+    except RunFolderError:
+        return False
+    return not is_written(path)
 
 
 def existing_parent(path: Path) -> Path:

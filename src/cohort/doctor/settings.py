@@ -10,8 +10,8 @@ COLD, FROZEN = 0.3, 0.02
 """Temperatures below which completions of a group are mostly, or always, the same."""
 ADAPTER_RATE = 3e-6
 """Adapters need about ten times the learning rate of all weights, for which the default (1e-6) is made."""
-HIGH_RATE, LARGE = 1e-4, 10**8
-"""A learning rate that destroys most models with at least this many trained parameters."""
+HIGH_RATES = ((10**8, 1e-4), (10**6, 1e-3), (0, 1e-2))
+"""Numbers of trained parameters, and the learning rate above which most models with at least so many are destroyed."""
 
 
 def check_schedule(schedule: Schedule) -> list[Finding]:
@@ -80,10 +80,11 @@ def check_optimizer(config: GRPOConfig, updates: int, trained: int) -> list[Find
             "as much",
             "set optim.learning_rate to 1e-5 or more",
         )
-    elif not config.model.lora.wanted and trained >= LARGE and optim.learning_rate > HIGH_RATE:
+    elif not config.model.lora.wanted and optim.learning_rate > (highest := _highest_rate(trained)):
+        usual = ", and reinforcement learning of all weights uses 1e-6 to 1e-5" if highest == HIGH_RATES[0][1] else ""
         check.warn(
-            f"optim.learning_rate is {optim.learning_rate:g} for {trained:,} trained parameters: reinforcement "
-            "learning of all weights uses 1e-6 to 1e-5, and more destroys most models",
+            f"optim.learning_rate is {optim.learning_rate:g} for {trained:,} trained parameters: more than {highest:g} "
+            f"destroys most models of this size{usual}",
             "lower optim.learning_rate",
         )
     if optim.warmup_steps >= updates:
@@ -94,3 +95,8 @@ def check_optimizer(config: GRPOConfig, updates: int, trained: int) -> list[Find
         )
     rate = f"{optim.optimizer}, learning rate {optim.learning_rate:g}"
     return check.findings(f"{rate} ({optim.lr_scheduler_type}); {trained:,} trained parameters")
+
+
+def _highest_rate(trained: int) -> float:
+    """The learning rate above which most models with so many trained parameters are destroyed."""
+    return next(rate for count, rate in HIGH_RATES if trained >= count)

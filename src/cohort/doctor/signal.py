@@ -124,7 +124,7 @@ def check_distinct(distinct_P: Sequence[int], size: int) -> list[Finding]:
     return check.findings(found)
 
 
-def check_cut(cut: int, completions: int, limit: int, *, masked: bool) -> list[Finding]:
+def check_cut(cut: int, completions: int, limit: int, *, masked: bool, no_signal: bool = False) -> list[Finding]:
     """The completions that the length limit cut.
 
     Args:
@@ -132,6 +132,7 @@ def check_cut(cut: int, completions: int, limit: int, *, masked: bool) -> list[F
         completions: of how many.
         limit: ``rollout.max_completion_length``.
         masked: whether the objective leaves cut completions out.
+        no_signal: whether the check ``signal`` has failed: then completions that are too short may be why.
     """
     share = cut / completions
     check = Check("cut", {"cut_share": share})
@@ -139,6 +140,8 @@ def check_cut(cut: int, completions: int, limit: int, *, masked: bool) -> list[F
     advice = "raise rollout.max_completion_length; see the check 'ends' if completions should have ended"
     if share >= ALL_CUT and masked:
         check.fail(f"{found}, and objective.truncated 'mask' leaves them out: almost nothing is trained on", advice)
+    elif share >= ALL_CUT and no_signal:
+        check.fail(f"{found}, and their rewards do not differ: they end before an answer", advice)
     elif share >= MANY_CUT:
         check.warn(found, advice)
     return check.findings(found)

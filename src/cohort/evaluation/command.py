@@ -160,12 +160,15 @@ def _sets(given: Sequence[str]) -> str | None:
 
 
 def run_of(model: Path) -> Path | None:
-    """The run's folder, from that folder or one of its models: a checkpoint, ``best/`` or ``merged/``."""
+    """The run's folder, from that folder or one of its models: a checkpoint, ``best/`` or ``merged/``. Another model
+    that lies in the folder is not the run's: it may be a stranger's."""
     if not model.is_dir():  # a hub id, which the working directory has nothing to do with
         return None
     for folder in (model, model.parent, model.parent.parent):
         if (folder / "config.toml").is_file() and (folder / "objective.txt").is_file():
-            return folder
+            within = model.relative_to(folder).parts
+            of_run = within in ((), ("best",), ("merged",)) or within[:1] == ("checkpoints",)
+            return folder if of_run else None
     return None
 
 

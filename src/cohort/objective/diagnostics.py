@@ -132,6 +132,7 @@ def _gradient_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
     return {
         "policy_l1": _sum(policy_N.abs()),
         "kl_l1": _sum(kl_N.abs()),
+        "policy_sizes": _sum(policy_N.abs() * energy_N.sqrt()),
         "policy_energy": _sum(policy_N**2 * energy_N),
         "kl_energy": _sum(kl_N**2 * energy_N),
         "cross_energy": _sum(policy_N * kl_N * energy_N),

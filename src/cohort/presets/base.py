@@ -7,7 +7,6 @@ class. A part without numbers is a word of ``words.WORDS``.
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
@@ -16,7 +15,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 
 Bound = Annotated[float, Field(ge=0)]
 """A bound on a ratio, or a threshold; infinity is no bound."""
@@ -116,14 +115,14 @@ def _sentence(item: ErrorDetails, kind: type[BaseModel], name: str) -> str:
             known = [key for key in kind.model_fields if key != "rule"]
             rule = kind.model_fields["rule"].default if "rule" in kind.model_fields else "an objective"
             numbers = f"; {rule} has {', '.join(known) or 'no numbers'}"
-            return f"unknown setting {name}{nearest(item['loc'][-1], known) or numbers}"
+            return f"unknown setting {name}{did_you_mean(item['loc'][-1], known) or numbers}"
         case "value_error":  # a check of several settings names them itself
             return f"{name}: {context['error']}" if item["loc"] else str(context["error"])
         case "greater_than" | "greater_than_equal" | "less_than_equal":
             return f"{name}: expected {_range(kind, name.rpartition('.')[2])}, got {got!r}"
         case known_type if known_type in expected:
             words = [word.strip("'") for word in str(context.get("expected", "")).replace(" or ", ", ").split(", ")]
-            hint = nearest(got, words) if known_type == "literal_error" else ""
+            hint = did_you_mean(got, words) if known_type == "literal_error" else ""
             return f"{name}: expected {expected[known_type]}, got {got!r}{hint}"
     return f"{name}: {item['msg'][0].lower()}{item['msg'][1:]}, got {got!r}"
 
@@ -145,7 +144,7 @@ def one_of(words: Iterable[str]) -> BeforeValidator:
     def check(value: object) -> object:
         if value in known:
             return value
-        raise ConfigError(f"expected one of {', '.join(known)}, got {value!r}{nearest(value, known)}")
+        raise ConfigError(f"expected one of {', '.join(known)}, got {value!r}{did_you_mean(value, known)}")
 
     return BeforeValidator(check)
 
@@ -155,12 +154,6 @@ def kinds(annotation: object) -> dict[str, type[Part]]:
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return {annotation.model_fields["rule"].default: annotation}
     return {rule: kind for inner in typing.get_args(annotation) for rule, kind in kinds(inner).items()}
-
-
-def nearest(word: object, words: Iterable[str]) -> str:
-    """The most similar word, as a question that ends an error message; empty if none is similar."""
-    close = difflib.get_close_matches(str(word), list(words), n=1) if isinstance(word, str) else []
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def require(condition: bool, message: str) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, Strict
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 from cohort.presets import parts
-from cohort.presets.base import Checked, PositiveInt, Weight, kinds, nearest, one_of, require
+from cohort.presets.base import Checked, PositiveInt, Weight, kinds, one_of, require
 from cohort.presets.settings import SHORTHANDS, merged
 from cohort.presets.trust_regions import TrustRegion
 from cohort.presets.words import WORDS
@@ -26,7 +26,7 @@ def _check_baseline(value: object) -> object:
     elif not isinstance(value, str) or (value not in WORDS["baseline"] and ":" not in value):
         raise ConfigError(
             f"expected one of {', '.join(WORDS['baseline'])}, a number, or a function as file.py:function, "
-            f"got {value!r}{nearest(value, WORDS['baseline'])}"
+            f"got {value!r}{did_you_mean(value, WORDS['baseline'])}"
         )
     return value
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cohort.errors import ConfigError
-from cohort.presets.base import Part, kinds, nearest, require
+from cohort.errors import ConfigError, did_you_mean
+from cohort.presets.base import Part, kinds, require
 from cohort.presets.parts import KL
 from cohort.presets.trust_regions import FIPO, PPOClip
 
@@ -33,7 +33,7 @@ def merged(objective: BaseModel, current: Mapping[str, object], given: Mapping[s
     """
     given = _with_epsilon(current, _with_beta(_with_whole_kl(given)))
     for name in given:
-        require(name in current, f"unknown objective setting {name!r}{nearest(name, (*current, *SHORTHANDS))}")
+        require(name in current, f"unknown objective setting {name!r}{did_you_mean(name, (*current, *SHORTHANDS))}")
     fields = type(objective).model_fields
     return {
         name: _completed(name, value, kinds(fields[name].annotation), current[name]) for name, value in given.items()
@@ -147,7 +147,7 @@ def _completed(name: str, value: Any, rules: Mapping[str, type[Part]], current: 
         hint = KL_ESTIMATORS if name == "kl" and str(rule).startswith(("k1", "k2", "k3", "low_var")) else ""
         raise ConfigError(f"{name}: expected a table of its numbers ({listed}), got {value!r}{hint}")
     if rule not in rules:
-        raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {rule!r}{nearest(rule, rules)}")
+        raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {rule!r}{did_you_mean(rule, rules)}")
     if isinstance(current, KL):
         numbers = dict(_with_implied(numbers, current))
     unchanged = current.numbers() if isinstance(current, Part) and current.rule == rule else {}

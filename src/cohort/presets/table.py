@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 from cohort.presets.objective import Objective
 from cohort.presets.parts import KL
 from cohort.presets.trust_regions import PPOClip
@@ -31,9 +30,8 @@ def preset(name: str) -> Objective:
     plain, _, version = name.partition("@")
     versions = {str(row.version): row for row in TABLE if row.name == plain}
     if not versions:
-        close = difflib.get_close_matches(plain.lower().replace("-", "_"), PRESETS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else "'cohort objective' lists all"
-        raise ConfigError(f"unknown preset {plain!r}; {hint}")
+        hint = did_you_mean(plain.lower().replace("-", "_"), PRESETS, most=3, cutoff=0.5)
+        raise ConfigError(f"unknown preset {plain!r}" + (hint or "; 'cohort objective' lists all"))
     if version and version not in versions:
         raise ConfigError(f"preset {plain} has version {', '.join(versions)}, not {version!r}")
     return versions[version] if version else PRESETS[plain]

@@ -179,7 +179,7 @@ def _chosen(stored: Stored, laid: Laid, minibatch: Part, objective: Objective, s
     """Which tokens of a minibatch ``top_entropy`` chooses: those of the run's update, if it chose the same share."""
     if objective.top_entropy == 1:
         return None
-    tokens_N = laid.tokens_N[minibatch.tokens_N]
+    tokens_N = laid.tokens_N[minibatch.tokens_N.cpu()]
     if stored.weight_N is not None and objective.top_entropy == settings.top_entropy:
         return (stored.weight_N[tokens_N] > 0).to(settings.device)
     loss_N = laid.batch.loss_N[minibatch.tokens_N]

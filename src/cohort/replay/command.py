@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
     if request.train:
         repeat.check_output(Path(str(request.output)).expanduser(), folder)
     stored = read_step(folder, step, config)
+    if request.train and stored.groups_missing:
+        raise RunFolderError(
+            f"{stored.path.name} holds {len(stored.groups)} of the step's {len(stored.groups) + stored.groups_missing} "
+            "groups, and the updates need all of them: store the next run's with report.store_groups = 0"
+        )
     own = of_step(config.resolved_objective, stored)
     other = _asked_for(request, own, config)
     return _Replay(folder, config, stored, own, other, settings_of(stored, config, own), request).result()
@@ -191,9 +197,8 @@ class _Replay:
         if count := int(estimated_N.sum()):
             source = f"computed with the weights of {before.source}" if before else "those of the sampler"
             notes.append(f"the log-probs of {count:,} tokens with a coefficient are not stored; here they are {source}")
-        if over := [
-            n for n, o in (("run's", self.own), ("other", self.other)) if o.entropy or o.kl.estimator == "full"
-        ]:
+        named = {"run's": self.own, "other": self.other}
+        if over := [name for name, objective in named.items() if any(_over_vocabulary(objective))]:
             notes.append(
                 f"the {' and the '.join(over)} objective has a term over the whole vocabulary (entropy bonus or full "
                 "KL), which has no coefficients: only the gradient in the parameters has it"
@@ -211,7 +216,8 @@ class _Replay:
                 "replay": _named(self.request),
                 "changes": changes_between(self.own, self.other),
             },
-            "identical": compare.is_same(pair.run, pair.replay),
+            "identical": compare.is_same(pair.run, pair.replay)
+            and _over_vocabulary(self.own) == _over_vocabulary(self.other),
             "stored_gap": gap,
             "weights": before.source if before else None,
             "tokens": compare.token_counts(pair) | {"estimated": count},
@@ -250,7 +256,7 @@ class _Replay:
             if not self.stored.has_prompts:
                 raise weights.NoWeightsError("the prompts' token ids are not stored")
             return self._load()
-        except weights.NoWeightsError as error:
+        except CohortError as error:  # also a damaged checkpoint, or a base model that is gone
             if self.request.train:
                 raise
             notes.append(f"the gradient is compared in the space of the logits: {error}")
@@ -311,7 +317,15 @@ class _Replay:
                 tokenizer = load_tokenizer(str(newest), trust_remote_code=self.config.model.trust_remote_code)
             except CohortError:
                 return None
-        return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
+        return None if tokenizer is None else partial(_decoded, tokenizer)
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids; nothing for ids that the tokenizer does not have."""
+    try:
+        return str(tokenizer.decode(ids))
+    except (OverflowError, ValueError, TypeError, IndexError):
+        return ""
 
 
 def from_sampler(stored: Stored) -> Known:
@@ -321,6 +335,11 @@ def from_sampler(stored: Stored) -> Known:
     current_N = torch.where(stored.known.logps_N.isnan(), logps_N, stored.known.logps_N)
     unknown_N = torch.full_like(logps_N, torch.nan)
     return Known(logps_N, current_N, unknown_N, -logps_N, unknown_N)
+
+
+def _over_vocabulary(objective: Objective) -> tuple[Any, Any]:
+    """The terms of an objective that have no coefficients."""
+    return objective.entropy, objective.kl if objective.beta and objective.kl.estimator == "full" else None
 
 
 def _headline(found: dict[str, Any]) -> dict[str, Any]:

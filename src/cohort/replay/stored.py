@@ -26,11 +26,11 @@ from cohort.rewards.scores import Scores
 from cohort.runs import damage_named
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
-COLUMNS = ("group", "completion", "finish_reason", "weights_version", "token_ids", "sampler_logps")
-NEEDED = (*COLUMNS, "reward", "advantage")
-"""Columns that every version of Cohort has written."""
-OPTIONAL = ("row", "prompt", "prompt_ids", "drawn", "segment_lengths", "turn_lengths", "turn_rewards", "full_logps")
+PLAIN = ("group", "row", "prompt", "completion", "finish_reason", "weights_version")
+LISTS = ("prompt_ids", "token_ids", "sampler_logps", "drawn", "segment_lengths", "turn_lengths", "full_logps")
 SUPPORT = tuple(f"support/{name}" for name in ("token_ids", "counts", "excluded"))
+NEEDED = ("group", "completion", "finish_reason", "token_ids", "sampler_logps", "reward", "advantage")
+"""Columns that every version of Cohort has written."""
 KNOWN = ("logps", "old_logps", "ref_logps", "entropy", "collision")
 
 
@@ -118,6 +118,8 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
     with damage_named(path):
         if missing := [name for name in NEEDED if name not in file]:
             raise ValueError(f"it has no column {', '.join(missing)}")
+        if not len(file):
+            raise ValueError("it holds no completions")
         return _stored(step, file, config)
 
 
@@ -167,6 +169,8 @@ def _flat(lists: Sequence[NDArray[Any] | None], lengths_S: NDArray[np.int64]) ->
         piece = np.full(length, np.nan) if values is None else np.asarray(values, np.float64)
         if len(piece) != length:
             raise ValueError("a list has another length than the completion has drawn tokens")
+        if np.isinf(piece).any():
+            raise ValueError("a number of a token is infinite")
         pieces.append(piece)
     return torch.from_numpy(np.concatenate(pieces))
 
@@ -175,58 +179,61 @@ def _flat(lists: Sequence[NDArray[Any] | None], lengths_S: NDArray[np.int64]) ->
 
 
 def _groups(file: StoredStep) -> list[Group]:
-    columns = {name: file.values(name) for name in (*COLUMNS, *OPTIONAL, *SUPPORT)}
+    columns = {name: file.values(name) for name in (*PLAIN, "turn_rewards")}
+    columns |= {name: file.arrays(name) for name in (*LISTS, *SUPPORT)}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     found = []
     for uid, some in groupby(rows, key=lambda row: row["group"]):
         members = list(some)
-        first, text = members[0], members[0].get("prompt") or ""
-        ids = tuple(first.get("prompt_ids") or ())
-        prompt = Prompt(uid, first.get("row") or 0, ids, text, text, {})
+        first, text = members[0], members[0]["prompt"] or ""
+        ids = () if first["prompt_ids"] is None else tuple(first["prompt_ids"].tolist())
+        prompt = Prompt(uid, first["row"] or 0, ids, text, text, {})
         found.append(Group(prompt, tuple(map(_completion, members))))
     return found
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:
-    ids = np.asarray(row["token_ids"], np.int64)
-    lengths = row.get("segment_lengths")
-    cuts = np.cumsum([len(ids)] if lengths is None else lengths)[:-1]
-    drawn = row.get("drawn")
-    flags = [None] * (len(cuts) + 1) if drawn is None else np.split(np.asarray(drawn, np.bool_), cuts)
+    ids, drawn = row["token_ids"].astype(np.int64), row["drawn"]
+    lengths = np.array([len(ids)]) if row["segment_lengths"] is None else row["segment_lengths"]
+    if lengths.sum() != len(ids) or (len(lengths) and lengths.min() < 0):
+        raise ValueError("the segments of a completion have other lengths than its tokens")
+    cuts = lengths.cumsum()[:-1]
+    flags = [None] * (len(cuts) + 1) if drawn is None else np.split(drawn.astype(np.bool_), cuts)
     segments = tuple(Segment(*pair) for pair in zip(np.split(ids, cuts), flags, strict=True))
-    full = row.get("full_logps")
     return Completion(
-        () if lengths == [] else segments,
-        np.asarray(row["sampler_logps"], np.float64),
+        segments if len(lengths) else (),
+        row["sampler_logps"].astype(np.float64),
         FinishReason(row["finish_reason"]),
         row["completion"] or "",
-        row["weights_version"],
-        None if full is None else np.asarray(full, np.float64),
+        row["weights_version"] or 0,
+        None if row["full_logps"] is None else row["full_logps"].astype(np.float64),
         _support(row),
-        episode=_episode(row),
+        _episode(row),
     )
 
 
 def _support(row: Mapping[str, Any]) -> Support | None:
     """The tokens that each draw could have given."""
-    values = [row.get(name) for name in SUPPORT]
+    values = [row[name] for name in SUPPORT]
     if any(value is None for value in values):
         return None
     dtypes = (np.int32, np.int32, np.bool_)
-    support = Support(*(np.asarray(value, dtype) for value, dtype in zip(values, dtypes, strict=True)))
-    if len(support.counts_N) != len(row["sampler_logps"]) or support.counts_N.sum() != len(support.token_ids_U):
+    support = Support(*(value.astype(dtype) for value, dtype in zip(values, dtypes, strict=True)))
+    lengths = len(support.counts_N), len(support.excluded_N), int(support.counts_N.sum())
+    if lengths != (len(row["sampler_logps"]), len(row["sampler_logps"]), len(support.token_ids_U)):
         raise ValueError("a support has another length than its completion")
     return support
 
 
 def _episode(row: Mapping[str, Any]) -> Episode | None:
     """The turns, as far as advantages need them."""
-    rewards = row.get("turn_rewards")
-    if not rewards:
+    rewards, counts, reason = row["turn_rewards"], row["turn_lengths"], FinishReason(row["finish_reason"])
+    if not rewards or counts is None:
         return None
-    reason = FinishReason(row["finish_reason"])
-    turns = zip(row["turn_lengths"], rewards, strict=True)
-    return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in turns))
+    if reason.usable and counts.sum() != len(row["sampler_logps"]):
+        raise ValueError("the turns of a completion have other lengths than its tokens")
+    pairs = zip(counts.tolist(), rewards, strict=True)
+    return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in pairs))
 
 
 def _scores(file: StoredStep, config: GRPOConfig) -> Scores:
@@ -245,4 +252,6 @@ def _scores(file: StoredStep, config: GRPOConfig) -> Scores:
 
 def _numbers(file: StoredStep, name: str) -> Tensor:
     numbers = [math.nan if one is None else one for one in file.values(name)]
+    if any(map(math.isinf, numbers)):
+        raise ValueError(f"column {name!r} holds an infinite number")
     return torch.tensor(numbers, dtype=torch.float64)

@@ -161,9 +161,14 @@ def _learning_rate(run: Path, config: GRPOConfig, step: int) -> float | None:
 
 
 def measured(before: Before, stored: Stored, settings: Settings) -> Known:
-    """The log-probs of all usable completions under the weights before the step, and under the reference."""
+    """The log-probs of all usable completions under the weights before the step, and under the reference.
+
+    Raises:
+        RunFolderError: the step holds token ids that the model does not have.
+    """
     context = before.context
     laid = laid_out(stored, PLAIN, settings)
+    _check_ids(context.policy, laid, stored)
     part = part_of(laid.batch, range(laid.batch.num_sequences))
     found = context.within_memory(token_logps, context.policy, laid.batch, part)
     unknown_N = torch.full_like(stored.known.logps_N, torch.nan)
@@ -178,6 +183,14 @@ def measured(before: Before, stored: Stored, settings: Settings) -> Known:
         ref_N = on_axis(context.within_memory(policy_logps, context.reference, laid.batch, part))
     logps_N = on_axis(found.logps_N)
     return Known(logps_N, logps_N, ref_N, on_axis(found.entropy_N), on_axis(found.collision_N))
+
+
+def _check_ids(policy: Policy, laid: Laid, stored: Stored) -> None:
+    model: Any = policy.model
+    count = model.get_input_embeddings().num_embeddings
+    ids = torch.cat([laid.batch.ids_T, *(torch.tensor(prompt) for prompt in laid.batch.prompt_ids)])
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise RunFolderError(f"{stored.path} holds token ids up to {int(ids.max())}, and the model has {count} tokens")
 
 
 def gap(stored: Stored, found: Known) -> float | None:

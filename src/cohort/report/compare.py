@@ -86,12 +86,12 @@ def differences(a: RunHistory, b: RunHistory) -> Iterator[Difference]:
 
 
 def only_in(a: RunHistory, b: RunHistory) -> list[str]:
-    """What the first run has and the second lacks."""
-    steps = _by_step(b)
-    found = [f"metrics of step {step}" for step in _by_step(a) if step not in steps]
-    others = _tables_of(b)
-    found += [name for name in _tables_of(a) if name not in others]
-    found += [f"checkpoints/step-{step}" for step in a.checkpoints if step not in b.checkpoints]
+    """What the first run has and the second lacks. Files of steps that the second has not made are left out."""
+    made, others = _by_step(b), _tables_of(b)
+    more = [step for step in sorted(_by_step(a)) if step not in made]
+    found = [f"step{'s' * (len(more) > 1)} {_spans(more)}"] if more else []
+    found += [name for name, step in _tables_of(a).items() if name not in others and step not in more]
+    found += [f"checkpoints/step-{step}" for step in a.checkpoints if step not in b.checkpoints and step not in more]
     return found + [name for name in ("best", "summary.json") if (a.path / name).exists() > (b.path / name).exists()]
 
 
@@ -111,8 +111,21 @@ def last_step(a: RunHistory, b: RunHistory) -> int:
     return max(_common(_by_step(a), _by_step(b)), default=0)
 
 
+def _spans(steps: Sequence[int]) -> str:
+    """Steps in order as text.
+
+    >>> _spans([1, 2, 3, 5])
+    '1 to 3, 5'
+    """
+    ends = [step for step in steps if step + 1 not in steps]
+    begins = [step for step in steps if step - 1 not in steps]
+    return ", ".join(str(one) if one == last else f"{one} to {last}" for one, last in zip(begins, ends, strict=True))
+
+
 def _ends(a: RunHistory, b: RunHistory, step: int) -> Iterator[Difference]:
-    """The differences of the best models and of the summaries."""
+    """The differences of the best models and of the summaries: only of runs that have made the same steps."""
+    if max(_by_step(a), default=0) != max(_by_step(b), default=0):
+        return
     best = (a.path / "best", b.path / "best")
     if all(path.exists() for path in best):
         records = [_table(path / "best.json") for path in best]
@@ -125,8 +138,11 @@ def _ends(a: RunHistory, b: RunHistory, step: int) -> Iterator[Difference]:
         yield from (Difference(step, f"summary: {key}", text) for key, text in _changed(*pair))
 
 
-def _tables_of(run: RunHistory) -> list[str]:
-    return [str(path.relative_to(run.path)) for path in (*run.rollout_steps.values(), *run.evaluation_files.values())]
+def _tables_of(run: RunHistory) -> dict[str, int]:
+    """The steps of the tables, by name."""
+    evaluations = ((path, step) for (step, _), path in run.evaluation_files.items())
+    files = [*((path, step) for step, path in run.rollout_steps.items()), *evaluations]
+    return {str(path.relative_to(run.path)): step for path, step in files}
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
@@ -214,6 +230,10 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
                 where = f"completion {rows[0]}" + (f" (group {groups[rows[0]]})" if groups else "")
                 text = _first_place(columns[0][rows[0]], columns[1][rows[0]])
                 yield Difference(step, f"{what}: {name}", f"{where}{text}; {len(rows)} of {a.num_rows} rows")
+    metadata = [
+        {key.decode("utf-8", "replace"): value for key, value in (one.schema.metadata or {}).items()} for one in (a, b)
+    ]
+    yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*metadata))
 
 
 def _same_column(a: Any, b: Any) -> bool:

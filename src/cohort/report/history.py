@@ -8,7 +8,6 @@ imports no torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import tomllib
@@ -30,6 +29,8 @@ MAX_DEPTH = 50
 """Nested tables of settings and JSON. Deeper ones are left out."""
 MAX_STEP = 2**53
 """Steps are below this, so that they are exact as float64 and in JavaScript."""
+MAX_NUMBER = 1e100
+"""Numbers of JSON are below this, or None: so that their squares and sums are finite too."""
 LINES_AT_ONCE = 500
 SHOWN_DAMAGE = 5
 """Damaged lines of a file that are named."""
@@ -38,15 +39,16 @@ CHECKPOINT = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 MARKS = ("config.toml", "metrics.jsonl", "starts.jsonl", "summary.json")
 """A folder with one of these files is a run folder."""
 DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
-HUGE = (b"e000", b"0" * 300)
-"""After ``DIGITS``, and without plus signs, one of these is in every line with a number too large for a float64."""
+HUGE = (b"e000", b"0" * 100)
+"""After ``DIGITS``, and without plus signs, one of these is in every line with a number of ``MAX_NUMBER`` or more."""
 DAMAGE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
 """What reading a damaged file raises."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunHistory:
-    """What a run folder holds. ``read`` makes one; it is a snapshot that does not follow a run in progress.
+    """What a run folder holds. ``read`` makes one; it is a snapshot that does not follow a run in progress, and nothing
+    in it is to be changed.
 
     All text comes from the folder and can be anything: escape it before it is shown.
     """
@@ -57,7 +59,7 @@ class RunHistory:
     such file. Floats may be infinite, dates are text."""
     metrics: list[dict[str, Any]]
     """The complete lines of ``metrics.jsonl`` by step. Step 0 is the evaluation before the first update. ``step`` is an
-    int; every other value is a finite number or None. Of several lines of one step, the last counts."""
+    int; every other value is a number below ``MAX_NUMBER``, or None. Of several lines of one step, the last counts."""
     summary: dict[str, Any] | None
     """``summary.json``; None if the run has not ended, or its end was not written."""
     starts: list[dict[str, Any]]
@@ -111,7 +113,7 @@ class RunHistory:
         """The metrics with a number in some step, in the order of their first appearance."""
         found: dict[str, None] = {}
         for line in self.metrics:
-            if line.keys() - found.keys():
+            if any(line[key] is not None for key in line.keys() - found.keys()):
                 found |= dict.fromkeys(key for key, value in line.items() if value is not None)
         found.pop("step", None)
         return list(found)
@@ -143,7 +145,7 @@ class RunHistory:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The JSON object in a text; numbers that are not finite become None.
+    """The JSON object in a text; numbers that are NaN or not below ``MAX_NUMBER`` become None.
 
     Raises:
         ValueError: it is not JSON, something else than an object, or nested deeper than ``MAX_DEPTH``.
@@ -370,11 +372,8 @@ def _plain(value: Any, scalar: Callable[[Any], Any], depth: int = 1) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """None for a number that is not finite as float64."""
-    try:
-        return None if isinstance(value, int | float) and not math.isfinite(value) else value
-    except OverflowError:  # an int
-        return None
+    """None for a number that is NaN or not below ``MAX_NUMBER``."""
+    return None if isinstance(value, int | float) and not abs(value) < MAX_NUMBER else value
 
 
 def _scalar(value: Any) -> Any:

@@ -25,8 +25,8 @@ from cohort.errors import RunFolderError
 
 STORE_VERSION = 1
 """The newest version of the columns that can be read. Files of version 0 have no metadata and fewer columns."""
-MAX_BYTES = 2**31
-"""Memory of the columns that are read of a file."""
+MAX_BYTES, MAX_ROWS = 2**31, 2**24
+"""Memory of the columns that are read of a file, and completions of a file."""
 BATCH_ROWS = 256
 LIST = re.compile(r"\.list\.(element|item)$")
 """What follows the name of a column of lists in its path."""
@@ -64,6 +64,8 @@ TOKEN_NUMBERS = (
 """Columns with a number for each drawn token."""
 PER_DRAWN_TOKEN = (*TOKEN_NUMBERS, "no_gradient")
 """Columns with an entry for each drawn token."""
+WITH_GAPS = ("no_gradient", "turn_rewards")
+"""Columns of lists whose entries may be null."""
 CHECKS: dict[str, tuple[str, Check]] = {
     **dict.fromkeys(TEXTS, ("text", _is_text)),
     **dict.fromkeys(INTEGERS, ("whole numbers", types.is_integer)),
@@ -124,11 +126,13 @@ class StoredStep:
                 names = _checked_names(file.schema_arrow)
                 chosen = [name for name in names if columns is None or name in columns]
                 count = file.metadata.num_rows
+                if not 0 <= count <= MAX_ROWS:
+                    raise ValueError(f"it has {count:,} rows, and a step has at most {MAX_ROWS:,} completions")
                 numbers = list(range(count)) if rows is None else sorted(set(rows))
                 if numbers and not 0 <= numbers[0] <= numbers[-1] < count:
                     raise ValueError(f"row {numbers[-1]} was asked for, and it has {count} rows")
                 table = _read(file, chosen, numbers)
-            _check_lengths(table)
+            _check_values(table, names)
             return cls(path, version, count, tuple(names), numbers, table, facts)
 
     def __len__(self) -> int:
@@ -170,7 +174,7 @@ def _damage_named(path: Path) -> Iterator[None]:
     """Raise what reading a damaged file raises as ``RunFolderError``."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, pyarrow.ArrowException) as e:
+    except (OSError, ValueError, LookupError, ArithmeticError, RecursionError, pyarrow.ArrowException) as e:
         text = str(e).splitlines()[0] if str(e) else repr(e)
         raise RunFolderError(f"cannot read {path}: {text:.300}") from None
 
@@ -182,7 +186,7 @@ def _metadata(metadata: Mapping[bytes, bytes]) -> tuple[int, dict[str, Any]]:
         raise ValueError(f"its version is {version}, of a newer Cohort; this one reads up to {STORE_VERSION}")
     facts = json.loads(metadata.get(b"cohort_step", b"{}"))
     if not isinstance(facts, dict):
-        raise TypeError(f"expected the facts of the step as a JSON object, got {type(facts).__name__}")
+        raise ValueError(f"expected the facts of the step as a JSON object, got {type(facts).__name__}")
     return version, facts
 
 
@@ -198,7 +202,7 @@ def _checked_names(schema: pyarrow.Schema) -> list[str]:
         if name in names:
             raise ValueError(f"two columns have the name {name!r}")
         if not _accepted(kind, accepts):
-            raise TypeError(f"column {name!r} holds {kind}; expected {words}")
+            raise ValueError(f"column {name!r} holds {kind}; expected {words}")
         names.append(name)
     return names
 
@@ -232,19 +236,53 @@ def _check_claims(metadata: Any, columns: set[str]) -> None:
         raise ValueError(f"it holds more than {MAX_BYTES:,} bytes: read fewer columns or rows")
 
 
-def _check_lengths(table: pyarrow.Table) -> None:
-    """Check that the lists of a completion's drawn tokens have one length."""
-    lengths: pyarrow.ChunkedArray | None = None
-    first = ""
-    for name in table.column_names:
-        if name not in PER_DRAWN_TOKEN or types.is_null(table.schema.field(name).type):
-            continue
-        found = pyarrow.compute.list_value_length(table.column(name))
-        if lengths is None:
-            lengths, first = found, name
-            continue
-        differ = pyarrow.compute.not_equal(found, lengths)
-        if pyarrow.compute.any(differ).as_py():
-            row = pyarrow.compute.index(differ, True).as_py()
-            raise ValueError(f"columns {first!r} and {name!r} have lists of different lengths in row {row}")
-        lengths = pyarrow.compute.coalesce(lengths, found)
+def _check_values(table: pyarrow.Table, names: Collection[str]) -> None:
+    """Check that text is UTF-8, that lists have no gaps, and that the lists of a completion fit each other."""
+    table.validate(full=True)
+    lists = {
+        name: table.column(name)
+        for name in table.column_names
+        if name in CHECKS and not types.is_null(kind := table.schema.field(name).type) and types.is_nested(kind)
+    }
+    for name, column in lists.items():
+        if name not in WITH_GAPS and pyarrow.compute.list_flatten(column).null_count:
+            raise ValueError(f"column {name!r} has lists with null entries")
+    lengths = {name: pyarrow.compute.list_value_length(column).cast("double") for name, column in lists.items()}
+    drawn = {name: lengths[name] for name in (*PER_DRAWN_TOKEN, "support/counts", "support/excluded") if name in lists}
+    segments = {name: lengths[name] for name in ("token_ids", "drawn") if name in lists}
+    if "drawn" in lists:
+        drawn["drawn"] = _sums(lists["drawn"])
+    elif "drawn" not in names:  # all tokens are drawn
+        drawn |= segments
+    if "segment_lengths" in lists:
+        segments["segment_lengths"] = _sums(lists["segment_lengths"])
+    support = {"support/token_ids": lengths["support/token_ids"]} if "support/token_ids" in lists else {}
+    if "support/counts" in lists:
+        support["support/counts"] = _sums(lists["support/counts"])
+    for sizes in (drawn, segments, support):
+        _check_equal({name: np.asarray(size, np.float64) for name, size in sizes.items()})
+
+
+def _sums(column: pyarrow.ChunkedArray) -> NDArray[np.float64]:
+    """Sums of the lists of a column, none of whose entries is negative; NaN for null."""
+    values = pyarrow.compute.list_flatten(column).cast("double").to_numpy()
+    if (values < 0).any():
+        raise ValueError("a length is negative")
+    lengths = pyarrow.compute.list_value_length(column)
+    counts = lengths.fill_null(0).to_numpy()
+    sums = np.bincount(np.repeat(np.arange(len(counts)), counts), values, minlength=len(counts))
+    return np.where(lengths.is_null().to_numpy(), np.nan, sums)
+
+
+def _check_equal(sizes: Mapping[str, NDArray[np.float64]]) -> None:
+    """Check that numbers of a completion's entries are equal where they are known."""
+    known: NDArray[np.float64] | None = None
+    for name, size in sizes.items():
+        known = size if known is None else known
+        wrong = np.flatnonzero(~(np.isnan(size) | np.isnan(known)) & (size != known))
+        if len(wrong):
+            others = ", ".join(other for other in sizes if other != name)
+            raise ValueError(
+                f"column {name!r} does not fit {others}: {size[wrong[0]]:g} and {known[wrong[0]]:g} entries"
+            )
+        known = np.where(np.isnan(known), size, known)

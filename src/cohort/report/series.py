@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
@@ -32,6 +33,10 @@ AXES = {
 """What a curve can be drawn over, and the label of the axis. ``tokens``, ``updates`` and ``seconds`` are sums from the
 start of the run. ``seconds`` is that of the steps, without evaluations, writing, and pauses between a stop and a
 resume. ``time`` is the Unix time in seconds."""
+MAX_TIME = 2.5e11
+"""Times are before the year 9892; calendars end in 9999."""
+MAX_WINDOW = 2001
+"""Points of a local fit."""
 GRID = 200
 """Points of a mean over runs whose points lie at different places."""
 NOT_OF_A_GROUP = ("run.", "report.", "parallel.", "vllm.", "eval.eval_steps", "eval.eval_on_start", "reward.workers",
@@ -55,7 +60,9 @@ class Curve:
     y: list[float]
     """As logged; of a mean over runs, the mean of the smoothed curves."""
     smooth: list[float] | None = None
-    """The running fit of ``y``; None: the curve is not smoothed."""
+    """The local linear fit of ``y`` (see ``loess``); None: the curve is not smoothed."""
+    window: int = 1
+    """Points of a fit; 1: not smoothed. Of a mean over runs, that of their curves."""
     low: list[float | None] | None = None
     """Lower edge of the band, None at points without one. It belongs to ``smooth`` if there is one, else to ``y``."""
     high: list[float | None] | None = None
@@ -154,7 +161,8 @@ def check_key(runs: Sequence[RunHistory], key: str) -> None:
     raise ConfigError(f"no run has the metric {key!r}; {named}")
 
 
-def positions(run: RunHistory, axis: str) -> dict[int, float]:
+@lru_cache(maxsize=32)
+def positions(run: RunHistory, axis: str) -> Mapping[int, float]:
     """Where each step ends on an axis. Steps whose line is damaged or missing count like the next one; a step without
     the numbers counts like the one before. Empty if no step has them.
 
@@ -169,12 +177,13 @@ def positions(run: RunHistory, axis: str) -> dict[int, float]:
     if axis == "step":
         return {line["step"]: float(line["step"]) for line in run.metrics}
     if axis == "time":
-        return {line["step"]: line["time"] for line in run.metrics if line.get("time") is not None}
+        times = ((line["step"], line.get("time")) for line in run.metrics)
+        return {step: round(time, 6) for step, time in times if time is not None and 0 <= time < MAX_TIME}
     found, total, before, known = {}, 0.0, 0, None
     for line in run.metrics:
         step = line["step"]
         given = _increment(line, axis)
-        known = known if given is None else given
+        known = known if given is None else max(0.0, round(given, 6))  # so that distances are 0 or not tiny
         if step and known is not None:
             total += known * (step - before)
             before = step
@@ -200,11 +209,11 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
         run: the run.
         key: the metric.
         axis: one of ``AXES``.
-        window: points of the running fit (see ``running_fit``). Below 3: the curve is not smoothed.
+        window: points of a local linear fit (see ``loess``), at most ``MAX_WINDOW``. Below 3: no smoothing.
         label: its name; empty: that of the folder.
 
     Returns:
-        The curve; without points if the run lacks the metric or the axis. Its band is that of the running fit; without
+        The curve; without points if the run lacks the metric or the axis. Its band is that of the fit; without
         smoothing, the metric's own interval where the run logs what it takes (see ``interval``).
 
     Raises:
@@ -215,11 +224,11 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if step in places]
     steps, values = [step for step, _ in kept], [value for _, value in kept]
     made = Curve(label or run.path.resolve().name, key, axis, steps, [places[step] for step in steps], values)
-    window = min(window, len(values))
+    window = min(window, len(values), MAX_WINDOW)
     if window >= 3:
-        fit, half = running_fit(np.array(values), window)
-        band = f"95% band of the running fit over {window - 1 + window % 2} points"
-        return replace(made, smooth=fit.tolist(), low=(fit - half).tolist(), high=(fit + half).tolist(), band=band)
+        fit, half = loess(np.array(values), window)
+        made = replace(made, smooth=fit.tolist(), window=min(window | 1, len(values) - 1 + len(values) % 2))
+        return replace(made, low=(fit - half).tolist(), high=(fit + half).tolist(), band="95% band of the fit")
     return _with_interval(made, run)
 
 
@@ -244,7 +253,7 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
     if value is None:
         return None
     if key.endswith("/mean") and low is not None and high is not None:
-        return low, high, "interval over the evaluation's prompts"
+        return low, high, "confidence interval over the evaluation's prompts"
     error, words = line.get(f"{key}_se"), "95% interval over the step's tokens"
     if key == "reward/mean":
         spread, within, prompts = (
@@ -258,42 +267,53 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
     return None if error is None else (value - z * error, value + z * error, words)
 
 
-def running_fit(values_T: Floats, window: int) -> tuple[Floats, Floats]:
-    """A smooth curve without lag: at each point, the least-squares line through the points around it.
+def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:
+    """A smooth curve without lag: at each point, the weighted least-squares line through the points around it.
 
-    In the middle that is the centred mean of ``window`` points (an even number is raised by one). At the ends, where
-    there are fewer, it is the line through the first or last ``window`` points, so a trend bends at neither end. This
-    is the Savitzky-Golay filter of degree 1.
+    The weight of a point at distance d is ``(1 - (d / D)^3)^3``, with D one more than the distance of the window's
+    farther end. In the middle the window is centred (an even one is raised by one point), and the line's value is the
+    weighted mean. Within half a window of an end it is the first or last ``window`` points, so a trend goes on to the
+    ends.
 
     Args:
         values_T: T values at even distances.
-        window: points of a fit, at least 3.
+        window: points of a fit, at least 3. With fewer values, all.
 
     Returns:
-        The fit, and half the width of its 95% confidence band: Student's t with ``window - 2`` degrees of freedom times
-        the standard error of the line at the point. It takes the deviations from the line as independent.
+        The fit, and half the width of its 95% confidence band: ``t_{window - 2} * sigma * |l|``, where l are the
+        weights with which values enter the fit at the point, and sigma^2 is the mean over the window of the squared
+        residuals, each divided by its expectation per sigma^2, ``1 - 2 l_own + |l|^2``. It takes the deviations from
+        the curve as independent.
 
-    Source: A. Savitzky and M. Golay, "Smoothing and differentiation of data by simplified least squares procedures"
-    (1964).
+    Source: W. S. Cleveland, "Robust locally weighted regression and smoothing scatterplots" (1979).
     """
     count = len(values_T)
     window = min(window | 1, count if count % 2 else count - 1)
     if window < 3:
         return values_T.copy(), np.zeros(count)
-    half, centre = window // 2, values_T.mean()
-    offsets_W = np.arange(window) - half
-    moment = float(offsets_W @ offsets_W)
-    centred_T, ones_W = values_T - centre, np.ones(window)
-    mean_M = np.convolve(centred_T, ones_W / window, "valid")
-    slope_M = np.convolve(centred_T, offsets_W[::-1] / moment, "valid")
-    squares_M = np.convolve(centred_T**2, ones_W, "valid") - window * mean_M**2 - moment * slope_M**2
-    variance_M = np.maximum(squares_M, 0.0) / (window - 2)
-    at_T = np.arange(count)
-    fit_T = np.clip(at_T - half, 0, count - window)  # the fit that each point uses
-    offset_T = at_T - fit_T - half
-    line_T = centre + mean_M[fit_T] + slope_M[fit_T] * offset_T
-    error_T = np.sqrt(variance_M[fit_T] * (1 / window + offset_T**2 / moment))
-    return line_T, t_quantile(0.975, window - 2) * error_T
+    half = window // 2
+    weights_HW, norm_H = _fit_weights(window)
+    left_H, right_H = weights_HW[:half] @ values_T[:window], weights_HW[:half] @ values_T[::-1][:window]
+    middle = np.convolve(values_T, weights_HW[half], "valid")
+    fit_T = np.concatenate([left_H, middle, right_H[::-1]])
+    from_end_T = np.minimum(np.minimum(np.arange(count), np.arange(count)[::-1]), half)
+    own_T, norm_T = weights_HW.diagonal()[from_end_T], norm_H[from_end_T]
+    squares_T = (values_T - fit_T) ** 2 / (1 - 2 * own_T + norm_T)
+    means_M = np.convolve(squares_T, np.ones(window) / window, "valid")
+    variance_T = means_M[np.clip(np.arange(count) - half, 0, count - window)]
+    return fit_T, t_quantile(0.975, window - 2) * np.sqrt(variance_T * norm_T)
+
+
+@lru_cache(maxsize=4)
+def _fit_weights(window: int) -> tuple[Floats, Floats]:
+    """The weights with which the values of a window enter the line's value at its points from the first to the middle,
+    a row each, and the sums of their squares."""
+    at_H1 = np.arange(window // 2 + 1)[:, None]
+    offset_HW = np.arange(window) - at_H1
+    weight_HW = (1 - (np.abs(offset_HW) / (window - at_H1)) ** 3) ** 3
+    s0, s1, s2 = ((weight_HW * offset_HW**power).sum(axis=1, keepdims=True) for power in (0, 1, 2))
+    weights_HW = weight_HW * (s2 - s1 * offset_HW) / (s0 * s2 - s1**2)
+    return weights_HW, (weights_HW**2).sum(axis=1)
 
 
 def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
@@ -325,6 +345,7 @@ def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
         y=mean_T.tolist(),
         low=low_T.tolist(),
         high=high_T.tolist(),
+        window=filled[0].window,
         band=band,
         runs=len(filled),
     )
@@ -358,9 +379,9 @@ def means_of_groups(
 
 
 def window_for(points: int) -> int:
-    """A window that suits a curve of so many points: a fifteenth, and none below 30 points.
+    """A window that suits a curve of so many points: a tenth, at most ``MAX_WINDOW``, and none below 30.
 
-    >>> window_for(29), window_for(100), window_for(1000)
-    (1, 7, 67)
+    >>> window_for(29), window_for(100), window_for(1000), window_for(100_000)
+    (1, 11, 101, 2001)
     """
-    return (points // 15) | 1 if points >= 30 else 1
+    return min(points // 10, MAX_WINDOW) | 1 if points >= 30 else 1

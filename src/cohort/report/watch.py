@@ -76,7 +76,9 @@ class Watched:
 
     def doing(self) -> str:
         """What is known of the process that writes the run."""
-        return self.standing()[1]
+        kind, text = self.standing()
+        self.state.is_going = kind == "running"
+        return text
 
     def standing(self) -> tuple[Literal["running", "late", "stopped"], str]:
         """Whether the run goes on, as its files and its lock show, and what to say of it."""

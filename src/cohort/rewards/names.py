@@ -7,7 +7,6 @@ neither torch nor a package of the extra ``rewards``.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -23,7 +22,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from cohort.errors import RewardError
+from cohort.errors import RewardError, did_you_mean
 from cohort.plugins import load_function
 from cohort.rewards.contract import RewardFunction, parameters_of
 from cohort.rewards.model import RewardModel, is_reward_model
@@ -74,11 +73,10 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
 
 def unknown_reward(name: str) -> RewardError:
     """The error for a name that is not in the table."""
-    close = difflib.get_close_matches(name, BUILTIN_REWARDS, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     return RewardError(
-        f"unknown reward {name!r}{hint}: built in are {', '.join(BUILTIN_REWARDS)}; your own functions are named "
+        f"unknown reward {name!r}: built in are {', '.join(BUILTIN_REWARDS)}; your own functions are named "
         "module:function or file.py:function, a reward model by its folder or hub id"
+        f"{did_you_mean(name, BUILTIN_REWARDS)}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from enum import StrEnum
 from typing import Any, Literal
 
 from cohort.config import GRPOConfig, load_config
@@ -13,10 +14,22 @@ Resume = bool | Literal["auto"]
 """``train(resume=...)``. True: the folder must hold a run. "auto": it may."""
 
 
-def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> bool | None:
-    """Whether a run with these settings goes on from a checkpoint (True), starts from the first step (False), or is
-    complete (None). A run that ended before its first checkpoint starts again in its folder; one whose checkpoints were
-    removed, or are all set aside, does not.
+class Beginning(StrEnum):
+    """How a process begins with a run."""
+
+    NEW = "new"
+    """From the first step, in a folder without a run."""
+    AGAIN = "again"
+    """From the first step, in the folder of a run that ended before its first checkpoint."""
+    RESUMED = "resumed"
+    """From a checkpoint."""
+    COMPLETE = "complete"
+    """There is nothing to do."""
+
+
+def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> Beginning:
+    """How to begin a run with these settings. A run whose checkpoints were removed, or are all set aside, does not
+    start again. A complete run whose newest checkpoint is damaged goes on from the one before.
 
     Args:
         folder: the run folder.
@@ -29,18 +42,19 @@ def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Col
     """
     if not resume or (resume == "auto" and not folder.is_run):
         folder.check_free()
-        return False
+        return Beginning.NEW
     if folder.is_run:
         folder.take()
     folder.check_settings(config, allowed)
     saved = load_config(folder.path / "config.toml")
-    if folder.has_summary and resume == "auto" and not _goes_further(saved, config, folder.read_summary()):
+    steps = folder.checkpoint_steps()
+    ended = folder.has_summary and resume == "auto" and not _goes_further(saved, config, folder.read_summary())
+    if ended and (not steps or folder.check_resumable(config, allowed) == steps[-1]):
         folder.close()
-        return None
-    goes_on = bool(folder.checkpoint_steps())
-    if not goes_on:
+        return Beginning.COMPLETE
+    if not steps:
         check_replaceable(folder.path)
-    return goes_on
+    return Beginning.RESUMED if steps else Beginning.AGAIN
 
 
 def _goes_further(saved: GRPOConfig, now: GRPOConfig, summary: Mapping[str, Any]) -> bool:

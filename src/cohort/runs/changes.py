@@ -6,7 +6,6 @@ code and model, versions, and the machine. Names of files do not matter, since w
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import BaseModel
 
 from cohort.config import GRPOConfig, hide_secrets
 from cohort.config.schema import RunConfig
-from cohort.errors import ConfigError, RunFolderError
+from cohort.errors import ConfigError, RunFolderError, did_you_mean
 
 MAY_CHANGE_ON_RESUME = {
     *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "lora.save_merged")),
@@ -71,10 +70,8 @@ def check_keys(allowed: Collection[str]) -> None:
     known = [*REFUSED, *ROUNDING, *(key for key, _ in _flat(GRPOConfig()))]
     for key in allowed:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
             facts = ", ".join(sorted(REFUSED | ROUNDING))
-            raise ConfigError(f"--allow-changed {key}: expected a setting or one of {facts}{hint}")
+            raise ConfigError(f"--allow-changed {key}: expected a setting or one of {facts}{did_you_mean(key, known)}")
 
 
 def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = True) -> list[Change]:

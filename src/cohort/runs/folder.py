@@ -7,8 +7,10 @@ first_prompt.txt         the first prompt as the model reads it, special tokens 
 rollouts/step-N.parquet  every completion of step N, with what the updates saw of each token (docs/store.md)
 evaluations/step-N.parquet  completions of the evaluation after step N (0: before the first); -NAME for a named set
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
+merged/                  the model with its adapters merged, with model.lora.save_merged
 checkpoints/step-N/      see ``checkpoints``
 starts.jsonl             a line for each process that started or resumed the run (see ``starts``)
+replays/step-N-NAME.json what `cohort replay` found: step N under another objective
 summary.json             written when the run ends
 logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 """
@@ -126,7 +128,8 @@ class RunFolder:
         check_files(self.path)
         if self._lock.take():
             durable.recover(self.path / "checkpoints", "step-*")
-            durable.recover(self.path, "best")
+            for name in ("best", "merged"):
+                durable.recover(self.path, name)
 
     def check_resumable(self, config: GRPOConfig, allowed: Collection[str] = ()) -> int:
         """The step of the newest whole checkpoint, if a run with these settings can continue from it. Every file of it

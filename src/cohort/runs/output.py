@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
+from cohort.runs.auto import Beginning, Resume, find_run
 from cohort.runs.folder import RunFolder
 
 T = TypeVar("T")
@@ -27,6 +28,15 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
         raise ConfigError("to resume a run, set run.output_dir to its folder")
     path = on_main(world, lambda: RunFolder.next_free("run").path)
     return RunFolder(path, config.run)
+
+
+def find_folder(
+    config: GRPOConfig, world: World, resume: Resume, allowed: Collection[str] = ()
+) -> tuple[RunFolder, Beginning]:
+    """The folder of the settings, and how to begin with what is in it: ``output_folder`` and ``find_run``."""
+    folder = output_folder(config, world, resume=bool(resume))
+    with closed_on_error(folder):
+        return folder, on_main(world, lambda: find_run(folder, config, resume, allowed))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ class Start:
     missing: Mapping[str, str] = field(default_factory=dict)
     """What was given in Python and has no name, and what it is."""
 
+    def needed(self, *, adapters: bool) -> dict[str, str]:
+        """What of ``missing`` a checkpoint does not hold either. With ``adapters``, it holds them without the model."""
+        held = {"processing_class"} if adapters else {"processing_class", "model"}
+        return {name: what for name, what in self.missing.items() if name not in held}
+
     def to_give_again(self) -> list[str]:
         """A line in words that names what is missing; none if nothing is."""
         missing = ", ".join(f"{name} ({what})" for name, what in self.missing.items())
@@ -57,18 +63,30 @@ class Start:
 
 def last_start(run: Path) -> Start:
     """How the run's last process was started; of a run of an earlier version, the defaults."""
-    try:
-        lines = (run / STARTS).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return Start()
-    for text in reversed(lines):
-        try:  # a kill may have left half a line
-            line = json.loads(text)
+    for line in reversed(_lines(run)):
+        with suppress(TypeError, LookupError, AttributeError):
             missing = {str(name): str(what) for name, what in line["missing"].items()}
             return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            continue
     return Start()
+
+
+def latest_start_step(run: Path) -> int:
+    """The latest step after which a process went on; 0 if none did. A run that went on had a checkpoint."""
+    steps = (line.get("step") for line in _lines(run) if isinstance(line, dict))
+    return max((step for step in steps if type(step) is int), default=0)
+
+
+def _lines(run: Path) -> list[Any]:
+    """What the whole lines of a run's ``starts.jsonl`` hold: a kill may have left half a line."""
+    try:
+        texts = (run / STARTS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for text in texts:
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(text))
+    return found
 
 
 def with_whole_names(config: GRPOConfig, names: Collection[str]) -> GRPOConfig:

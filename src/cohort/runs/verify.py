@@ -48,6 +48,8 @@ def verify(path: Path) -> Iterator[Verdict]:
         Lock(path).check()
     except RunFolderError as error:
         yield Verdict("run.lock", note=f"{str(error).partition(':')[0]}. What is written now may look broken")
+    except OSError as error:
+        yield Verdict("run.lock", note=f"whether a process writes the folder is not known: {error.strerror}")
     yield _checked("config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), path / "config.toml")
     run = RunFolder(path)
     for step in run.checkpoint_steps():

@@ -17,6 +17,7 @@ from cohort.train.context import StepContext
 from cohort.train.layout import group_numbers, part_of
 from cohort.train.logps import token_logps
 from cohort.train.rollout import Rollout
+from cohort.train.texts import text_metrics
 from cohort.train.update import UpdateResult
 from cohort.types import FinishReason, TokenBatch
 
@@ -32,7 +33,7 @@ def step_metrics(
     updates divided by the tokens of all updates."""
     group_S = group_numbers(rollout.sampled)
     metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout) | episode_metrics(rollout)
-    metrics |= group_metrics(rollout, version_before) | advantage_metrics(batch)
+    metrics |= text_metrics(rollout) | group_metrics(rollout, version_before) | advantage_metrics(batch)
     return metrics | update_metrics(results, objective)
 
 
@@ -48,16 +49,30 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
         "reward/within_group_std": _mean(statistics.std_P[~statistics.std_P.isnan()]),
         "reward/unscored": int(rewards_S.isnan().sum()),
         "groups/dead_share": float(statistics.degenerate_P.double().mean()),
+        **_ends_of_dead(scored_S, statistics.mean_P[statistics.degenerate_P], len(statistics.degenerate_P)),
     }
     for name, q in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
         metrics[f"groups/mean_reward_{name}"] = quantile(means_R, q)
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        spread_R = group_statistics(column_S, group_S, ddof=0).std_P
+        own = group_statistics(column_S, group_S, ddof=0)
         metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
-        metrics[f"rewards/{name}/within_group_std"] = _mean(spread_R[~spread_R.isnan()])
+        metrics[f"rewards/{name}/within_group_std"] = _mean(own.std_P[~own.std_P.isnan()])
+        metrics[f"rewards/{name}/dead_share"] = float(own.degenerate_P.double().mean())
         metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())
     metrics |= scores.counts
     return metrics | {f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()}
+
+
+def _ends_of_dead(scored_S: Tensor, dead_R: Tensor, groups: int) -> dict[str, float | None]:
+    """Where the equal rewards of dead groups lie: nearer to the step's highest reward, or to its lowest."""
+    low, high = (float(scored_S.min()), float(scored_S.max())) if scored_S.numel() else (0.0, 0.0)
+    if low == high:
+        return {"groups/dead_high_share": None, "groups/dead_low_share": None}
+    middle = (low + high) / 2
+    return {
+        "groups/dead_high_share": float((dead_R > middle).sum()) / groups,
+        "groups/dead_low_share": float((dead_R <= middle).sum()) / groups,
+    }
 
 
 def length_metrics(rollout: Rollout) -> dict[str, Any]:
@@ -70,6 +85,7 @@ def length_metrics(rollout: Rollout) -> dict[str, Any]:
         "length/min": int(lengths.min()),
         "length/max": int(lengths.max()),
         "length/cut_share": reasons[FinishReason.LENGTH] / len(completions),
+        "length/ended_share": reasons[FinishReason.EOS] / len(completions),
         "completions/errors": rollout.num_errors,
     }
 
@@ -167,6 +183,7 @@ def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) ->
         "gradient/kl_l1": None if over_vocabulary else sums["kl_l1"] / updates,
         "gradient/policy_energy": energies[0] / updates,
         "gradient/kl_energy": None if over_vocabulary else energies[1] / updates,
+        "gradient/effective_tokens": sums["policy_sizes"] ** 2 / energies[0] if energies[0] else 0.0,
         "gradient/cosine": sums["cross_energy"] / both if both else None,
     }
 

@@ -5,6 +5,10 @@ A checkpoint that is written there is of this instant: the run that resumes from
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from cohort.errors import Stopped
 from cohort.parallel import on_main
 from cohort.runs import RunFolder
@@ -47,3 +51,21 @@ def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) 
             parts.saved_instant = parts.instant
     elif wait:
         on_main(parts.world, folder.settle)
+
+
+@contextmanager
+def told(run: str, *, show: bool) -> Iterator[None]:
+    """Add to ``Stopped`` how to continue the run that the block trains.
+
+    Args:
+        run: the run folder; empty if it does not name all that the run was begun with.
+        show: whether to print it: Python prints nothing of a script that ends with a code.
+    """
+    try:
+        yield
+    except Stopped as stopped:
+        how = f"cohort resume {run}" if run else "the same script and train(resume='auto')"
+        stopped.text += f"; continue with {how}"
+        if show:
+            print(f"cohort: {stopped}", file=sys.stderr)
+        raise

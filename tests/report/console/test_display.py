@@ -7,6 +7,7 @@ import pytest
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import step_line
 from cohort.report.diagnosis import why_no_gradient
+from tests.report.console.made import evaluation, line, make_run, write_lines
 from tests.train.harness import make_trainer
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}
@@ -14,8 +15,8 @@ METRICS |= {"groups/dead_share": 0.125, "groups/rounds": 1, "kl/k3": 0.001, "tok
 
 
 def test_the_line_of_a_step():
-    line = "reward 0.500  accuracy 0.250  dead groups 12%  entropy 1.5000  KL 0.0010  1,234 tokens/s"
-    assert step_line(METRICS) == line
+    expected = "reward 0.500  accuracy 0.250  dead groups 12%  entropy 1.5000  KL 0.0010  1,234 tokens/s"
+    assert step_line(METRICS) == expected
     without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "rewards/accuracy")} | {"reward/mean": None}
     assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
     episodes = {
@@ -41,6 +42,22 @@ def test_the_warning_about_missing_gradients_is_printed_once(capsys):
             dead = {"groups/dead_share": 1.0, "tokens/no_advantage_share": 1, "updates_skipped": 1}
             display.show(METRICS | dead | {"step": step})
     assert capsys.readouterr().out.count("every group has equal rewards, so there is nothing to learn") == 1
+
+
+def test_findings_appear_once_also_in_a_resumed_run(tmp_path, capsys):
+    dead = {"groups__dead_share": 1.0, "reward__mean": 0.0, "updates": 2}
+    with StepDisplay(100, folder=make_run(tmp_path)) as display:
+        write_lines(tmp_path, [line(0, **evaluation(0.25))])
+        for step in range(1, 11):
+            write_lines(tmp_path, [line(step, **dead)])
+            display.show(line(step, **dead))
+        assert [step for step, _ in display._state.progress.evaluations] == [0]
+        assert len(display._state.progress.reward.points(100)) == 10
+    found = re.findall(r"^step \d+: alarm \((.*?)\): .*\n  -> ", capsys.readouterr().out, flags=re.MULTILINE)
+    assert found == ["all_wrong"]
+    with StepDisplay(100, folder=tmp_path) as display:
+        display.show(line(11, **dead, **evaluation(0.25)))
+    assert capsys.readouterr().out == "evaluation after step 11: reward 0.250 (0.200 to 0.300)\n"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
 """When a finding begins, worsens and ceases; what is skipped; numbers of untrusted metrics."""
 
 import json
+import re
+from pathlib import Path
+from random import Random
 
 import pytest
 
+import cohort.report.diagnosis as diagnosis_module
 from cohort import GRPOConfig
 from cohort.errors import ConfigError
 from cohort.report.diagnosis import Diagnosis, Finding, Level, health_line
 
+SOURCES = Path(diagnosis_module.__file__).parent.glob("*.py")
+KEYS = sorted({key for file in SOURCES for key in re.findall(r'"([a-z]+(?:/[a-z0-9_]+)?)"', file.read_text())})
+"""Everything in quotes that could be a metric that a check reads."""
 DEAD = {"updates": 1, "updates_skipped": 1, "reward/mean": 0.0, "groups/dead_share": 1.0, "groups/sampled": 32}
 LIVE = {"updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "groups/dead_share": 0.25, "groups/sampled": 32}
 
@@ -55,19 +62,35 @@ def test_an_unknown_threshold_names_the_nearest():
 
 
 def test_metrics_and_settings_of_any_kind_are_taken():
-    odd = [None, "x", [], {}, True, float("nan"), float("inf"), 10**400, -1, 0]
+    """A run folder can be anybody's: values of other types, huge, missing, in any mixture."""
+    odd = [None, "x", [], {}, True, float("nan"), float("inf"), 10**400, -1, 0, 1, 2.5, 1e300]
+    keys = [*KEYS, "rewards/a/failed", "rewards/a/within_group_std", "rewards/b/within_group_std", "eval/reward/high"]
+    keys += ["rewards/a/unscored_share", "eval/reward/mean", "eval/reward/low"]
+    random = Random(0)
     for value in odd:
-        line = dict.fromkeys((*DEAD, "policy_value", "grad_norm", "reward/unscored", "tokens/masked_share"), value)
-        diagnosis, _ = fed(
-            [line | {"eval/reward/mean": value}] * 12, {"report": value, "rollout": {"num_generations": value}}
-        )
-        for metrics in (line, {}):
-            assert health_line(metrics, diagnosis.findings)
+        settings = {
+            "report": value,
+            "rollout": {"num_generations": value},
+            "objective": {"preset": value, "scale": value},
+        }
+        diagnosis = Diagnosis(settings)
+        for step in range(30):
+            line = {key: random.choice(odd) for key in keys if random.random() < 0.9}
+            diagnosis.step({"step": step, "updates": 1, **line})
+            assert health_line(line, diagnosis.findings)
     assert Diagnosis({"objective": {"preset": "of another version"}}).step({"step": "1"}) == []
+
+
+def test_what_comes_from_the_folder_cannot_write_to_the_terminal():
+    name = "a\x1b[2J"
+    line = {**LIVE, f"rewards/{name}/failed": 200, f"rewards/{name}/within_group_std": 0.0}
+    (finding, *_) = fed([line] * 3)[0].findings
+    assert finding.check == "failing_rewards"
+    assert "\x1b" not in finding.show()
 
 
 def test_what_a_finding_shows():
     finding = Finding("all_wrong", Level.ALARM, 12, "88% of groups", "ease the prompts", {"dead_share": 0.88}, 10)
-    assert finding.show().splitlines()[0] == "  step 12   ALARM   all_wrong        88% of groups"
+    assert finding.show().splitlines()[0] == "  step 12   ALARM   all_wrong          88% of groups"
     assert finding.show().splitlines()[1].strip() == "-> ease the prompts"
     assert json.loads(json.dumps(finding.as_json()))["numbers"] == {"dead_share": 0.88}

@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
 from cohort.errors import RunFolderError
-from cohort.report.console.lines import clean, number
+from cohort.report.console.lines import clean, number, one_line
 from cohort.report.console.view import wrapped
 
 FILE = re.compile(r"step-(0|[1-9][0-9]{0,15})\.parquet")
-COLUMNS = ("group", "prompt", "completion", "reward", "advantage", "finish_reason", "reward_error", "episode_error")
-MAX_BYTES = 256 * 2**20
-"""Uncompressed size of the columns that are read. A larger table is not shown."""
+COLUMNS = ("prompt", "completion", "reward", "advantage", "finish_reason", "reward_error", "episode_error")
 MAX_SHOWN = 10_000
 """Characters of a text that are shown."""
 
@@ -60,68 +57,60 @@ def newest_file(run: Path) -> Path | None:
     return run / "rollouts" / f"step-{max(steps)}.parquet" if steps else None
 
 
-def read_groups(file: Path) -> list[ShownGroup]:
-    """The groups of a step in the order in which they were sampled.
+class StoredGroups:
+    """The groups of a step, in the order in which they were sampled. Each is read when it is shown.
+
+    Args:
+        file: the table of the step.
 
     Raises:
-        RunFolderError: the file is not a table of completions, or too large to be shown.
+        RunFolderError: it cannot be read.
     """
-    import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            columns = [name for name in COLUMNS if name in table.schema_arrow.names]
-            if size_of(table, columns) > MAX_BYTES:
-                raise RunFolderError(f"{file} is too large to be shown here")
-            rows = table.read(columns).to_pylist()
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise RunFolderError(
-            f"{file} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
-    step = int(match[1]) if (match := FILE.fullmatch(file.name)) else 0
-    # Rows of a group stand together; two groups of one prompt in a step have the same uid only in other rounds.
-    groups = [list(rows) for _, rows in groupby(rows, key=lambda row: (row.get("group"), row.get("prompt")))]
-    return [
-        ShownGroup(step, n, len(groups), _text(some[0].get("prompt")), [_completion(one) for one in some])
-        for n, some in enumerate(groups, 1)
-    ]
+    def __init__(self, file: Path) -> None:
+        from cohort.report.rollouts import StoredStep
 
+        self._file = file
+        groups = StoredStep.read(file, ["group"]).values("group")
+        rows = (list(rows) for _, rows in groupby(range(len(groups)), key=lambda row: groups[row]))
+        self._rows = list(rows)
 
-def size_of(table: Any, columns: Sequence[str]) -> int:
-    """The uncompressed bytes of some columns of an open Parquet file."""
-    groups = (table.metadata.row_group(n) for n in range(table.metadata.num_row_groups))
-    parts = (group.column(n) for group in groups for n in range(group.num_columns))
-    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> ShownGroup:
+        """A group by its number, from 0.
+
+        Raises:
+            RunFolderError: it cannot be read.
+        """
+        from cohort.report.rollouts import StoredStep
+
+        stored = StoredStep.read(self._file, COLUMNS, self._rows[index])
+        columns = {name: stored.values(name) for name in COLUMNS}
+        completions = []
+        for n in range(len(stored)):
+            row = {name: values[n] for name, values in columns.items()}
+            text, finish, *errors = (
+                row[name] or "" for name in ("completion", "finish_reason", "episode_error", "reward_error")
+            )
+            completions.append(
+                ShownCompletion(text, row["reward"], row["advantage"], finish, next(filter(None, errors), ""))
+            )
+        return ShownGroup(stored.step or 0, index + 1, len(self), columns["prompt"][0] or "", completions)
 
 
 def binary_rewards(file: Path) -> set[str]:
     """The reward functions whose rewards in a stored step are all 0 or 1, and not all missing."""
-    import pyarrow.parquet
+    from cohort.report.rollouts import StoredStep
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = [name for name in table.schema_arrow.names if name.startswith("rewards/")]
-            if size_of(table, names) > MAX_BYTES:
-                return set()
-            columns = table.read(names).to_pydict()
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException):
+        names = [name for name in StoredStep.read(file, ()).names if name.startswith("rewards/")]
+        stored = StoredStep.read(file, names)
+    except RunFolderError:
         return set()
-    values = {name.removeprefix("rewards/"): set(column) - {None} for name, column in columns.items()}
+    values = {name.removeprefix("rewards/"): set(stored.values(name)) - {None} for name in names}
     return {name for name, found in values.items() if found and found <= {0.0, 1.0}}
-
-
-def _completion(row: dict[str, Any]) -> ShownCompletion:
-    error = _text(row.get("episode_error")) or _text(row.get("reward_error"))
-    reward, advantage = (_number(row.get(name)) for name in ("reward", "advantage"))
-    return ShownCompletion(_text(row.get("completion")), reward, advantage, _text(row.get("finish_reason")), error)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def group_view(group: ShownGroup, width: int, height: int, top: int = 0, keys: str = "") -> tuple[list[Text], int]:
@@ -145,7 +134,7 @@ def group_lines(group: ShownGroup, width: int) -> list[Text]:
         style = "" if not one.advantage else "green" if one.advantage > 0 else "red"
         head = Text.assemble((f"{n:>2}  ", "dim"), (f"reward {number(one.reward)}", "bold"))
         head.append("  advantage " + ("none" if one.advantage is None else f"{one.advantage:+.3f}"), style)
-        head.append(f"  {clean(one.finish_reason)}"[:20], "dim")
+        head.append(f"  {one_line(one.finish_reason)}"[:20], "dim")
         head.truncate(columns)
         lines += [head, *_body(one.text, columns)]
         if one.error:

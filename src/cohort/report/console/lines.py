@@ -92,9 +92,11 @@ def share(value: float | None) -> str:
 def duration(seconds: float) -> str:
     """A time in the two largest units that it has.
 
-    >>> duration(7.4), duration(87), duration(3 * 3600 + 120), duration(200_000)
-    ('7 s', '1:27 min', '3:02 h', '2 d 7 h')
+    >>> duration(0.34), duration(7.4), duration(87), duration(3 * 3600 + 120), duration(200_000)
+    ('0.3 s', '7 s', '1:27 min', '3:02 h', '2 d 7 h')
     """
+    if 0 < seconds < 0.95:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -117,6 +119,11 @@ def clean(text: str) -> str:
     if text.isprintable():
         return text
     return re.sub(r"[^\n\x20-\x7e]", lambda found: _shown(found[0]), text)
+
+
+def one_line(text: str) -> str:
+    """Cleaned text without line breaks."""
+    return clean(text).replace("\n", " ")
 
 
 def _shown(character: str) -> str:

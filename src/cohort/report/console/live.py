@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.text import Text
 
 from cohort.errors import RunFolderError
-from cohort.report.console.groups import ShownGroup, binary_rewards, group_view, newest_file, read_groups
+from cohort.report.console.groups import ShownGroup, StoredGroups, binary_rewards, group_view, newest_file
 from cohort.report.console.keys import Keys
+from cohort.report.console.lines import clean
 from cohort.report.console.screen import Printed, Screen
 from cohort.report.console.state import RunState
 from cohort.report.console.view import NARROW, Moment, hanging, view
@@ -58,10 +59,10 @@ def is_live_terminal() -> bool:
 
 @dataclass(slots=True)
 class _Shown:
-    """The groups on the display, and where in them."""
+    """The group on the display, and where in it."""
 
-    groups: Sequence[ShownGroup]
-    at: int
+    groups: StoredGroups
+    group: ShownGroup
     top: int = 0
 
 
@@ -130,7 +131,7 @@ class Live:
     @property
     def draws(self) -> bool:
         """Whether the display is drawn now: not while the process is in the background."""
-        return self.screen.in_foreground
+        return self.screen.is_usable
 
     def say(self, text: str) -> None:
         """Print text above the display, soon."""
@@ -160,7 +161,12 @@ class Live:
         size = self.screen.size()
         picture = self._coloured(self._picture(*size))
         now = time.monotonic()
-        if (picture, size) != self._last or self._above or now - self._drawn_at >= REDRAW_SECONDS:
+        if (
+            (picture, size) != self._last
+            or self._above
+            or self.screen.is_stale
+            or now - self._drawn_at >= REDRAW_SECONDS
+        ):
             self._last, self._drawn_at = (picture, size), now
             self.screen.draw(picture, self._waiting_text(size[0]))
 
@@ -178,14 +184,15 @@ class Live:
             shown = self._shown
             room = max(3, height - 2)
             keys = "g back   arrows scroll and change the group" if width >= NARROW else "g back   arrows"
-            lines, last_top = group_view(shown.groups[shown.at], width, room, shown.top, keys)
+            lines, last_top = group_view(shown.group, width, room, shown.top, keys)
             shown.top = min(shown.top, last_top)
             return lines
         with self.lock:
             keys = f"g last group   {self._own_keys}" if width >= NARROW else "g last group"
             keys = "" if last or not self._keys.are_read else keys
             doing = "" if last else self._doing()
-            moment = Moment(time.time(), doing, self._saved, not last, keys, self.state.settings, self._ascii)
+            going = self.state.is_going and not last
+            moment = Moment(time.time(), doing, self._saved, going, keys, self.state.settings, self._ascii)
             return view(self.state.progress, moment, width, height - 2)
 
     def _coloured(self, lines: Sequence[Text]) -> list[str]:
@@ -206,7 +213,7 @@ class Live:
             moves = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -page, "b": -page, "page down": page}
             shown.top = max(0, shown.top + moves.get(key, 0))
             if turn := {"left": -1, "h": -1, "right": 1, "l": 1, "n": 1, "p": -1}.get(key, 0):
-                shown.at, shown.top = (shown.at + turn) % len(shown.groups), 0
+                self._shown = self._group(shown.groups, (shown.group.number - 1 + turn) % len(shown.groups))
 
     def _suspend(self) -> None:
         """What the terminal does on Ctrl-Z, after the display is cleared and the terminal as it was."""
@@ -215,18 +222,27 @@ class Live:
         self._last = None
         os.killpg(os.getpgrp(), signal.SIGTSTP)
         time.sleep(TICK)  # which ends after the process was continued
+        with self.lock:
+            self.state.progress.time = None  # the time until the next step says nothing of its pace
 
     def _last_group(self) -> _Shown | None:
         file = newest_file(self.state.folder) if self.state.folder else None
         try:
-            groups = read_groups(file) if file else []
+            groups = StoredGroups(file) if file else ()
         except RunFolderError as error:
-            self.say(str(error))
+            self.say(clean(str(error)))
             return None
         if not groups:
             self.say("no group is stored yet" if self._stores else "no group is stored: report.log_completions is off")
             return None
-        return _Shown(groups, len(groups) - 1)
+        return self._group(groups, len(groups) - 1)
+
+    def _group(self, groups: StoredGroups, index: int) -> _Shown | None:
+        try:
+            return _Shown(groups, groups.read(index))
+        except RunFolderError as error:
+            self.say(clean(str(error)))
+            return None
 
     @property
     def _stores(self) -> bool:

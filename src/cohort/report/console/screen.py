@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOBase
@@ -20,6 +21,8 @@ from typing import TextIO
 HOME, ERASE_LINE, ERASE_BELOW = "\r", "\x1b[K", "\x1b[J"
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 """Whether a line that is wider than the terminal goes on in the next one."""
+PRINT_SECONDS = 0.05
+"""What is printed so soon after the display was drawn does not draw it again."""
 BACKGROUND_SIGNALS = {getattr(signal, name) for name in ("SIGTTOU", "SIGTTIN") if hasattr(signal, name)}
 
 
@@ -35,13 +38,16 @@ class Screen:
         self._descriptor, self._encoding = descriptor, encoding
         self._lock = threading.RLock()
         self._lines: Sequence[str] = ()
+        self._drawn_at = 0.0
+        self.is_stale = False
+        """Whether the lines have to be drawn again."""
         self.is_gone = False
         """Whether the terminal has been closed."""
 
     @property
-    def in_foreground(self) -> bool:
-        """Whether this process is in the foreground of the terminal."""
-        return in_foreground(self._descriptor)
+    def is_usable(self) -> bool:
+        """Whether the display may be drawn: this process is not in the background of the terminal."""
+        return in_foreground(self._descriptor) is not False
 
     def size(self) -> tuple[int, int]:
         """Columns and lines of the terminal; 80 and 24 if it does not know them."""
@@ -54,13 +60,17 @@ class Screen:
     def draw(self, lines: Sequence[str], above: str = "") -> None:
         """Show lines, which have no line breaks, in place of those before, and text above them."""
         with self._lock:
-            self._lines = lines
+            self._lines, self._drawn_at, self.is_stale = lines, time.monotonic(), False
             self._write(_print_above(above) + _drawn(lines))
 
     def print_above(self, text: str) -> None:
-        """Write text above the lines. It ends a line."""
+        """Write text above the lines. Of text that comes fast, the lines are drawn only now and then."""
         with self._lock:
-            self._write(_print_above(text) + _drawn(self._lines))
+            if time.monotonic() - self._drawn_at >= PRINT_SECONDS:
+                self.draw(self._lines, text)
+            else:
+                self._write(_print_above(text))
+                self.is_stale = True
 
     def leave(self, lines: Sequence[str] = ()) -> None:
         """Show the last lines, which stay, and go to the line below them."""
@@ -91,12 +101,13 @@ def _print_above(text: str) -> str:
     return f"{HOME}{ERASE_BELOW}{text.removesuffix(chr(10))}\n" if text else ""
 
 
-def in_foreground(descriptor: int) -> bool:
-    """Whether this process may use the terminal: it is in the foreground, or the terminal has no jobs."""
+def in_foreground(descriptor: int) -> bool | None:
+    """Whether this process is in the foreground of a terminal; None: it is not the terminal of its session, as that of
+    a rank under ``cohort launch``."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
     except (OSError, AttributeError):
-        return True
+        return None
 
 
 @contextmanager

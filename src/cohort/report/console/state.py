@@ -23,6 +23,8 @@ class RunState:
         self.folder = folder
         self.settings = settings_of(folder) if folder else {}
         self.progress = RunProgress(steps=steps)
+        self.is_going = True
+        """Whether a process trains it, so that there is a time left."""
         self._diagnosis = Diagnosis(self.settings)
 
     def add(self, metrics: dict[str, Any]) -> list[str]:
@@ -60,6 +62,5 @@ def finding_text(finding: Finding) -> str:
     """
     if finding.end is not None:
         return f"step {finding.end}: no longer: {finding.check}"
-    level = "" if finding.level == "note" else f"{finding.level} "
-    text = f"step {finding.step}: {level}({finding.check}): {finding.found}"
+    text = f"step {finding.step}: {finding.level} ({finding.check}): {finding.found}"
     return clean(f"{text}\n  -> {finding.advice}" if finding.advice else text)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cohort.report.console.hints import hint
-from cohort.report.console.lines import clean, duration, number, share, split_metric
+from cohort.report.console.lines import duration, number, one_line, share, split_metric
 from cohort.report.console.progress import RunProgress, Series, sparkline
 
 NARROW = 60
@@ -62,7 +62,7 @@ def _rows(progress: RunProgress, moment: Moment, width: int) -> Iterator[tuple[i
         yield 1, _course("reward", number(progress.reward.last), progress.reward, moment, columns)
     for name, series in functions[:MAX_FUNCTIONS] if only is None or progress.binary else []:
         shown = share(series.last) if name in progress.binary else number(series.last)
-        label = clean(name).replace("\n", " ") if only is None else "accuracy"
+        label = one_line(name) if only is None else "accuracy"
         yield 4 if only is None else 1, _course(label, shown, series, moment, columns)
     if len(functions) > MAX_FUNCTIONS:
         yield 7, row("", f"and {len(functions) - MAX_FUNCTIONS} more reward functions", columns, "dim")
@@ -127,7 +127,7 @@ def _rewards(metrics: Mapping[str, Any], *, interval: bool = False) -> list[str]
         if metric == "reward" and key.endswith("/mean"):
             low, high = (number(metrics.get(key.removesuffix("mean") + end)) for end in ("low", "high"))
             text = f"{number(mean)} ({low} to {high})" if interval else number(mean)
-            found.append(f"{clean(name)} {text}" if name else text)
+            found.append(f"{one_line(name)} {text}" if name else text)
     return found
 
 
@@ -171,6 +171,8 @@ _PLAIN = Console(width=80, color_system=None, legacy_windows=False)
 
 def wrapped(text: str, columns: int) -> list[str]:
     """Text in lines of at most so many columns, broken at words; wide characters count two."""
+    if "\n" not in text and cell_len(text) <= columns:
+        return [text.rstrip()]
     lines = Text(text).wrap(_PLAIN, max(2, columns), tab_size=4)
     return [line.plain.rstrip() for line in lines]
 

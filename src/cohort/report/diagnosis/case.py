@@ -9,12 +9,16 @@ from typing import Any
 
 from cohort.config.report import ThresholdsConfig
 from cohort.report.diagnosis.facts import Facts
-from cohort.report.diagnosis.numbers import mean, number, share_interval
+from cohort.report.diagnosis.numbers import differs, mean, number, share_interval
 
-FIRST = 10
+START = 5
 """Steps that the start of a run is measured by."""
+RECENT = 10
+"""Last steps that most checks look at."""
 WINDOW = 20
 """Steps that are remembered besides: no check looks further back, so a step costs the same however long the run is."""
+RISES = 2.0
+"""Standard errors that the reward has to rise by."""
 EVALUATIONS = 50
 """Evaluations that are remembered."""
 
@@ -40,13 +44,13 @@ class Case:
         if "updates" in metrics:  # not the evaluation before the first step
             self.steps += 1
             self.last.append(metrics)
-            if len(self.first) < FIRST:
+            if len(self.first) < START:
                 self.first.append(metrics)
             for key in ("groups/mean_reward_q90", "groups/mean_reward_q10", "reward/mean"):
                 if (value := number(metrics, key)) is not None:
                     self.highest, self.lowest = max(self.highest, value), min(self.lowest, value)
         if any(key.startswith("eval/") for key in metrics):
-            self.evaluations.append((int(metrics["step"]), self.mean("reward/mean", FIRST), metrics))
+            self.evaluations.append((int(metrics["step"]), self.mean("reward/mean", RECENT), metrics))
 
     @property
     def now(self) -> Metrics:
@@ -69,11 +73,28 @@ class Case:
         """The mean over the last steps."""
         return mean(self.values(key, count))
 
-    def groups(self, count: int = FIRST) -> float:
+    def since_start(self, key: str, count: int = RECENT) -> tuple[float | None, float | None, float]:
+        """Mean over the first steps, mean over the last ``count`` numbers, and their difference in standard errors.
+        None where the two windows would overlap."""
+        if self.steps < START + count:
+            return None, None, 0.0
+        before, after = self.start(key), self.values(key)[-count:]
+        return mean(before), mean(after), differs(before, after)
+
+    def risen(self) -> bool:
+        """Whether the reward is higher than at the start."""
+        return differs(self.start("reward/mean"), self.values("reward/mean", RECENT)) > RISES
+
+    def rising(self) -> bool:
+        """Whether the reward has risen within the last steps."""
+        rewards = self.values("reward/mean", RECENT)
+        return differs(rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]) > RISES
+
+    def groups(self, count: int = RECENT) -> float:
         """Groups sampled in the last steps."""
         return sum(self.values("groups/sampled", count))
 
-    def share(self, key: str, count: int = FIRST) -> tuple[float, float, float]:
+    def share(self, key: str, count: int = RECENT) -> tuple[float, float, float]:
         """The share of the last steps under a key, weighted by their groups, with its confidence interval.
 
         The completions of a prompt resemble each other, so the interval counts prompts: of shares of completions it is
@@ -85,7 +106,7 @@ class Case:
         found = sum(value * groups for value, groups in known)
         return found / total if total else 0.0, *share_interval(found, total)
 
-    def ends_of_dead(self, count: int = FIRST) -> tuple[float, float]:
+    def ends_of_dead(self, count: int = RECENT) -> tuple[float, float]:
         """The shares of the last steps' groups whose equal rewards are the highest, and the lowest, that are known."""
         ends = [(self._ends(one), number(one, "groups/sampled") or 1.0) for one in self.recent(count)]
         total = sum(groups for _, groups in ends)

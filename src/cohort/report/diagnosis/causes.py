@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cohort.report.diagnosis.numbers import number
+
 CAUSES = {
     "masked": "belong to completions cut by the length limit, which objective.truncated masks",
     "no_advantage": "have an advantage of 0",
@@ -20,14 +22,15 @@ CAUSES = {
 
 def why_no_gradient(metrics: Mapping[str, Any]) -> str:
     """Why a step's updates had no gradient, from its metrics."""
-    if metrics.get("groups/left_out") and metrics["groups/left_out"] == metrics["groups/sampled"]:
+    left_out = number(metrics, "groups/left_out")
+    if left_out and left_out == number(metrics, "groups/sampled"):
         return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
-    if metrics.get("reward/mean", 0.0) is None:
+    if "reward/mean" in metrics and metrics["reward/mean"] is None:
         names = [key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1]
         verbs = ["failed on" if metrics.get(f"rewards/{name}/failed") else "returned None for" for name in names]
         reasons = [f"{name} {verb} every one" for name, verb in zip(names, verbs, strict=True)]
         return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
-    shares = {cause: metrics.get(f"tokens/{cause}_share", 0.0) for cause in CAUSES}
+    shares = {cause: number(metrics, f"tokens/{cause}_share") or 0.0 for cause in CAUSES}
     if not any(shares.values()):
         return "no update had a gradient (docs/metrics.md: tokens/..._share)"
     cause = max(shares, key=lambda name: shares[name])

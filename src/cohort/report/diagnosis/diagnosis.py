@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cohort.config.report import ThresholdsConfig
-from cohort.report.diagnosis import signal
+from cohort.report.diagnosis import lengths, movement, signal, sources
 from cohort.report.diagnosis.case import Case
 from cohort.report.diagnosis.facts import Facts, thresholds_of
-from cohort.report.diagnosis.finding import Finding, Level, Verdict
+from cohort.report.diagnosis.finding import Finding, Level, Verdict, plain
 
 if TYPE_CHECKING:
     from cohort.report.history import RunHistory
@@ -30,15 +30,35 @@ class Check:
     """Checks whose warning or alarm explains what this one would say."""
 
 
-NO_SIGNAL = ("unscored", "all_right", "identical", "all_wrong", "dead_groups")
+NO_REWARD = ("failing_rewards", "unscored")
+NO_SIGNAL = (*NO_REWARD, "all_right", "entropy_collapse", "identical", "all_wrong", "dead_groups")
 CHECKS = (
-    Check("unscored", signal.unscored),
-    Check("all_right", signal.all_right),
-    Check("identical", signal.identical),
-    Check("all_wrong", signal.all_wrong),
-    Check("dead_groups", signal.dead_groups),
+    Check("sampling_errors", sources.sampling_errors),
+    Check("nonfinite", movement.nonfinite),
+    Check("failing_rewards", sources.failing_rewards),
+    Check("unscored", signal.unscored, ("failing_rewards",)),
+    Check("all_right", signal.all_right, NO_REWARD),
+    Check("entropy_collapse", movement.entropy_collapse, NO_REWARD),
+    Check("identical", signal.identical, (*NO_REWARD, "entropy_collapse")),
+    Check("all_wrong", signal.all_wrong, (*NO_REWARD, "entropy_collapse")),
+    Check("dead_groups", signal.dead_groups, (*NO_REWARD, "entropy_collapse")),
     Check("zero_gradient", signal.zero_gradient, NO_SIGNAL),
     Check("value_zero", signal.value_zero),
+    Check("sampler_mismatch", sources.sampler_mismatch),
+    Check("stale_logps", movement.stale_logps),
+    Check("learning_rate_high", movement.learning_rate_high),
+    Check("learning_rate_low", movement.learning_rate_low, (*NO_SIGNAL, "zero_gradient")),
+    Check("kl_fast", movement.kl_fast, ("learning_rate_high",)),
+    Check("clipped", movement.clipped, ("learning_rate_high",)),
+    Check("few_tokens", movement.few_tokens, (*NO_SIGNAL, "zero_gradient")),
+    Check("entropy_explosion", movement.entropy_explosion),
+    Check("end_token", lengths.end_token),
+    Check("truncation", lengths.truncation, ("end_token",)),
+    Check("length_drift", lengths.length_drift),
+    Check("duplicates", lengths.duplicates, ("identical", "entropy_collapse")),
+    Check("repetition", lengths.repetition),
+    Check("drowned_reward", sources.drowned_reward),
+    Check("evaluation_falls", sources.evaluation_falls),
 )
 """Every check, causes before their consequences."""
 NAMES = tuple(check.name for check in CHECKS)
@@ -99,7 +119,8 @@ class Diagnosis:
             return self._ended(check, step) if at else None
         if at is None or verdict.level.rank > self.findings[at.index].level.rank:
             begin = self.findings[at.index].begin if at else step
-            finding = Finding(check, verdict.level, step, verdict.found, verdict.advice, verdict.numbers, begin)
+            found, advice = plain(verdict.found), plain(verdict.advice)
+            finding = Finding(check, verdict.level, step, found, advice, verdict.numbers, begin)
             if verdict.level is Level.NOTE:
                 if check in self._noted:
                     return None

@@ -12,7 +12,7 @@ from cohort.config.section import Section
 from cohort.errors import ConfigError
 from cohort.presets import Objective
 from cohort.presets.parts import DynamicSampling
-from cohort.report.diagnosis.numbers import number
+from cohort.report.diagnosis.numbers import LARGEST, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Facts:
     """Completions of a prompt."""
     max_length: int = 256
     """``rollout.max_completion_length``."""
+    fixed_length: bool = False
+    """Whether every completion is to reach that length."""
+    learning_rate: float = 0.0
+    """Its highest value."""
     weights: tuple[float, ...] | None = None
     """Of the reward functions. None: all 1."""
     truncates: bool = False
@@ -39,9 +43,8 @@ class Facts:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Facts:
         """The facts of settings as a file has them: nothing in it is trusted, and no file that it names is read."""
-        rollout, objective, reward, report = (
-            _table(settings, key) for key in ("rollout", "objective", "reward", "report")
-        )
+        names = ("rollout", "objective", "reward", "optim", "report")
+        rollout, objective, reward, optim, report = (_table(settings, name) for name in names)
         skip = report.get("skip_checks")
         cut = any(_positive(rollout, key, 0) for key in ("top_k", "min_p")) or _number(rollout, "top_p", 1.0) < 1
         return cls(
@@ -49,7 +52,9 @@ class Facts:
             updates=_positive(objective, "num_iterations", 1) * _positive(objective, "minibatches", 1),
             prompts=_positive(rollout, "prompts_per_step", 8),
             generations=_positive(rollout, "num_generations", 8),
-            max_length=_positive(rollout, "max_completion_length", 256),
+            max_length=(longest := _positive(rollout, "max_completion_length", 256)),
+            fixed_length=_positive(rollout, "min_completion_length", 0) >= longest,
+            learning_rate=_number(optim, "learning_rate", 0.0),
             weights=_numbers(reward.get("weights")),
             truncates=cut and rollout.get("replay_sampling") is False,
             skip=frozenset(str(name) for name in skip) if isinstance(skip, list | tuple) else frozenset(),
@@ -105,7 +110,7 @@ def _number(table: Mapping[str, Any], key: str, default: float) -> float:
 def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
     """An integer setting of at least 1."""
     value = table.get(key)
-    return value if type(value) is int and value > 0 else default
+    return value if type(value) is int and 0 < value < LARGEST else default
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:

@@ -9,7 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 Numbers = Mapping[str, float | int | str | None]
-NAME_WIDTH, TEXT_WIDTH = 17, 92
+NAME_WIDTH, TEXT_WIDTH = 19, 90
+MAX_TEXT = 2000
+"""Characters of a sentence that are kept."""
 
 
 class Level(StrEnum):
@@ -65,7 +67,7 @@ class Finding:
 
     def show(self) -> str:
         """The finding for a terminal: when it begins or worsens, or that it has ceased."""
-        indent = " " * (19 + NAME_WIDTH)
+        indent = " " * (20 + NAME_WIDTH)
         if self.end is not None:
             return (
                 f"  {f'step {self.end}':<10}{'ended':<8}{self.check:<{NAME_WIDTH}}after {_steps(self.end - self.begin)}"
@@ -74,7 +76,7 @@ class Finding:
         words = wrap(self.found, TEXT_WIDTH)
         words += wrap(self.advice, TEXT_WIDTH, initial_indent="-> ", subsequent_indent="   ")
         first = f"  {f'step {self.step}':<10}{level:<8}{self.check:<{NAME_WIDTH}}"
-        return "\n".join([first + words[0], *(indent[:-1] + one for one in words[1:])])
+        return "\n".join([first + words[0], *(indent + one for one in words[1:])])
 
     def as_json(self) -> dict[str, Any]:
         """The finding in types of JSON."""
@@ -88,6 +90,15 @@ class Finding:
             "advice": self.advice,
             "numbers": dict(self.numbers),
         }
+
+
+def plain(text: str) -> str:
+    """The text without control characters: names of reward functions come from the run folder.
+
+    >>> plain("reward \\x1b[2Jx")
+    'reward ?[2Jx'
+    """
+    return "".join(one if one.isprintable() else "?" for one in text[:MAX_TEXT])
 
 
 def _steps(count: int) -> str:

@@ -9,9 +9,12 @@ from typing import Any
 CONFIDENCE = 2.576
 """Standard errors of a two-sided interval of 99%: with a looser one, some run of thousands would look ill by chance."""
 
+LARGEST = 1e100
+"""Numbers beyond are no measurement, and their squares would overflow."""
+
 
 def number(metrics: Mapping[str, Any], key: str) -> float | None:
-    """A finite number; None for whatever else a line of ``metrics.jsonl`` has under the key."""
+    """A number within ``LARGEST``; None for whatever else a line of ``metrics.jsonl`` has under the key."""
     value = metrics.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -19,7 +22,7 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return found if abs(found) <= LARGEST else None
 
 
 def mean(values: Sequence[float]) -> float | None:

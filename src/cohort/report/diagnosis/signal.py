@@ -3,7 +3,7 @@ gradient."""
 
 from __future__ import annotations
 
-from cohort.report.diagnosis.case import FIRST, Case
+from cohort.report.diagnosis.case import RECENT, Case
 from cohort.report.diagnosis.causes import CAUSES, why_no_gradient
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.numbers import differs, number
@@ -12,8 +12,9 @@ FEWEST_STEPS = 5
 """Steps that a share is taken over at least."""
 MOST = 0.9
 """Share of groups with equal rewards above which hardly anything is learned: an alarm."""
-MAIN = 0.6
+MAIN = 0.8
 """Share of those groups that has to have one cause for it to be named."""
+MANY_UNSCORED = 0.5
 NO_GRADIENT_STEPS = 3
 ZERO = 1e-6
 """|policy_value| below this is the 0 of the identity with float32's rounding."""
@@ -21,11 +22,11 @@ ZERO = 1e-6
 
 def unscored(case: Case) -> Verdict | None:
     """Completions without a reward."""
-    steps = case.recent(FIRST)
+    steps = case.recent(RECENT)
     completions = case.groups() * case.facts.generations
-    count = sum(case.values("reward/unscored", FIRST)) - sum(case.values("completions/errors", FIRST))
+    count = sum(case.values("reward/unscored", RECENT)) - sum(case.values("completions/errors", RECENT))
     share = count / completions if completions else 0.0
-    if case.steps < 3 or share < MAIN:
+    if case.steps < 3 or share < MANY_UNSCORED:
         return None
     return Verdict(
         Level.ALARM if share >= MOST else Level.WARNING,
@@ -39,10 +40,11 @@ def all_right(case: Case) -> Verdict | None:
     """Groups in which every completion has the highest reward."""
     if _cause(case) != "right":
         return None
-    dead, reward = case.share("groups/dead_share")[0], case.mean("reward/mean", FIRST)
-    learned = differs(case.start("reward/mean"), case.values("reward/mean", FIRST)) > 2
+    dead, reward = case.share("groups/dead_share")[0], case.mean("reward/mean", RECENT)
+    learned = differs(case.start("reward/mean"), case.values("reward/mean", RECENT)) > 2
     found = (
-        f"{dead:.0%} of groups have equal rewards, because every completion of them is right (mean reward {reward:.2f})"
+        f"{dead:.0%} of groups have equal rewards, nearly all of them because every completion is right "
+        f"(mean reward {reward:.2f})"
     )
     if learned:
         return Verdict(
@@ -65,7 +67,7 @@ def all_wrong(case: Case) -> Verdict | None:
         return None
     return _dead(
         case,
-        "because no completion of them is right",
+        "nearly all of them because no completion is right",
         "ease the prompts, warm up (fine-tune on solutions first), reward partial success, or raise "
         "rollout.num_generations; 'cohort doctor' tries the reward functions on right answers",
     )
@@ -77,7 +79,7 @@ def identical(case: Case) -> Verdict | None:
         return None
     return _dead(
         case,
-        "because their completions are the same text",
+        "nearly all of them because their completions are the same text",
         "raise rollout.temperature; check that rollout.top_k, rollout.top_p and a grammar leave a choice. If it came "
         "during training, entropy has collapsed: a lower optim.learning_rate, or an entropy bonus",
     )
@@ -108,11 +110,14 @@ def zero_gradient(case: Case) -> Verdict | None:
         and (number(case.now, "groups/dead_share") or 0.0) >= MOST
     ):
         return None  # the other checks of this file
+    by_design = cause == "no_advantage" and case.facts.objective.baseline == "second_best"  # a single best completion
     return Verdict(
-        Level.ALARM,
+        Level.NOTE if by_design else Level.ALARM,
         f"the gradient was exactly 0 for {NO_GRADIENT_STEPS} steps, which is not the 0 that a healthy loss may show: "
         + why_no_gradient(case.now),
-        _advice_by_cause(cause),
+        "no group had a single best completion, which is all that this objective learns from; it may need more prompts"
+        if by_design
+        else _advice_by_cause(cause),
         {f"tokens/{cause}_share": share for cause, share in shares.items() if share},
     )
 
@@ -150,7 +155,7 @@ def _without_gradient(metrics: object) -> bool:
 
 def _dead(case: Case, why: str, advice: str) -> Verdict:
     share, low, high = case.share("groups/dead_share")
-    reward = case.mean("reward/mean", FIRST)
+    reward = case.mean("reward/mean", RECENT)
     verdict = "almost nothing is learned" if low > MOST else "they teach nothing"
     return Verdict(
         Level.ALARM if low > MOST else Level.WARNING,
@@ -162,7 +167,7 @@ def _dead(case: Case, why: str, advice: str) -> Verdict:
 
 def _cause(case: Case) -> str:
     """The main cause of equal rewards; empty if few groups have them, or if it does not matter."""
-    if not case.facts.groups_compared or len(case.recent(FIRST)) < FEWEST_STEPS or unscored(case):
+    if not case.facts.groups_compared or len(case.recent(RECENT)) < FEWEST_STEPS or unscored(case):
         return ""
     dead, low, _ = case.share("groups/dead_share")
     if low <= case.limits.dead_groups or (case.facts.resamples and not _starved(case)):
@@ -177,5 +182,5 @@ def _cause(case: Case) -> str:
 
 def _starved(case: Case) -> bool:
     """Whether dynamic sampling finds fewer than half of the groups that a step is to have."""
-    used = case.groups() - sum(case.values("groups/left_out", FIRST))
-    return used < 0.5 * case.facts.prompts * len(case.recent(FIRST))
+    used = case.groups() - sum(case.values("groups/left_out", RECENT))
+    return used < 0.5 * case.facts.prompts * len(case.recent(RECENT))

@@ -1,0 +1,50 @@
+"""The command that says what is wrong with a run: diagnose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from cohort.cli.app import app
+
+if TYPE_CHECKING:
+    from cohort.report.diagnosis import Finding
+
+
+@app.command(
+    sort_key=12.5,
+    usage="Usage: cohort diagnose RUN [--json]",
+    help_epilogue="The exit code is 1 if an alarm stands at the end. docs/diagnosis.md explains the checks.",
+)
+def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] = False) -> int:
+    """Say what is wrong with a run, from its metrics: what, since when, why, and what to try.
+
+    Args:
+        run: A run folder, of a run that has ended or is in progress.
+        json_output: Print one JSON object instead of text.
+    """
+    from cohort.report.diagnosis import Diagnosis, Level, health_line, worst
+    from cohort.report.history import RunHistory
+    from cohort.runs import as_json
+
+    history = RunHistory.read(run)
+    diagnosis = Diagnosis(history.settings)
+    said = [finding for metrics in history.metrics for finding in diagnosis.step(metrics)]
+    alarm = worst(diagnosis.findings) is Level.ALARM
+    steps = [metrics for metrics in history.metrics if "updates" in metrics]
+    health = health_line(steps[-1], diagnosis.findings) if steps else "no step yet"
+    if json_output:
+        findings = [finding.as_json() for finding in diagnosis.findings]
+        print(as_json({"ok": not alarm, "health": health, "steps": len(steps), "findings": findings}, indent=1), end="")
+    else:
+        print("\n".join([*_lines(said), f"{'after step ' + str(steps[-1]['step']) + ', ' if steps else ''}{health}"]))
+    return int(alarm)
+
+
+def _lines(said: list[Finding]) -> Iterator[str]:
+    for finding in said:
+        yield finding.show()
+    if said:
+        yield ""

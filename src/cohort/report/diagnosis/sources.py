@@ -1,0 +1,184 @@
+"""Checks of what the learning rests on: reward functions, the sampler, evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cohort.report.diagnosis.case import RECENT, WINDOW, Case
+from cohort.report.diagnosis.finding import Level, Verdict
+from cohort.report.diagnosis.numbers import mean, number, share_interval
+
+MANY_FAILED = 0.3
+GAP_STEPS = 5
+WORSE = 4.0
+"""Factor over the threshold of ``sampler/gap`` from which updates follow another policy than the one that drew: an
+alarm. With older weights in the sampler (``rollout.lag``), a gap of this factor is no bug."""
+BIAS, CERTAIN = 0.02, 4.0
+"""How far, and how many standard errors, the mean ratio to the sampler has to be from 1."""
+DROPPED = 0.2
+"""Share of tokens that mismatch rules drop."""
+
+
+def failing_rewards(case: Case) -> Verdict | None:
+    """A reward function that fails."""
+    completions = case.groups() * case.facts.generations
+    worst: tuple[float, str, float] = (0.0, "", 0.0)
+    for name in _functions(case.now):
+        failed = sum(case.values(f"rewards/{name}/failed", RECENT))
+        worst = max(worst, (share_interval(failed, completions)[0], name, failed))
+    low, name, failed = worst
+    if not completions or low <= case.limits.failed_rewards:
+        return None
+    slow = sum(case.values(f"rewards/{name}/timeouts", RECENT))
+    return Verdict(
+        Level.ALARM if low > MANY_FAILED else Level.WARNING,
+        f"reward function {name} failed on {failed / completions:.0%} of {completions:.0f} completions"
+        + (f", {slow:.0f} of them by its time limit" if slow else ""),
+        "raise reward.timeout, or make it faster"
+        if slow > failed / 2
+        else "the log has a traceback of each step; the column reward_error of rollouts/ has the reasons",
+        {"failed": failed, "completions": completions, "timeouts": slow},
+    )
+
+
+def drowned_reward(case: Case) -> Verdict | None:
+    """A reward function whose differences are lost beside those of another, because their scales differ."""
+    names = _functions(case.now)
+    weights = case.facts.weights or (1.0,) * len(names)
+    if len(case.last) < WINDOW or len(weights) != len(names) or len(names) < 2:
+        return None
+    if case.facts.objective.reward_aggregation != "sum_then_normalize":
+        return None
+    spread = {name: _spread(case, name) for name in names}
+    weight = dict(zip(names, map(abs, weights), strict=True))
+    loud = max(names, key=lambda name: weight[name] * spread[name])
+    for name in names:
+        own, other = weight[name] * spread[name], weight[loud] * spread[loud]
+        # A weight that makes a function quiet is meant; a scale is not.
+        if 0 < own < case.limits.drowned * other and spread[name] < case.limits.drowned * spread[loud]:
+            return Verdict(
+                Level.WARNING,
+                f"reward function {name} is drowned by {loud}: where it distinguishes completions of a prompt, it "
+                f"varies by {own:.2g} and {loud} by {other:.2g}, so advantages follow {loud} alone",
+                f"set reward.weights so that both vary alike ({name} times {other / own:.0f}), or set "
+                "objective.reward_aggregation to 'normalize_then_sum'",
+                {"drowned": name, "by": loud, "ratio": own / other},
+            )
+    return None
+
+
+def _spread(case: Case, name: str) -> float:
+    """The mean standard deviation of a function's rewards within the groups in which they differ: a function that few
+    completions earn is rare, not quiet."""
+    spread = case.mean(f"rewards/{name}/within_group_std") or 0.0
+    alive = 1 - (case.mean(f"rewards/{name}/dead_share") or 0.0)
+    return spread / alive if alive > 0 else 0.0
+
+
+def sampler_mismatch(case: Case) -> Verdict | None:
+    """A sampler and a trainer that disagree."""
+    gap, limit = case.values("sampler/gap", GAP_STEPS), case.limits.sampler_gap
+    if len(gap) < GAP_STEPS:
+        return None
+    lagging = (number(case.now, "sampler/version_lag_mean") or 0.0) > 0
+    if min(gap) > limit * (WORSE if lagging else 1.0):
+        return Verdict(
+            Level.ALARM if min(gap) > WORSE * limit else Level.WARNING,
+            f"log-probs of sampler and trainer differ by {mean(gap):.2g} nats per token (sampler/gap)"
+            + (
+                ", with weights in the sampler that are older than the trainer's"
+                if lagging
+                else " for the same weights"
+            ),
+            "a smaller rollout.lag"
+            if lagging
+            else "set model.precision to 'float32', or add a mismatch weight "
+            "(objective.mismatch); with vLLM see docs/scale.md",
+            {"gap": mean(gap)},
+        )
+    return _bias(case) or _dropped(case)
+
+
+def _bias(case: Case) -> Verdict | None:
+    """A mean ratio to the sampler that is not 1."""
+    steps = case.recent(GAP_STEPS)
+    pairs = [(number(one, "sampler/mean_ratio"), number(one, "sampler/mean_ratio_se")) for one in steps]
+    away = [
+        abs(ratio - 1) > max(BIAS, CERTAIN * error) for ratio, error in pairs if ratio is not None and error is not None
+    ]
+    ratio = case.mean("sampler/mean_ratio", GAP_STEPS)
+    if len(away) < GAP_STEPS or not all(away) or ratio is None:
+        return None
+    replayed = not case.facts.truncates
+    return Verdict(
+        Level.WARNING,
+        f"the mean ratio of trainer to sampler is {ratio:.3f}, where it should be 1: "
+        + (
+            "they compute other distributions"
+            if replayed
+            else f"sampling leaves out {1 - ratio:.0%} of the probability"
+        ),
+        "compare temperature and sampling settings of both" if replayed else "set rollout.replay_sampling to true",
+        {"mean_ratio": ratio},
+    )
+
+
+def _dropped(case: Case) -> Verdict | None:
+    shares = case.values("tokens/mismatch_share", GAP_STEPS)
+    if len(shares) < GAP_STEPS or min(shares) <= DROPPED:
+        return None
+    return Verdict(
+        Level.WARNING,
+        f"the rules of objective.mismatch drop {mean(shares):.0%} of the tokens",
+        "see sampler/gap and sampler/log_ratio_...: sampler and trainer differ, or the rule is too strict",
+        {"mismatch_share": mean(shares)},
+    )
+
+
+def sampling_errors(case: Case) -> Verdict | None:
+    """Completions that could not be drawn."""
+    count = sum(case.values("completions/errors", GAP_STEPS))
+    if not count:
+        return None
+    return Verdict(
+        Level.ALARM,
+        f"{count:.0f} completions of the last {min(GAP_STEPS, len(case.last))} steps could not be sampled, because "
+        "logits were NaN or infinite: weights have diverged, or soon will",
+        "go back to an earlier checkpoint with a lower optim.learning_rate; use model.precision 'float32'",
+        {"errors": count},
+    )
+
+
+def evaluation_falls(case: Case) -> Verdict | None:
+    """A reward in training that does not fall while the evaluation does."""
+    if len(case.evaluations) < 2:
+        return None
+    step, reward, latest = case.evaluations[-1]
+    for key in [key for key in latest if key.startswith("eval/") and key.endswith("reward/mean")]:
+        ends = [(number(one[2], f"{key[:-4]}low"), one) for one in case.evaluations]
+        low, best = max(
+            ((low, one) for low, one in ends if low is not None), key=lambda end: end[0], default=(None, None)
+        )
+        high = number(latest, f"{key[:-4]}high")
+        if low is None or best is None or high is None or high >= low or reward is None:
+            continue
+        start = mean(case.start("reward/mean")) if best[1] is None else best[1]
+        if start is None or reward < start:
+            continue  # training falls as well: another illness
+        before, now = number(best[2], key) or 0.0, number(latest, key) or 0.0
+        return Verdict(
+            Level.ALARM,
+            f"the training reward went from {start:.2f} to {reward:.2f} while {key} fell from {before:.2f} "
+            f"(step {best[0]}) to {now:.2f} (step {step}), beyond both intervals: the policy games "
+            "the reward, or overfits the prompts",
+            f"keep the model of step {best[0]} (eval.metric_for_best_model); read completions of both steps; use more "
+            "prompts, or a KL (objective.beta)",
+            {"before": before, "now": now, "best_step": best[0], "reward_before": start, "reward": reward},
+        )
+    return None
+
+
+def _functions(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of the reward functions, in their order."""
+    return [key[8:-17] for key in metrics if key.startswith("rewards/") and key.endswith("/within_group_std")]

@@ -1,0 +1,272 @@
+// Curves. Each chart is drawn when it comes into view; all charts of the page share the pointer's step.
+
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 2], [1, 2]];
+const charts = [];
+const HEIGHT = 180;
+const view = { smooth: 0, axis: "step" };
+
+/** The value of a CSS colour variable under the present theme. */
+function colour(name) {
+  const probe = byId("probe");
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
+}
+
+const faint = (rgb, alpha) => rgb.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3)},${alpha})`);
+
+/**
+ * A smooth curve without lag: at each point the least-squares line through the `width` points around it, at the ends
+ * the line through the first or last points, with the 95% band of the line. As `cohort plot` computes it.
+ */
+function runningFit(values, width) {
+  const known = values.flatMap((value, i) => (value == null ? [] : [i])), y = known.map((i) => values[i]), count = y.length;
+  const mean = values.map(() => null), low = [...mean], high = [...mean];
+  width = Math.min(width, count % 2 ? count : count - 1);
+  if (width < 3) return { mean: values, low: null, high: null };
+  const half = (width - 1) / 2, moment = half * (half + 1) * width / 3, t = student(width - 2), floor = Math.min(...y) >= 0 ? 0 : -Infinity;
+  let fitted = -1, centre, slope, variance;
+  known.forEach((place, i) => {
+    const start = Math.max(0, Math.min(count - width, i - half));
+    if (start !== fitted) {
+      const part = y.slice(start, start + width);
+      centre = part.reduce((sum, value) => sum + value, 0) / width;
+      slope = part.reduce((sum, value, at) => sum + (value - centre) * (at - half), 0) / moment;
+      variance = part.reduce((sum, value, at) => sum + (value - centre - slope * (at - half)) ** 2, 0) / (width - 2);
+      fitted = start;
+    }
+    const offset = i - start - half, reach = t * Math.sqrt(variance * (1 / width + offset ** 2 / moment));
+    mean[place] = Math.max(floor, centre + slope * offset);
+    low[place] = Math.max(floor, mean[place] - reach);
+    high[place] = mean[place] + reach;
+  });
+  return { mean, low, high };
+}
+
+/** The same on a logarithmic axis: the fit is that of the logarithms. */
+function logFit(values, width) {
+  const fit = runningFit(values.map((value) => (value > 0 ? Math.log(value) : null)), width);
+  const back = (some) => some && some.map((value) => (value == null ? null : Math.exp(value)));
+  return { mean: back(fit.mean), low: back(fit.low), high: back(fit.high) };
+}
+
+/** The 97.5% quantile of Student's t; exact for few degrees of freedom, then its expansion. */
+function student(df) {
+  const first = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447];
+  return df <= 6 ? first[df - 1] : 1.96 + 2.372 / df + 2.822 / df ** 2 + 2.556 / df ** 3;
+}
+
+/** Columns for uPlot, and the series that draw them. */
+function seriesOf(spec, lines) {
+  const columns = [], series = [], bands = [];
+  const add = (values, options) => (columns.push(spec.log ? values.map((v) => (v > 0 ? v : null)) : values), series.push(options));
+  lines.forEach((line, index) => {
+    const stroke = colour(COLOURS[index % COLOURS.length]), dash = DASHES[Math.floor(index / COLOURS.length) % DASHES.length];
+    const few = line.values.filter((value) => value != null).length < 25;
+    const plain = { stroke, dash, width: 1.75, spanGaps: true, points: { show: few, size: 5 } };
+    let { low, high, values } = line;
+    const smooth = !low && spec.smooth && view.smooth > 1 && line.values.length >= view.smooth;
+    if (smooth) {
+      add(values, { ...plain, stroke: faint(stroke, 0.35), width: 1, points: { show: false } });
+      ({ mean: values, low, high } = (spec.log ? logFit : runningFit)(values, view.smooth));
+    }
+    if (!low && line.interval) ({ low, high } = line.interval);
+    add(values, { ...plain, points: { show: few && !smooth, size: 5 } });
+    if (low && (!smooth || lines.length <= 2)) {
+      const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
+      add(high, edge);
+      add(low, edge);
+      bands.push({ series: [columns.length - 1, columns.length], fill: faint(stroke, 0.16) });
+    }
+  });
+  return { columns, series, bands };
+}
+
+/** Findings that belong to a chart: those that name one of its metrics. */
+function marksOf(spec) {
+  const keys = new Set(spec.keys || []);
+  return (DATA.findings || []).filter((finding) => finding.level !== "note" && finding.keys.some((key) => keys.has(key)));
+}
+
+function drawMarks(plot, marks) {
+  const { ctx } = plot, { left, top, width, height } = plot.bbox, ratio = devicePixelRatio;
+  for (const mark of marks) {
+    const x = plot.valToPos(axisAt(mark.step), "x", true);
+    if (!(x >= left && x <= left + width)) continue;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour(`--${mark.level}`);
+    ctx.setLineDash([3 * ratio, 3 * ratio]);
+    ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + height); ctx.stroke();
+    ctx.beginPath(); ctx.moveTo(x - 5 * ratio, top); ctx.lineTo(x + 5 * ratio, top); ctx.lineTo(x, top + 8 * ratio); ctx.fill();
+    ctx.restore();
+  }
+}
+
+/** Where a step lies on the chosen axis. */
+function axisAt(step) {
+  const { x } = DATA.run, at = x.step.findIndex((value) => value >= step);
+  return at < 0 ? x[view.axis].at(-1) : x[view.axis][at];
+}
+
+/** Draw a chart into its figure, in place of the one that is there. */
+function draw(chart, width = chart.place.clientWidth) {
+  const { spec, place } = chart;
+  if (!width) return;
+  chart.plot?.destroy();
+  const { x, lines } = spec.over(view.axis), { columns, series, bands } = seriesOf(spec, lines), marks = marksOf(spec);
+  Object.assign(chart, { x, lines });
+  const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const options = {
+    width, height: HEIGHT, padding: [10, 16, 0, 0], bands, legend: { show: false },
+    cursor: { sync: { key: "run", setSeries: false }, y: false, drag: { x: true, y: false }, points: { show: false } },
+    scales: { x: { time: false }, y: { distr: spec.log ? 3 : 1, range: spec.log ? undefined : rangeOf } },
+    axes: [
+      { ...axis, size: 28, gap: 4, values: (_, splits) => splits.map((v) => tick(v)) },
+      { ...axis, size: 54, gap: 4, values: (_, splits) => splits.map((v) => (v == null ? "" : num(v, 3))), ...(spec.log && decades(lines)) },
+    ],
+    series: [{}, ...series],
+    hooks: { draw: [(plot) => drawMarks(plot, marks)], setCursor: [(plot) => showValues(chart, plot.cursor.idx)] },
+  };
+  place.replaceChildren();
+  showValues(chart, null);
+  chart.plot = new uPlot(options, [x, ...columns], place);
+}
+
+/** Labels and lines of a logarithmic axis: at powers of ten, unless there are too few. */
+function decades(lines) {
+  const known = lines.flatMap(({ values }) => values).filter((value) => value > 0);
+  if (!known.length || Math.max(...known) / Math.min(...known) < 30) return {};
+  const filter = (_, splits) => splits.map((value) => (Math.abs(Math.log10(value) % 1) < 1e-9 ? value : null));
+  return { filter, grid: { stroke: colour("--line"), width: 1, filter } };
+}
+
+/** The numbers of a chart under the pointer; without a pointer, the last ones. */
+function showValues({ spec, legend, x, lines }, index) {
+  const at = (values) => (index == null ? values.findLast((value) => value != null) : values[index]);
+  const where = index == null ? "last" : `${spec.axes[view.axis]} ${num(x[index])}`, several = lines.length > 1;
+  legend.replaceChildren(el("span", {}, where), ...lines.map((line, i) => el("span", {},
+    several ? el("i", { class: `f${(i % COLOURS.length) + 1}` }) : null, ...(several ? visible(line.label) : []), " ",
+    el("b", {}, num(at(line.values))), line.low && at(line.low) != null ? ` (${num(at(line.low), 3)} to ${num(at(line.high), 3)})` : null)));
+}
+
+const tick = (value) => (Number.isInteger(value) && Math.abs(value) < 1e5 ? num(value) : num(value, 3));
+
+/** The range of a linear axis: constant curves lie in the middle. */
+function rangeOf(_, low, high) {
+  if (low == null) return [0, 1];
+  const pad = high > low ? (high - low) * 0.08 : Math.abs(high) || 1;
+  return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
+}
+
+/** What a chart shows, in a sentence for those who do not see it. */
+function spoken(spec) {
+  return spec.over("step").lines.map(({ label, values }) => {
+    const known = values.filter((value) => value != null);
+    return `${label}: first ${num(known[0])}, last ${num(known.at(-1))}, lowest ${num(Math.min(...known))}, highest ${num(Math.max(...known))}`;
+  }).join("; ");
+}
+
+const inView = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const chart = charts.find((one) => one.place === target);
+    if (isIntersecting && chart && !chart.plot) draw(chart);
+  }
+}, { rootMargin: "300px" });
+let widths = new WeakMap();
+const onResize = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const chart = charts.find((one) => one.place === target), before = widths.get(target);
+    widths.set(target, target.clientWidth);
+    if (chart?.plot && before !== target.clientWidth) chart.plot.setSize({ width: target.clientWidth, height: HEIGHT });
+  }
+});
+
+/** Add a chart to a place in the page. */
+function addChart(parent, spec, onRemove) {
+  const place = el("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${spec.title}. ${spoken(spec)}`, keydown: moveCursor });
+  const legend = el("p", { class: "values" }), chart = { spec, place, legend, plot: null };
+  const remove = onRemove && el("button", { type: "button", "aria-label": `Remove ${spec.title}`, click: () => { dropChart(chart, figure); onRemove(); } }, "×");
+  const figure = el("figure", {}, el("figcaption", {}, el("span", {}, ...visible(spec.title)), remove),
+    el("p", { class: "about" }, ...visible(spec.about || "")), place, legend);
+  parent.append(figure);
+  charts.push(chart);
+  inView.observe(place);
+  onResize.observe(place);
+  return figure;
+}
+
+function dropChart(chart, figure) {
+  chart.plot?.destroy();
+  charts.splice(charts.indexOf(chart), 1);
+  figure.remove();
+}
+
+/** Left and right move the pointer's step, Escape shows the whole run again. */
+function moveCursor(event) {
+  const plot = charts.find((chart) => chart.place === event.currentTarget)?.plot;
+  if (!plot) return;
+  if (event.key === "Escape") return void plot.setData(plot.data);
+  const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+  if (!by) return;
+  event.preventDefault();
+  const last = plot.data[0].length - 1, at = plot.cursor.idx ?? (by > 0 ? -1 : last + 1);
+  const to = Math.min(last, Math.max(0, at + by));
+  plot.setCursor({ left: plot.valToPos(plot.data[0][to], "x"), top: 20 });
+}
+
+/** Draw the charts again: after a change of theme, window or axis. */
+function redraw() {
+  for (const chart of charts) if (chart.plot) draw(chart);
+}
+
+const PRINT_WIDTH = 310;
+
+/** Draw all charts as wide as a column of a printed page. */
+function drawForPrint() {
+  for (const chart of charts) draw(chart, PRINT_WIDTH);
+}
+
+/** A chart of metrics of the run, from a row of the table of charts. */
+function chartOf({ title, about, keys, band, log, smooth }) {
+  const { values, x, axes, intervals } = DATA.run;
+  const lines = keys.map(({ key, label }) => ({ label, values: values[key], low: null, high: null, interval: intervals[key] }));
+  if (band) Object.assign(lines[0], { low: values[band[0]], high: values[band[1]] });
+  const over = (axis) => ({ x: x[axis], lines });
+  return { title, about, log, smooth, over, axes, keys: [...keys.map(({ key }) => key), ...(band || [])] };
+}
+
+/** A chart of several runs: each has points of its own on every axis. */
+function comparedOf({ title, about, log, curves }) {
+  const over = (axis) => {
+    const shown = curves.filter((curve) => curve[axis]);
+    const [x, ...columns] = uPlot.join(shown.map((curve) => ["x", "y", "low", "high"].map((name) => curve[axis][name] || curve[axis].y)));
+    const whole = columns.map((column) => Array.from(column, (value) => value ?? null));
+    return { x, lines: shown.map((curve, i) => ({ label: curve.label, values: whole[3 * i],
+      low: curve[axis].low && whole[3 * i + 1], high: curve[axis].low && whole[3 * i + 2] })) };
+  };
+  return { title, about, log, over, axes: DATA.compared.axes };
+}
+
+function startCharts() {
+  const { run, compared } = DATA, { axes } = run || compared || {};
+  if (!axes) return;
+  fill(byId("axis"), Object.entries(axes), view.axis = Object.keys(axes)[0]);
+  byId("axis").addEventListener("change", (event) => { view.axis = event.target.value; redraw(); });
+  if (compared) for (const spec of compared.charts) addChart(byId("compared"), comparedOf(spec));
+  if (!run) return;
+  view.smooth = run.window;
+  for (const place of document.querySelectorAll("[data-charts]"))
+    for (const spec of DATA.charts.filter(({ section }) => section === place.dataset.charts)) addChart(place, chartOf(spec));
+  const points = run.x.step.length, windows = [...new Set([1, 5, 11, 25, 51, 101, run.window])].filter((width) => width === 1 || width <= points);
+  fill(byId("smooth"), windows.sort((a, b) => a - b).map((width) => [String(width), width > 1 ? `${width} steps` : "none"]), String(run.window));
+  byId("smooth").addEventListener("change", (event) => { view.smooth = Number(event.target.value); redraw(); });
+  byId("keys").replaceChildren(...Object.keys(run.values).map((name) => el("option", { value: name })));
+  const add = () => {
+    const field = byId("key"), name = field.value;
+    if (!Object.hasOwn(run.values, name)) return;
+    addChart(byId("chosen"), chartOf({ title: name, about: "", keys: [{ key: name, label: name }], log: byId("log").checked, smooth: true }), () => {});
+    field.value = "";
+  };
+  byId("add").addEventListener("click", add);
+  byId("key").addEventListener("keydown", (event) => { if (event.key === "Enter") add(); });
+}

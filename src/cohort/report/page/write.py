@@ -1,0 +1,144 @@
+"""Make a page of a run folder and write it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from cohort.errors import RunFolderError
+from cohort.report.history import RunHistory
+from cohort.report.page import findings as diagnosis
+from cohort.report.page import sections
+from cohort.report.page.charts import charts_of, run_curves
+from cohort.report.page.compare import compared
+from cohort.report.page.microscope import QUANTITIES, build_microscope
+from cohort.report.page.render import GENERATOR, render
+from cohort.report.page.replays import replays_of
+
+CAUSES = {
+    "masked": "the completion reached the length limit, and objective.truncated masks such completions",
+    "no_advantage": "the advantage is 0",
+    "low_entropy": "the token is not among the objective.top_entropy tokens",
+    "mismatch": "a mismatch rule dropped it, because sampler and trainer differ",
+    "off_policy": "the off-policy mask dropped its completion",
+    "clipped_low": "the trust region clipped it at a low ratio",
+    "clipped_high": "the trust region clipped it at a high ratio",
+    "vanished": "the multiplier of the trust region is 0",
+    "held": "",
+}
+"""Why a token has no policy gradient. ``held`` is the exception: it has one, with a clamped log-ratio."""
+
+
+def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write the page of a run, or one that compares several.
+
+    Args:
+        runs: run folders.
+        output: the file. None: ``report.html`` in the run folder; of several runs, in the working directory.
+
+    Returns:
+        The file.
+
+    Raises:
+        RunFolderError: a folder holds no run, or the output is a file that ``cohort report`` did not write.
+        OSError: the file cannot be written.
+    """
+    histories = [RunHistory.read(run) for run in dict.fromkeys(map(Path, runs))]
+    alone = histories[0].path if len(histories) == 1 else Path()
+    target = Path(output).expanduser() if output else alone / "report.html"
+    check_target(target)
+    write_page(target, render_run(histories[0]) if len(histories) == 1 else render_comparison(histories))
+    return target
+
+
+def render_comparison(histories: Sequence[RunHistory]) -> str:
+    """The page of several runs as HTML."""
+    content, data = compared(histories)
+    return render("compare.html", content | _origin(), {"compared": data})
+
+
+def _origin() -> dict[str, str]:
+    return {"written": sections.written_at(), "version": _version()}
+
+
+def render_run(history: RunHistory) -> str:
+    """The page of a run as HTML."""
+    curves = run_curves(history)
+    findings = diagnosis.found_in(history)
+    microscope = build_microscope(history, diagnosis.begins(findings))
+    state, state_words = sections.run_state(history)
+    content = {
+        "title": history.path.resolve().name,
+        "state": state,
+        "state_words": state_words,
+        "verdict": diagnosis.verdict(history, findings),
+        "figures": sections.figures(history),
+        "missing": history.missing,
+        "findings": diagnosis.listed(findings),
+        "timeline": diagnosis.timeline(history, findings),
+        "stride": curves["stride"],
+        "settings": sections.settings_table(history),
+        "objective": history.text("objective.txt"),
+        "first_prompt": history.text("first_prompt.txt"),
+        "environment": sections.environment(history),
+        "evaluations": sections.evaluations(history),
+        "timing": sections.timing(history),
+        "replays": replays_of(history),
+        "notes": microscope.notes,
+        "choice": microscope.choice,
+        "has_microscope": bool(microscope.groups),
+        **_origin(),
+    }
+    data = {
+        "run": curves if history.metrics else None,
+        "charts": charts_of(list(curves["values"])),
+        "findings": diagnosis.marks(history, findings),
+        "quantities": [dict(zip(("key", "label", "scale", "about"), row, strict=True)) for row in QUANTITIES],
+        "causes": CAUSES,
+        "microscope": microscope.data(),
+    }
+    return render("report.html", content, data, microscope.blocks)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("cohort-rl")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return ""
+
+
+def check_target(target: Path) -> None:
+    """Refuse to overwrite anything but an earlier page.
+
+    Raises:
+        RunFolderError: the target is something else.
+    """
+    if target.is_symlink():
+        raise RunFolderError(f"{target} is a symbolic link: give another file with --output")
+    if target.is_dir():
+        raise RunFolderError(f"{target} is a folder: give a file with --output, such as {target / 'report.html'}")
+    if not target.exists():
+        return
+    if not target.is_file() or not _is_page(target):
+        raise RunFolderError(f"{target} exists and was not written by cohort report: give another file with --output")
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return f'content="{GENERATOR}'.encode() in file.read(1000)
+
+
+def write_page(target: Path, text: str) -> None:
+    """Write a file atomically: the old one or the complete new one. A link in its place is not followed."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

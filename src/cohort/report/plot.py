@@ -1,0 +1,297 @@
+"""``cohort plot``: curves of runs as PNG, SVG or PDF, for papers and chats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from cohort.errors import ConfigError
+from cohort.report.history import RunHistory
+from cohort.report.labels import words_for
+from cohort.report.series import AXES, Curve, check_key, curve, grouped, over_seeds, window_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+COLORS = {
+    "light": ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8C6D00", "#56B4E9", "#444444"),
+    "dark": ("#56B4E9", "#FF8C42", "#2CC295", "#E69AC4", "#F0C83C", "#9AA7FF", "#DDDDDD"),
+}
+"""After the palette of Okabe and Ito, which people with any colour vision can tell apart, as contrast allows."""
+GROUND = {"light": ("#FFFFFF", "#222222", "#6B6B6B", "#E6E6E6"), "dark": ("#16181D", "#E8E8E8", "#A0A4AB", "#31353D")}
+"""Colours of ground, text, notes and grid."""
+LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
+"""Styles of lines: another one after each round of colours."""
+MARKED = 40
+"""Curves of at most so many points show them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a figure looks."""
+
+    axis: str = "step"
+    """One of ``series.AXES``."""
+    window: int = 0
+    """Points of the local fit (``series.loess``); 0: a tenth of the curve; 1: none."""
+    log: str = ""
+    """The axes with logarithmic scale: "", "x", "y" or "xy"."""
+    theme: Literal["light", "dark"] = "light"
+    separate: bool = False
+    """Draw each run for itself, instead of the mean of runs that differ by their seed."""
+    size: tuple[float, float] = (6.4, 3.6)
+    """Inches of one panel."""
+    title: str = ""
+    bare: bool = False
+    """Without the note below that says what lines and bands are."""
+
+
+def figure(runs: Sequence[RunHistory], keys: Sequence[str], look: Look | None = None) -> Figure:
+    """Draw metrics of runs, a panel for each.
+
+    Runs with equal settings apart from the seed are one line, their mean, with a band; their own curves are behind it.
+    Lines are named by the settings that differ.
+
+    Args:
+        runs: the runs.
+        keys: the metrics.
+        look: how it looks; None: the defaults.
+
+    Raises:
+        ConfigError: no run has a metric, or none has the axis; matplotlib is missing.
+    """
+    look = look or Look()
+    for key in keys:
+        check_key(runs, key)
+    panels = [_panel(runs, key, look) for key in keys]
+    for key, panel in zip(keys, panels, strict=True):
+        if not any(mean.x for mean, _ in panel):
+            raise ConfigError(f"{key} cannot be drawn over {look.axis}: no run has both in its metrics")
+    with _style(look) as matplotlib:
+        columns = 1 if len(keys) == 1 else 2
+        rows = math.ceil(len(keys) / columns)
+        width, height = look.size
+        made: Figure = matplotlib.figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
+        all_axes = made.subplots(rows, columns, squeeze=False).ravel()
+        for axes, key, panel in zip(all_axes, keys, panels, strict=False):
+            _draw(axes, key, panel, look)
+        for axes in all_axes[len(keys) :]:
+            axes.set_visible(False)
+        _name_lines(made, list(all_axes[: len(keys)]), panels, look)
+        return made
+
+
+def save(made: Figure, path: str | Path, look: Look | None = None) -> Path:
+    """Write a figure; the suffix says in which format. The same figure gives the same bytes.
+
+    Raises:
+        ConfigError: the suffix is none of ``SUFFIXES``.
+    """
+    path = check_output(path)
+    dates = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[path.suffix.lower()]
+    with _style(look or Look()):
+        made.savefig(path, metadata=dates)
+    return path
+
+
+def check_output(path: str | Path) -> Path:
+    """The path of a figure.
+
+    Raises:
+        ConfigError: the suffix is none of ``SUFFIXES``, or the folder does not exist.
+    """
+    path = Path(path).expanduser()
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"--output {path}: expected a file that ends in {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}")
+    return path
+
+
+def _panel(runs: Sequence[RunHistory], key: str, look: Look) -> list[tuple[Curve, list[Curve]]]:
+    """A curve for each group, and those of its runs."""
+    points = max(len(run.series(key)[0]) for run in runs)
+    window = look.window or window_for(points)
+    groups = grouped(runs)
+    if look.separate:
+        return [
+            (made := curve(run, key, look.axis, window, _own_label(run, group.label, len(group.runs))), [made])
+            for group in groups
+            for run in group.runs
+        ]
+    found = []
+    for group in groups:
+        curves = [curve(run, key, look.axis, window) for run in group.runs]
+        found.append((over_seeds(curves, group.label), curves))
+    return found
+
+
+def _own_label(run: RunHistory, label: str, runs: int) -> str:
+    return f"{label}, seed {run.flat_settings().get('run.seed')}" if runs > 1 else label
+
+
+def _draw(axes: Axes, key: str, panel: Sequence[tuple[Curve, list[Curve]]], look: Look) -> None:
+    """One metric. The lines are, group by group: the curves behind it, then the main one, labelled."""
+    unit, words = _unit(panel, look)
+    for number, (mean, members) in enumerate(panel):
+        if not mean.x:
+            continue
+        palette = COLORS[look.theme]
+        color, style = palette[number % len(palette)], LINES[number // len(palette) % len(LINES)]
+        behind = [(one.x, one.line) for one in members] if mean.runs > 1 else [(mean.x, mean.y)] * bool(mean.smooth)
+        for places, y in behind:
+            axes.plot(_scaled(places, unit), y, color=color, linewidth=0.7, alpha=0.4, label="_behind")
+        if mean.low is not None and mean.high is not None:
+            low, high = (np.array([math.nan if one is None else one for one in edge]) for edge in (mean.low, mean.high))
+            axes.fill_between(_scaled(mean.x, unit), low, high, color=color, alpha=0.16, linewidth=0)
+        x, marker = _scaled(mean.x, unit), "o" if len(mean.x) <= MARKED else ""
+        (line,) = axes.plot(x, mean.line, color=color, linestyle=style, marker=marker, markersize=3.5)
+        line.set_label(_escaped(mean.label))
+        if mean.window == 1 and len(x) > 100:  # not smoothed
+            line.set_linewidth(1.1)
+    _scales(axes, panel, look)
+    axes.set_xlabel(words)
+    axes.set_ylabel(_escaped(words_for(key)))
+
+
+def _unit(panel: Sequence[tuple[Curve, list[Curve]]], look: Look) -> tuple[float, str]:
+    """What x is divided by, and the label of the axis: seconds may be minutes or hours; dates are in days."""
+    if look.axis == "time":
+        return 86400.0, AXES["time"]
+    last = max(mean.x[-1] for mean, _ in panel if mean.x)
+    if look.axis != "seconds" or last < 300:
+        return 1.0, AXES[look.axis]
+    return (60.0, "training time, minutes") if last < 3 * 3600 else (3600.0, "training time, hours")
+
+
+def _scaled(x: Sequence[float], unit: float) -> Any:
+    return np.asarray(x) / unit
+
+
+def _scales(axes: Axes, panel: Sequence[tuple[Curve, list[Curve]]], look: Look) -> None:
+    """Ticks, scales, and limits that a band of few seeds cannot blow up."""
+    from matplotlib import dates, ticker
+
+    if look.axis == "time":
+        locator = dates.AutoDateLocator()
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
+    elif look.axis in ("step", "updates"):
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    if look.axis == "tokens":
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    values = np.concatenate([np.array([*one.y, *one.line]) for mean, curves in panel for one in (mean, *curves)])
+    if "y" in look.log and not (values > 0).any():
+        raise ConfigError("--log y needs values above 0")
+    for name, scale, ticks in (("x", axes.set_xscale, axes.xaxis), ("y", axes.set_yscale, axes.yaxis)):
+        if name in look.log:
+            scale("log")
+            if look.axis != "tokens" or name == "y":
+                ticks.set_major_formatter(_plain_numbers())
+                ticks.set_minor_formatter(_plain_numbers())
+    if "y" in look.log:
+        return
+    low, high = axes.get_ylim()
+    spread = (values.max() - values.min()) or abs(values.max()) or 1.0
+    axes.set_ylim(max(low, values.min() - 0.5 * spread), min(high, values.max() + 0.5 * spread))
+
+
+def _plain_numbers() -> Any:
+    """A formatter of logarithmic scales that writes 0.3 rather than a power of ten, at the ticks that deserve it."""
+    from matplotlib import ticker
+
+    class Plain(ticker.LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    return Plain()
+
+
+def _name_lines(
+    made: Figure, all_axes: Sequence[Any], panels: Sequence[Sequence[tuple[Curve, list[Curve]]]], look: Look
+) -> None:
+    """Title, legend and note."""
+    handles: dict[str, Any] = {}
+    for axes in all_axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    title = _escaped(look.title) if look.title else ""
+    if len(handles) > 1:
+        columns = 1 if max(map(len, handles)) > 40 else min(len(handles), 3)
+        legend = {"loc": "outside upper left", "ncols": columns, "title": title, "alignment": "left"}
+        made.legend(handles.values(), handles.keys(), title_fontproperties={"weight": "bold"}, **legend)
+    else:
+        made.suptitle(title or next(iter(handles)), x=0.01, ha="left", weight="bold")
+    note = describe([mean for panel in panels for mean, _ in panel])
+    if note and not look.bare:
+        made.supxlabel(note, x=0.01, ha="left", fontsize=7, color=GROUND[look.theme][2], wrap=True)
+
+
+def describe(curves: Sequence[Curve]) -> str:
+    """What lines and bands are, for the caption; empty if there is nothing to say."""
+    windows = sorted({one.window for one in curves if one.window > 1})
+    fits = f"local linear fits (LOESS) over {' and '.join(map(str, windows))} points" if windows else ""
+    averaged = any(one.runs > 1 for one in curves)
+    lines = [*["mean over seeds"] * averaged, *[fits] * bool(fits)]
+    behind = [*["single seeds"] * averaged, *["logged values"] * any(one.smooth is not None for one in curves)]
+    bands = list(dict.fromkeys(one.band for one in curves if one.band))
+    said = [f"Lines: {' of '.join(lines)}; behind them: {' or '.join(behind)}."] * bool(lines)
+    return " ".join([*said, *[f"Bands: {'; '.join(bands)}."] * bool(bands)])
+
+
+def _escaped(text: str) -> str:
+    """Text that matplotlib shows as it is: without formulas, control characters, or the mark of hidden labels."""
+    plain = "".join(one if one.isprintable() else " " for one in text)
+    return plain.replace("$", r"\$").lstrip("_") or "?"
+
+
+@contextmanager
+def _style(look: Look) -> Iterator[Any]:
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib, which is not installed: pip install 'cohort-rl[plot]'") from None
+    ground, text, note, grid = GROUND[look.theme]
+    settings = {
+        "font.family": "DejaVu Sans",  # which matplotlib brings: the same figure everywhere
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "figure.titlesize": 10,
+        "legend.fontsize": 8.5,
+        "legend.frameon": False,
+        "legend.handlelength": 1.8,
+        "lines.linewidth": 1.9,
+        "lines.solid_capstyle": "round",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.xmargin": 0.01,
+        "grid.color": grid,
+        "grid.linewidth": 0.8,
+        "axes.edgecolor": note,
+        "axes.linewidth": 0.8,
+        "xtick.color": note,
+        "ytick.color": note,
+        "xtick.labelcolor": text,
+        "ytick.labelcolor": text,
+        "axes.labelcolor": text,
+        "text.color": text,
+        "figure.facecolor": ground,
+        "axes.facecolor": ground,
+        "savefig.dpi": 200,
+        "svg.hashsalt": "cohort",
+        "pdf.fonttype": 42,
+        "timezone": "UTC",
+    }
+    with matplotlib.rc_context(settings):
+        yield matplotlib

@@ -1,0 +1,228 @@
+"""The live display in a real terminal: tmux, whose screen is captured as text."""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from cohort.report.console import keys as key_module
+from cohort.report.console import screen as module
+from cohort.report.console.keys import Keys
+from cohort.report.console.live import is_live_terminal
+from cohort.report.console.screen import Printed, Screen
+from tests.train.harness import metrics_of
+from tests.train.test_signals import write_run
+
+ROOT = Path(__file__).parents[3]
+PRINTING_REWARD = """
+import time
+def digits(completions, **_):
+    time.sleep(0.2)
+    print("scored", len(completions))
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+"""
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+
+
+class Terminal:
+    """A shell in a tmux of its own."""
+
+    def __init__(self, folder, width, height):
+        self._tmux = ["tmux", "-S", str(folder / "socket"), "-f", "/dev/null"]
+        environment = {name: value for name, value in os.environ.items() if name not in ("TMUX", "CI", "NO_COLOR")}
+        environment |= {"PS1": "$ ", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "LC_ALL": "C.UTF-8"}
+        size = ["-x", str(width), "-y", str(height)]
+        subprocess.run([*self._tmux, "new-session", "-d", *size, "bash --norc"], check=True, env=environment)
+
+    def do(self, *arguments):
+        done = subprocess.run([*self._tmux, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout
+
+    def type(self, *keys):
+        self.do("send-keys", *keys)
+
+    def screen(self):
+        return self.do("capture-pane", "-p").rstrip()
+
+    def wait(self, *texts, absent="\0", seconds=30):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            screen = self.screen()
+            if all(text in screen for text in texts) and absent not in screen:
+                return screen
+            time.sleep(0.05)
+        raise AssertionError(f"{texts} {absent!r} after {seconds} s:\n{self.screen()}")
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    opened = Terminal(tmp_path, width=100, height=40)
+    yield opened
+    opened.do("kill-server")
+
+
+@needs_tmux
+def test_a_run_in_a_terminal(terminal, tmp_path):
+    """Prints, keys, another width, Ctrl-Z, the background and Ctrl-C, one after the other: a terminal is slow."""
+    terminal.type(f"{sys.executable} -m tests.report.console.fake_run {tmp_path}/run 10000 0.1", "Enter")
+    screen = terminal.wait("step     2", "g last group")
+    above, display = screen.split("\n\n")
+    assert above.splitlines()[-4:] == ["described", "printed by a reward function", "a warning", "written by a worker"]
+    rows = [text.split()[0] for text in display.splitlines()]
+    assert [rows[0], rows[1], rows[-2], rows[-1]] == ["step", "reward", "now", "keys"]
+
+    terminal.do("resize-window", "-x", "40")
+    narrow = terminal.wait("healthy: 75% of groups teach,\n")
+    assert narrow.count("g last group") == narrow.count("10000") == narrow.count("\nreward ") == 1
+    terminal.do("resize-window", "-x", "100")
+
+    terminal.type("q")
+    terminal.wait("Ctrl-C stops with a checkpoint\n\nstep ")
+    terminal.type("g")
+    group = terminal.wait("g back", absent="health").split("Ctrl-C stops with a checkpoint\n\n")[1]
+    assert group.splitlines()[:4] == [
+        "step 1, group 2 of 2",
+        "prompt",
+        "  | 3 + 3",
+        " 1  reward 1.000  advantage +0.500  eos",
+    ]
+    terminal.type("Left")
+    terminal.wait("group 1 of 2", "2 + 2")
+    terminal.type("g")
+    terminal.wait("health", absent="group 1 of 2")
+
+    terminal.type("C-z")
+    terminal.wait("Stopped", absent="health")
+    terminal.type("clear; stty -a | grep -oE -- '-?(icanon|echo|ixon)( |$)|susp = ..' | xargs", "Enter")
+    terminal.wait("susp = ^Z ixon icanon echo")
+    terminal.type("clear; bg", "Enter")
+    time.sleep(0.6)
+    assert "health" not in terminal.screen()
+    terminal.type("echo typed", "Enter")
+    terminal.wait("\ntyped\n")
+    terminal.type("fg", "Enter")
+    terminal.wait("health", "g last group")
+    terminal.type("C-c")
+    end = terminal.wait("interrupted\n")
+    assert "health" in end  # the last picture stays
+    assert "g last group" not in end
+    terminal.type("clear; stty -a | grep -oE -- '-?(icanon|echo|ixon)( |$)|susp = ..' | xargs", "Enter")
+    terminal.wait("susp = ^Z ixon icanon echo")
+
+
+@needs_tmux
+def test_a_run_that_starts_in_the_background(terminal, tmp_path):
+    terminal.type(f"{sys.executable} -m tests.report.console.fake_run {tmp_path}/run 40 0.05 &", "Enter")
+    terminal.type("echo ty", "ped", "Enter")
+    screen = terminal.wait("after the run")
+    assert "\ntyped\n" in screen
+    assert [text.split()[1] for text in screen.splitlines() if text.startswith("step ")] == [
+        "1/40",
+        *(f"{n}/40" for n in range(2, 41, 2)),
+    ]
+    assert "health" not in screen
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"CI": "true"}, {"TERM": ""}])
+def test_terminals_that_get_plain_lines(variables, tmp_path, monkeypatch):
+    outside, inside = pty.openpty()
+    with os.fdopen(inside, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        for name in ("CI", "NO_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("TERM", "xterm")
+        live = is_live_terminal()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        plain = is_live_terminal()
+        monkeypatch.undo()
+    os.close(outside)
+    assert (live, plain) == (True, False)
+
+
+def test_keys_are_read_and_the_terminal_is_as_before(monkeypatch):
+    outside, inside = pty.openpty()
+    before = termios.tcgetattr(inside)
+    keys = Keys(inside)
+    keys.follow()
+    assert not keys.are_read  # it is not the terminal of this session
+    monkeypatch.setattr(key_module, "in_foreground", lambda _: True)
+    os.write(outside, b"lost?")
+    assert keys.read() == []
+    termios.tcflush(inside, termios.TCIFLUSH)
+    keys.follow()
+    os.write(outside, "gq\x1b[A\x1b[6~\x1bOCé\x1a \x1b[200~x".encode())
+    time.sleep(0.05)
+    assert keys.read() == ["g", "q", "up", "page down", "right", "é", "suspend", "page down", "\x1b[200~", "x"]
+    termios.tcsetattr(inside, termios.TCSANOW, before)  # as a shell does
+    keys.follow()
+    assert not termios.tcgetattr(inside)[3] & termios.ICANON
+    keys.follow(wanted=False)
+    assert termios.tcgetattr(inside) == before
+    os.close(outside)
+    os.close(inside)
+    keys.follow()
+    assert keys.read() == []
+
+
+def test_what_is_printed_comes_above_the_display(monkeypatch):
+    read, write = os.pipe()
+    screen = Screen(write)
+    printed = Printed(os.fdopen(os.dup(write), "w"), screen)
+    monkeypatch.setattr(module, "PRINT_SECONDS", -1.0)
+    screen.draw(["one", "two"])
+    print("a", end="", file=printed)
+    print("b\nloading 1%\rloading 100%", file=printed)
+    printed.write("\r 1%")
+    printed.write("\r 2%")
+    printed.close_line()
+    screen.leave(["end"])
+    display = "\r\x1b[K\x1b[?7l\r\none\x1b[K\r\ntwo\x1b[K\x1b[J\x1b[?7h\x1b[2A\r"
+    above = [f"\r\x1b[J{text}\n{display}" for text in ("ab", "loading 100%", " 2%")]
+    expected = f"{display}{''.join(above)}\r\x1b[Jend\r\n"
+    assert os.read(read, 10_000).decode() == expected
+    screen.draw(["one"])
+    os.read(read, 10_000)
+    monkeypatch.setattr(module, "PRINT_SECONDS", 60.0)
+    print("fast", file=printed)
+    assert os.read(read, 10_000) == b"\r\x1b[Jfast\n"
+    assert screen.is_stale
+    printed.stream.close()
+    os.close(read)
+    os.close(write)
+    screen.draw(["more"])
+    assert screen.is_gone
+
+
+@needs_tmux
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["C-c", "SIGTERM"])
+def test_a_stopped_training_leaves_the_terminal_as_it_was(terminal, tmp_path, how):
+    """A real run: its description, a reward function that prints, a stop with a checkpoint, and the resumed run."""
+    write_run(tmp_path, PRINTING_REWARD, max_steps=1000, save_steps=5)
+    terminal.type(f"cd {tmp_path}; clear; {sys.executable} -m cohort train c.toml", "Enter")
+    terminal.wait("scored 8", "s a step", "g last group", seconds=120)
+    if how == "SIGTERM":
+        holder = json.loads((tmp_path / "out" / "run.lock").read_text())
+        os.kill(holder["pid"], signal.SIGTERM)
+    else:
+        terminal.type(how)
+    screen = terminal.wait("continue with cohort resume out", seconds=60)
+    assert "stopping with a checkpoint" in screen
+    assert screen.count("g last group") == 0
+    terminal.type("clear; stty -a | grep -oE -- '-?(icanon|echo|ixon)( |$)|susp = ..' | xargs", "Enter")
+    terminal.wait("susp = ^Z ixon icanon echo")
+    steps = len(metrics_of(tmp_path / "out"))
+    terminal.type(f"clear; {sys.executable} -m cohort resume out", "Enter")
+    resumed = terminal.wait("s a step", "g last group", seconds=120)
+    assert int(resumed.split("\nstep ")[-1].split("/")[0]) >= steps
+    terminal.type("C-c")
+    terminal.wait("stopped by SIGINT", seconds=60)
