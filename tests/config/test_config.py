@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -279,7 +279,6 @@ def test_sampling_follows_the_settings():
 
 
 @hypothesis_settings(deadline=None)  # a busy machine is not a failure
-@settings(deadline=None)
 @given(
     st.builds(
         dict,
