@@ -158,7 +158,7 @@ class Sender:
         self._outlet = outlet = open_outlet(self._kind, opening)
         known = {} if outlet.step is None else {"step": outlet.step}
         self.state = self.state.write(self._run, self._kind, id=outlet.id, project=self._project, **known)
-        if not self.state.configured:
+        if not (self.state.configured and outlet.settings_once):
             outlet.configure(hyperparameters(self._settings))
             self.state = self.state.write(self._run, self._kind, configured=True)
         return outlet
