@@ -73,7 +73,8 @@ def main() -> None:
 def measure(folder: Path, models: Models, optimizer: Optimizer, repeats: int) -> None:
     """Save in turns, then check and load; print the seconds."""
     run = RunFolder(folder)
-    seconds: dict[str, list[float]] = {name: [] for name in ("torch.save", "copy", "waiting", "beyond", "written", "pause")}
+    names = ("torch.save", "copy", "waiting", "beyond", "written", "pause")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     state = SavedState(1, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
     for _repeat in range(repeats):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
