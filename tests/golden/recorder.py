@@ -39,7 +39,7 @@ Record = dict[str, Any]
 transformers.utils.logging.disable_progress_bar()
 
 TOKENIZER = Path(cohort.__file__).parent / "demo" / "model"
-CLOCK_KEYS = ("time", "seconds", "tokens_per_second")
+CLOCK_KEYS = ("time", "seconds", "tokens_per_second", "memory/")
 RENAMED: dict[str, str] = {}
 """Old to new names of metrics and of statistics, so that a recording of an older commit is comparable."""
 

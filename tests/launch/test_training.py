@@ -61,7 +61,7 @@ def test_the_same_command_goes_on_after_a_rank_was_killed(tmp_path):
 
 def without_parallel(folder):
     """Lines of metrics.jsonl without what depends on the clock."""
-    timed = ("seconds", "time", "tokens_per_second", "parallel/")
+    timed = ("seconds", "time", "tokens_per_second", "memory/", "parallel/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in metrics_of(folder)]
 
 

@@ -11,7 +11,7 @@ from tests.parallel.runs import demo, precise, resumed, stopped, various
 from tests.train.harness import ROWS, metrics_of, rows_of
 
 EVAL = ROWS[:3]
-TIMED = ("seconds", "time", "tokens_per_second", "parallel/")
+TIMED = ("seconds", "time", "tokens_per_second", "memory/", "parallel/")
 
 
 def same_metrics(one, other):

@@ -66,7 +66,7 @@ def metrics_of(folder):
 
 def untimed_metrics_of(folder):
     """The lines of a run's metrics.jsonl without what depends on the clock."""
-    timed = ("seconds", "time", "tokens_per_second")
+    timed = ("seconds", "time", "tokens_per_second", "memory/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in metrics_of(folder)]
 
 

@@ -26,7 +26,7 @@ SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
 SCORED = ("reward", "custom/", "groups/", "advantage/")
 EVALUATED = ("eval/",)
 """How the names of metrics begin, by stage; all others are of the updates."""
-OF_THE_CLOCK = ("time", "seconds", "tokens_per_second", "parallel/", "vllm/")
+OF_THE_CLOCK = ("time", "seconds", "tokens_per_second", "memory/", "parallel/", "vllm/")
 """How the names of metrics begin that differ between two runs of the same computation: their times and loads."""
 OF_THE_PLACE = ("output_dir",)
 """Names in the settings and in the summary that say where a run is."""

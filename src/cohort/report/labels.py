@@ -27,6 +27,8 @@ WORDS = {
     "tokens/clipped_low_share": "tokens clipped at a low ratio",
     "tokens/clipped_high_share": "tokens clipped at a high ratio",
     "seconds/step": "seconds per step",
+    "memory/peak_mib": "peak memory of the process (MiB)",
+    "memory/device_peak_mib": "peak memory on the GPU (MiB)",
 }
 EVALUATED = {"reward": "reward", "length": "completion length (tokens)", "cut_share": "completions cut at the limit"}
 

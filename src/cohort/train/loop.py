@@ -41,6 +41,7 @@ from cohort.train.context import StepContext
 from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.logps import policy_logps
+from cohort.train.memory import memory_metrics
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
 from cohort.train.progress import Updates
@@ -115,7 +116,7 @@ def run(
         metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | updates.term_norms
         metrics |= step_metrics(rollout, batch, updates.results, objective, updates.version_before)
-        metrics |= rank_metrics(context.world, updates.results, metrics["seconds/step"])
+        metrics |= rank_metrics(context.world, updates.results, metrics["seconds/step"]) | memory_metrics(policy.device)
 
         adaptive.after_step(objective, updates.results, batch.num_sequences)
         move_reference(parts, config, updates.version_before)

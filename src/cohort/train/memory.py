@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -25,6 +27,15 @@ FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
 SMALLER = "set model.gradient_checkpointing, lower rollout.max_completion_length, or use a smaller model"
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Peak memory so far, in MiB: of this process and, on a GPU, of its tensors there."""
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    metrics = {"memory/peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MEBI}
+    if device.type == "cuda":
+        metrics["memory/device_peak_mib"] = torch.cuda.max_memory_allocated(device) / MEBI
+    return metrics
 
 
 @dataclass(slots=True)

@@ -103,7 +103,12 @@ CHARTS = (
     Chart(
         "Tokens per second", "Sampled tokens over the seconds of the step.", ("tokens_per_second",), section="timing"
     ),
-    Chart("Memory", "As the run measured it.", (r"^(.*/)?memory",), section="timing"),
+    Chart(
+        "Memory",
+        "Highest so far, in MiB, of the process and of its tensors on the GPU.",
+        (r"^(.*/)?memory",),
+        section="timing",
+    ),
 )
 
 
