@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cohort.errors import RunFolderError
 from cohort.objective import TokenStatistics
 from cohort.train.layout import Part
 from cohort.train.seen import Seen, bits_of, of_bits
@@ -77,7 +78,16 @@ class Updates:
 
     @classmethod
     def stored(cls, stored: Mapping[str, Any], device: torch.device) -> Updates:
-        """The inverse of ``to_store``."""
+        """The inverse of ``to_store``.
+
+        Raises:
+            RunFolderError: another version of Cohort has stored them.
+        """
+        if set(stored) != {one.name for one in fields(cls)}:
+            raise RunFolderError(
+                "the newest checkpoint is of the middle of a step, and another version of Cohort wrote it: finish the "
+                "step with that version, or remove the checkpoint to go on from the one before"
+            )
         values = dict(stored)
         for name in ("old_logps_N", "ref_logps_N"):
             values[name] = _of_bits(values[name], device)
