@@ -157,11 +157,14 @@ def test_an_exception_at_the_end(demo_tokenizer, tmp_path, caplog):
 
 
 def test_a_loop_that_is_left(demo_tokenizer, tmp_path):
-    recorder = Recorder()
-    steps = make(demo_tokenizer, tmp_path / "run", recorder).steps()
-    next(steps)
-    steps.close()
-    assert [event.outcome for name, event in recorder.told if name == "on_end"] == ["stopped"]
+    """Only the iterator holds the trainer, and nothing holds the iterator."""
+    outcomes = []
+    callback = with_method(
+        "on_end", lambda self, trainer, end: outcomes.append((end.outcome, trainer.summary["steps"]))
+    )
+    for _ in make(demo_tokenizer, tmp_path / "run", callback).steps():
+        break
+    assert outcomes == [("stopped", 1)]
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
