@@ -18,7 +18,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before t
 # The native kernels are compiled once, and again only when they change.
 os.environ["COHORT_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "kernels")
 if "cohort-tests-" not in os.environ.get("COHORT_STATE", ""):  # workers and child processes share it
-    os.environ["COHORT_STATE"] = tempfile.mkdtemp(prefix="cohort-tests-")  # tests leave no records of known code
+    os.environ["COHORT_STATE"] = tempfile.mkdtemp(
+        prefix=f"cohort-tests-{os.getpid()}-"
+    )  # tests leave no records of known code
     atexit.register(shutil.rmtree, os.environ["COHORT_STATE"], ignore_errors=True)
 
 import pytest

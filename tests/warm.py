@@ -86,14 +86,14 @@ class Process:
         return texts[0], texts[1]
 
 
-def begin(*arguments: str, folder: Path = ROOT, module: str = "cohort.cli", **variables: str) -> Process:
+def begin(*arguments: str, folder: Path = ROOT, module: str = "cohort.cli", **variables: str | None) -> Process:
     """Start ``module.main`` with arguments, as ``python -m cohort`` starts ``cohort.cli.main``.
 
     Args:
         arguments: its arguments, in ``sys.argv``.
         folder: the working directory.
         module: the module that has a ``main``, which returns the exit code.
-        variables: changes of the environment.
+        variables: changes of the environment; None removes one.
     """
     _start_server()
     connection = socket.socket(socket.AF_UNIX)
@@ -130,8 +130,9 @@ def _start_server() -> None:
 
 
 def _serve() -> Callable[[], int]:
-    """Fork a process for each connection, until the session's folder is removed. Returns in the forked process, with
-    what it is to run."""
+    """Fork a process for each connection, until the session's folder or its process has gone. Returns in the forked
+    process, with what it is to run."""
+    session = int(_address().parent.name.split("-")[2])
     for name in LOADED:
         importlib.import_module(name)
     gc.collect()
@@ -142,7 +143,7 @@ def _serve() -> Callable[[], int]:
     listening.listen()
     part.rename(_address())
     children: dict[int, socket.socket] = {}
-    while _address().exists():
+    while _address().exists() and _is_running(session):
         if select.select([listening], [], [], 0.02 if children else 0.5)[0]:
             connection, _ = listening.accept()
             if (child := os.fork()) == 0:
@@ -158,6 +159,14 @@ def _serve() -> Callable[[], int]:
     os._exit(0)
 
 
+def _is_running(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _become(connection: socket.socket) -> Callable[[], int]:
     data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
     connection.close()
@@ -167,7 +176,8 @@ def _become(connection: socket.socket) -> Callable[[], int]:
         os.close(descriptor)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.chdir(request["folder"])
-    os.environ |= request["variables"]
+    for name, value in request["variables"].items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     sys.argv = [request["module"], *request["arguments"]]
     main: Callable[[], int] = importlib.import_module(request["module"]).main
     return main

@@ -193,11 +193,12 @@ class Callbacks:
         self._end("complete")
 
     def _end(self, outcome: Literal["complete", "stopped", "error"], error: BaseException | None = None) -> None:
-        if self._trainer.world.is_main:
+        run = self._trainer
+        if run is not None and run.world.is_main:  # a trainer that is deleted before its steps end tells nobody
             try:
                 self._tell_saved()
             finally:
-                self._call(lambda: End(outcome, self._trainer.summary, error))
+                self._call(lambda: End(outcome, run.summary, error))
 
     def _tell_saved(self) -> None:
         folder = self._trainer.folder

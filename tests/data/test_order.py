@@ -255,7 +255,7 @@ def numbers(count):
 
 
 @given(st.integers(0, 60), st.integers(1, 80), st.integers(0, 3))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_a_buffer_loses_nothing_and_moves_nothing_forward_by_more_than_its_size(count, size, seed):
     shuffled = list(buffer_shuffled(iter(range(count)), size, np.random.default_rng(seed)))
     assert sorted(shuffled) == list(range(count))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
@@ -170,6 +170,7 @@ def test_where_the_limit_comes_from():
         LengthLimit.of(DataConfig(), 600, 600)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=300))
 def test_the_spread_of_lengths(lengths):
     low, median, most, high = spread(np.array(lengths))

@@ -122,7 +122,8 @@ def test_the_rows_can_be_trained_on_and_evaluated_again(rows, tmp_path, capsys):
 
 
 def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
-    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "4", "--max-tokens", "96", *SETTINGS)
+    shared = ("--data", "rows.jsonl", "--reward", REWARD, *SETTINGS)
+    arguments = (*shared, "--n", "4", "--max-tokens", "96")
     assert evaluate(*arguments, "--against", worse, "--json", "both.json", "--temperature", "0.5") == 0
     printed = capsys.readouterr()
     assert "reward: better by " in printed.out
@@ -133,7 +134,7 @@ def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
     assert found["difference"]["mean"] == pytest.approx(first["eval/reward/mean"] - second["eval/reward/mean"])
     assert found["wins"] + found["ties"] + found["losses"] == 12
     assert found["shown"] is True
-    assert evaluate(*arguments, "--against", MODEL, "--quiet", "--n", "1", "--max-tokens", "6") == 0
+    assert evaluate(*shared, "--against", MODEL, "--quiet", "--n", "2", "--max-tokens", "96") == 0
     assert "reward: no difference shown: all equal on 12 prompts" in capsys.readouterr().out
 
 

@@ -5,42 +5,37 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from cohort.errors import ConfigError
-from cohort.launch import processes
+from cohort.errors import CohortError, ConfigError
+from cohort.launch import Job, launch, processes
+from tests import warm
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
-LAUNCH = """
-    import sys
-    from pathlib import Path
-    from cohort.errors import CohortError
-    from cohort.launch import Job, launch
+
+
+def main():
+    """Run by ``start`` in a process of its own."""
     what, folder, *more = sys.argv[1:]
     several = dict(zip(("nodes", "endpoint", "name"), (2, *more), strict=False)) if more else {}
     ranks = 1 if more else 2
     job = Job((what, "$$ ${rank} a b"), Path(folder), ranks=ranks, device="cpu", module="stub", **several)
     try:
-        code = launch(job)
+        return launch(job)
     except CohortError as error:
-        code = f"cohort: error: {error}"
-    sys.exit(code)
-"""
+        print(f"cohort: error: {error}", file=sys.stderr)
+        return 1
 
 
 def start(what, folder, *more, **variables):
     """A launcher with two ranks, or one node of two."""
-    unset = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment = dict.fromkeys(("OMP_NUM_THREADS", "RANK", "WORLD_SIZE"))
     environment |= {"PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}", "TORCH_CPP_LOG_LEVEL": "FATAL", **variables}
-    command = [sys.executable, "-c", textwrap.dedent(LAUNCH), what, str(folder), *more]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return warm.begin(what, str(folder), *more, module="tests.launch.test_processes", **environment)
 
 
 def finish(process):

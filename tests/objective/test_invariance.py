@@ -124,7 +124,7 @@ gaps = st.one_of(st.floats(-2, 2), st.floats(-1e4, 1e4))
 tokens = st.tuples(st.integers(0, 3), st.floats(-1e4, 0), gaps, gaps, gaps)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(tokens, min_size=1, max_size=10),
     st.lists(st.floats(-100, 100), min_size=4, max_size=4),
@@ -150,7 +150,7 @@ def test_any_finite_log_probs_give_finite_coefficients(tokens, advantages, name,
     assert (got.policy_N[batch.advantages_N == 0] == 0).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.floats(-3, 3, width=32)), min_size=2, max_size=9),
     st.sampled_from(sorted(set(PRESETS) - {"maxrl"})),
@@ -176,6 +176,7 @@ def test_any_finite_rewards_give_finite_advantages(members, name):
                 assert (got[chosen] == 0).all()
 
 
+@settings(deadline=None)
 @given(st.permutations(range(7)))
 def test_weights_go_with_their_tokens(order):
     sequence_N, group_S, order = torch.tensor([0, 0, 0, 1, 2, 2, 2]), torch.tensor([1, 0, 1, 0]), list(order)

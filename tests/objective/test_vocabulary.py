@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.objective import entropy, segment_mean, segment_sum, top_entropy_tokens, vocabulary_kl
@@ -134,6 +134,7 @@ def naive_sums(values, ids, *, discount=1.0, suffix=False):
 sequences = st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10)), min_size=0, max_size=24)
 
 
+@settings(deadline=None)
 @given(sequences, st.floats(0, 1))
 def test_prefix_and_suffix_sums_against_loops(tokens, discount):
     ids, values = [i for i, _ in tokens], [v for _, v in tokens]
@@ -144,6 +145,7 @@ def test_prefix_and_suffix_sums_against_loops(tokens, discount):
     torch.testing.assert_close(suffix_sums(values_N, index_N, discount), expected, rtol=0, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(sequences)
 def test_segment_sums_and_means_against_loops(tokens):
     ids, values = [i for i, _ in tokens], [v for _, v in tokens]

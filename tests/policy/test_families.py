@@ -11,7 +11,7 @@ from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import PlainPasses, SharedPasses
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 from tests.policy.plain import (
     COMPLETIONS,
     DOUBLE,
@@ -33,6 +33,7 @@ from tests.policy.plain import (
 )
 from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import FAMILIES as LEAN
+from tests.rollout.test_lean import TELLING as LEAN_TELLING
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.
 pytestmark = pytest.mark.filterwarnings(
@@ -122,7 +123,7 @@ def slow(names):
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", LEAN_TELLING)
 def test_lean_families(name):
     policy = policy_of(*LEAN[name])
     assert shares(policy), policy.passes.description
@@ -130,7 +131,10 @@ def test_lean_families(name):
     assert_plain(policy)
 
 
-@pytest.mark.parametrize("name", [*PACKED, *slow(PACKED_SLOW)])
+TELLING = ("cohere2", "exaone4", "gpt2", "granite", "olmo3", "opt", "phi3")
+
+
+@pytest.mark.parametrize("name", [*telling(PACKED, *TELLING), *slow(PACKED_SLOW)])
 def test_families_with_custom_attention(name):
     policy = policy_of(name, (PACKED | PACKED_SLOW)[name])
     assert shares(policy), policy.passes.description
@@ -138,7 +142,7 @@ def test_families_with_custom_attention(name):
     assert_plain(policy)
 
 
-@pytest.mark.parametrize("name", PACKED_EXPERTS)
+@pytest.mark.parametrize("name", telling(PACKED_EXPERTS, "mixtral", "qwen3_moe"))
 def test_experts_with_custom_attention(name):
     """In float32: transformers' product of the experts takes no float64. Each token has its own experts, so packing
     changes only the order of sums."""

@@ -14,7 +14,7 @@ from cohort.runs.tables import write_table
 from tests.conftest import tiny_llama
 from tests.replay.steps import made_up_step
 from tests.replay.test_coefficients import TWO
-from tests.train.harness import make_trainer
+from tests.train.harness import ROWS, make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def trained(tmp_path_factory, demo_tokenizer):
     model = tiny_llama(vocab_size=len(demo_tokenizer), num_hidden_layers=1, hidden_size=8, intermediate_size=8)
     model.save_pretrained(folder / "model")
     demo_tokenizer.save_pretrained(folder / "model")
-    settings = {"max_steps": 2, "save_steps": 1, "minibatches": 2, "num_iterations": 2, "beta": 0.05}
-    make_trainer(demo_tokenizer, folder / "run", model=str(folder / "model"), **settings).train()
+    settings = {"save_steps": 1, "minibatches": 2, "num_iterations": 2, "beta": 0.05, "lr_scheduler_type": "linear"}
+    make_trainer(demo_tokenizer, folder / "run", model=str(folder / "model"), rows=ROWS[:8], **settings).train()
     return folder / "run"
 
 
@@ -97,6 +97,17 @@ def test_the_command_without_weights(trained, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["step"] == 2
 
 
+def test_a_damaged_checkpoint_leaves_the_logits(trained, tmp_path):
+    shutil.copytree(trained, copy := tmp_path / "run", ignore=shutil.ignore_patterns("step-2", "replays"))
+    weights = copy / "checkpoints" / "step-1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    found = replay(copy, Request("", step=2, objective="dr_grpo"))
+    assert found["weights"] is None
+    assert any("compared in the space of the logits" in note and "model.safetensors" in note for note in found["notes"])
+    with pytest.raises(RunFolderError, match=r"model.safetensors"):
+        replay(copy, Request("", step=2, objective="dr_grpo", train=True, output=str(tmp_path / "new")))
+
+
 def test_another_reference_is_the_initial_model(tmp_path, trained, demo_tokenizer):
     """The run had beta 0: the reference's log-probs are computed with the initial model."""
     model = trained.parent / "model"
@@ -109,6 +120,13 @@ def test_another_reference_is_the_initial_model(tmp_path, trained, demo_tokenize
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_term_without_coefficients_is_a_change(made_up):
+    found = replay(made_up, Request("", changes=["entropy.coefficient=0.1"]))
+    assert found["tokens"]["changed"] == 0
+    assert not found["identical"]
+    assert any("the other objective has a term over the whole vocabulary" in note for note in found["notes"])
 
 
 def test_an_earlier_store_is_estimated(made_up):

@@ -79,8 +79,8 @@ def test_shares_of_completions_groups_signs_and_causes(tmp_path):
         ({"identical": True}, "Under dr_grpo nothing changes: all 1,200 coefficients are equal, bit for bit"),
         (
             {},
-            "Under dr_grpo, 12% of the tokens change their coefficient by more than 10% beyond the common factor 0.81, "
-            "0.3% change its sign; gradient norm 0.81x, cosine 0.97",
+            "Under dr_grpo, 12% of the tokens change their coefficient by more than 10% of its root mean square "
+            "(beyond the common factor 0.81), 0.3% change its sign; gradient norm 0.81x, cosine 0.97",
         ),
         (
             {"gradient": {"norm_run": 0.0, "norm_replay": 1.0}},

@@ -190,6 +190,7 @@ def test_helpers_are_those_of_the_prompt():
     assert asyncio.run(code("    return 1.0\ndef square(x): return 4\n", **row)) == 0.0
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_sympy_parses_symbols_and_strings_of_the_tests_only():
     tests = [

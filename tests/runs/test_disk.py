@@ -9,7 +9,7 @@ import pytest
 
 from cohort.errors import DiskError
 from cohort.runs import writer
-from tests.train.harness import ROWS, checkpoints_of, make_trainer, rows_of, same_parameters, untimed_metrics_of
+from tests.train.harness import ROWS, checkpoints_of, make_trainer, same_parameters, untimed_metrics_of, untimed_rows_of
 
 SETTINGS = {"max_steps": 5, "save_steps": 1, "save_total_limit": 2, "eval_steps": 1, "eval_on_start": True}
 EVALUATED = SETTINGS | {"eval_rows": ROWS[:2], "metric_for_best_model": "eval/length/mean"}
@@ -45,7 +45,7 @@ def check_same(trainer, straight):
     folder, other = trainer.folder.path, straight.folder.path
     assert same_parameters(trainer, straight)
     assert untimed_metrics_of(folder) == untimed_metrics_of(other)
-    assert [rows_of(folder, step) for step in range(1, 6)] == [rows_of(other, step) for step in range(1, 6)]
+    assert [untimed_rows_of(folder, n) for n in range(1, 6)] == [untimed_rows_of(other, n) for n in range(1, 6)]
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in other.iterdir())
     assert len(list((folder / "evaluations").iterdir())) == 6
     assert checkpoints_of(folder)[-1] == "step-5"

@@ -71,9 +71,13 @@ def untimed_metrics_of(folder):
 
 
 def rows_of(folder, step=1):
-    """The completions of a step, as stored in its rollout file, without times."""
-    table = pyarrow.parquet.read_table(folder / "rollouts" / f"step-{step}.parquet")
-    return table.select([name for name in table.column_names if not name.startswith("seconds")]).to_pylist()
+    """The completions of a step, as stored in its rollout file."""
+    return pyarrow.parquet.read_table(folder / "rollouts" / f"step-{step}.parquet").to_pylist()
+
+
+def untimed_rows_of(folder, step=1):
+    """The completions of a step, without what depends on the clock."""
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows_of(folder, step)]
 
 
 def checkpoints_of(folder):

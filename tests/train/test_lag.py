@@ -29,6 +29,7 @@ from tests.train.harness import (
     shift_sampler_logps,
     straight_and_resumed,
     untimed_metrics_of,
+    untimed_rows_of,
 )
 
 
@@ -82,7 +83,7 @@ def test_two_runs_are_bit_equal(demo_tokenizer, tmp_path):
     a, b = untimed_metrics_of(tmp_path / "a"), untimed_metrics_of(tmp_path / "b")
     assert a == b
     assert [line["rollout/lag"] for line in a] == [0, 1, 1, 1]
-    assert rows_of(tmp_path / "a", 4) == rows_of(tmp_path / "b", 4)
+    assert untimed_rows_of(tmp_path / "a", 4) == untimed_rows_of(tmp_path / "b", 4)
 
 
 def test_without_lag_nothing_is_copied_and_no_thread_starts(demo_tokenizer, tmp_path, monkeypatch):
@@ -101,7 +102,7 @@ def test_the_first_step_is_that_of_a_run_without_lag(demo_tokenizer, tmp_path):
         trainer.train()
         first[lag] = trainer
     assert same_parameters(first[0], first[1])
-    assert rows_of(tmp_path / "0") == rows_of(tmp_path / "1")
+    assert untimed_rows_of(tmp_path / "0") == untimed_rows_of(tmp_path / "1")
 
 
 def test_staleness_reaches_the_mismatch_rules(demo_tokenizer, tmp_path):
@@ -175,7 +176,7 @@ def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer
         resumed.train(resume=True)
         assert same_parameters(straight, resumed)
         assert untimed_metrics_of(tmp_path / f"at-{stop}") == untimed_metrics_of(tmp_path / "straight")
-        assert rows_of(tmp_path / f"at-{stop}", 5) == rows_of(tmp_path / "straight", 5)
+        assert untimed_rows_of(tmp_path / f"at-{stop}", 5) == untimed_rows_of(tmp_path / "straight", 5)
 
 
 def test_a_run_with_tools_resumes_exactly(tmp_path):

@@ -1,12 +1,16 @@
-"""``update_kl``: measured on few prompts, against a log-prob pass over all of them."""
+"""``update_kl``: measured on few prompts, against a log-prob pass over all of them. Groups of equal rewards; the number
+of tokens that carry the gradient."""
+
+from collections import defaultdict
 
 import pytest
 import torch
 
 from cohort.objective import PRESETS, TokenStatistics, k3
 from cohort.policy import Policy
+from cohort.rewards.scores import Scores
 from cohort.train import UpdateResult
-from cohort.train.metrics import policy_movement
+from cohort.train.metrics import policy_movement, reward_metrics, value_metrics
 from tests.conftest import tiny_llama
 from tests.train.test_layout import make_batch
 from tests.train.updates import DOUBLE, context_for, logps_of
@@ -59,3 +63,29 @@ def test_completions_without_log_probs_before_the_update_are_left_out():
 
 def test_nothing_is_measured_for_0_completions():
     assert moved([2, 2], 0)[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "high", "low"),
+    [
+        ([[1, 1], [0, 0], [0, 1], [0.4, 0.4], [0.6, 0.6]], 2 / 5, 2 / 5),
+        ([[-1, -1], [0, -1]], 0.0, 1 / 2),
+        ([[1, 1], [1, 1]], None, None),  # neither high nor low without another reward
+        ([[1, 1], [torch.nan, torch.nan], [0, 1]], 1 / 3, 0.0),
+        ([[torch.nan, torch.nan]], None, None),
+    ],
+)
+def test_where_equal_rewards_lie(rewards, high, low):
+    rewards_S = torch.tensor(rewards, dtype=torch.float64).flatten()
+    scores = Scores(rewards_S, rewards_S[:, None], ("r",))
+    found = reward_metrics(scores, torch.arange(len(rewards)).repeat_interleave(2))
+    assert (found["groups/dead_high_share"], found["groups/dead_low_share"]) == (high, low)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [([2.0] * 5, 5), ([3.0, 0.0, 0.0], 1), ([1.0, 3.0], 16 / 10), ([0.0], 0)]
+)
+def test_the_effective_number_of_tokens(sizes, expected):
+    whole = defaultdict(float, policy_sizes=sum(sizes), policy_energy=sum(size**2 for size in sizes))
+    found = value_metrics(TokenStatistics(whole, {}, {}), 1, PRESETS["default"])
+    assert found["gradient/effective_tokens"] == pytest.approx(expected, rel=1e-15)

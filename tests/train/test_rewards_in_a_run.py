@@ -5,22 +5,9 @@ import shutil
 
 import pytest
 
-from cohort import reward
 from cohort.errors import RewardError
+from tests.train.digits import digits, digits_async, digits_of_group
 from tests.train.harness import digits_reward, make_trainer, metrics_of, rows_of, same_parameters
-
-
-def digits(completion, **_):
-    return sum(ch.isdigit() for ch in completion) / (len(completion) + 1)
-
-
-async def digits_async(completion, **_):
-    return digits(completion)
-
-
-@reward(per="group")
-def digits_of_group(completions, **_):
-    return [digits(text) for text in completions]
 
 
 def test_a_run_does_not_depend_on_where_its_rewards_run(demo_tokenizer, tmp_path):

@@ -197,9 +197,8 @@ class _Replay:
         if count := int(estimated_N.sum()):
             source = f"computed with the weights of {before.source}" if before else "those of the sampler"
             notes.append(f"the log-probs of {count:,} tokens with a coefficient are not stored; here they are {source}")
-        if over := [
-            n for n, o in (("run's", self.own), ("other", self.other)) if o.entropy or o.kl.estimator == "full"
-        ]:
+        named = {"run's": self.own, "other": self.other}
+        if over := [name for name, objective in named.items() if any(_over_vocabulary(objective))]:
             notes.append(
                 f"the {' and the '.join(over)} objective has a term over the whole vocabulary (entropy bonus or full "
                 "KL), which has no coefficients: only the gradient in the parameters has it"
@@ -217,7 +216,8 @@ class _Replay:
                 "replay": _named(self.request),
                 "changes": changes_between(self.own, self.other),
             },
-            "identical": compare.is_same(pair.run, pair.replay),
+            "identical": compare.is_same(pair.run, pair.replay)
+            and _over_vocabulary(self.own) == _over_vocabulary(self.other),
             "stored_gap": gap,
             "weights": before.source if before else None,
             "tokens": compare.token_counts(pair) | {"estimated": count},
@@ -256,7 +256,7 @@ class _Replay:
             if not self.stored.has_prompts:
                 raise weights.NoWeightsError("the prompts' token ids are not stored")
             return self._load()
-        except weights.NoWeightsError as error:
+        except CohortError as error:  # also a damaged checkpoint, or a base model that is gone
             if self.request.train:
                 raise
             notes.append(f"the gradient is compared in the space of the logits: {error}")
@@ -291,8 +291,9 @@ class _Replay:
     def _in_parameters(self, pair: Pair, before: Before, notes: list[str]) -> dict[str, Any] | None:
         own, other = (laid_out(pair.stored, one, self.settings) for one in (self.own, self.other))
         try:
-            return weights.parameter_gradients(before, own, self.other, other).as_json()
-        except NonFiniteError as error:
+            rates = weights.learning_rates(pair.stored) if len(own.minibatches) > 1 else []
+            return weights.parameter_gradients(before, own, self.other, other, rates).as_json()
+        except (NonFiniteError, RunFolderError) as error:
             notes.append(f"the gradient is compared in the space of the logits: {error}")
         return None
 
@@ -335,6 +336,11 @@ def from_sampler(stored: Stored) -> Known:
     current_N = torch.where(stored.known.logps_N.isnan(), logps_N, stored.known.logps_N)
     unknown_N = torch.full_like(logps_N, torch.nan)
     return Known(logps_N, current_N, unknown_N, -logps_N, unknown_N)
+
+
+def _over_vocabulary(objective: Objective) -> tuple[Any, Any]:
+    """The terms of an objective that have no coefficients."""
+    return objective.entropy, objective.kl if objective.beta and objective.kl.estimator == "full" else None
 
 
 def _headline(found: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from cohort.replay.coefficients import LEFT_OUT, Replayed
 from cohort.replay.stored import Stored
 
 CHANGED = 0.1
-"""A coefficient changes if it differs by more than this share of the larger one, beyond the common factor."""
+"""A coefficient changes if it differs, beyond the common factor, by more than this share of the root mean square of the
+run's coefficients that are not 0."""
 MOST_TOKENS, MOST_COMPLETIONS, MOST_GROUPS = 40, 20, 10
 """Tokens, completions and groups that are listed."""
 SHOWN_BEFORE = 12
@@ -138,9 +139,9 @@ def token_counts(pair: Pair) -> dict[str, Any]:
     """How many tokens change their coefficient, its sign, or whether they have one."""
     counted_N = pair.counted_N
     run_N, replay_N = (values_N[counted_N] for values_N in pair.scaled_N())
-    largest_N = torch.maximum(run_N.abs(), replay_N.abs())
+    size = run_N[run_N != 0].square().mean().sqrt() if bool(run_N.any()) else 0.0
     numbers = {
-        "changed": (replay_N - run_N).abs() > CHANGED * largest_N,
+        "changed": (replay_N - run_N).abs() > CHANGED * size,
         "sign": run_N * replay_N < 0,
         "lost": (run_N != 0) & (replay_N == 0),
         "gained": (run_N == 0) & (replay_N != 0),

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+TEXT = 36
+"""Characters of a text that are printed: its end."""
 ROWS = 8
 """Rows of a table that are printed; the file has more."""
 
@@ -21,11 +23,11 @@ def sentence(result: Mapping[str, Any]) -> str:
     if not gradient["norm_run"] or not gradient["norm_replay"]:
         which = name if gradient["norm_run"] else result["objective"]["run"] if gradient["norm_replay"] else "either"
         return f"Under {which} the gradient of this step is 0; there is nothing to compare it with"
-    factor = f"{tokens['factor']:.3g}"
+    ratio, angle = f"{gradient['ratio']:.3g}", cosine(gradient["cosine"])
     return (
         f"Under {name}, {share(tokens['changed_share'])} of the tokens change their coefficient by more than "
-        f"{tokens['changed_means']:.0%} beyond the common factor {factor}, {share(tokens['sign_share'])} change its "
-        f"sign; gradient norm {gradient['ratio']:.3g}x, cosine {cosine(gradient['cosine'])}"
+        f"{tokens['changed_means']:.0%} of its root mean square (beyond the common factor {tokens['factor']:.3g}), "
+        f"{share(tokens['sign_share'])} change its sign; gradient norm {ratio}x, cosine {angle}"
         + (" in the space of the logits" if gradient["space"] == "logits" else "")
     )
 
@@ -33,10 +35,12 @@ def sentence(result: Mapping[str, Any]) -> str:
 def share(value: float | None) -> str:
     """A share as a percentage with two significant digits.
 
-    >>> share(0.123), share(0.00042), share(0.0), share(1.0)
-    ('12%', '0.042%', '0%', '100%')
+    >>> share(0.123), share(0.00042), share(1e-9), share(0.0), share(1.0)
+    ('12%', '0.042%', '< 0.01%', '0%', '100%')
     """
-    return "-" if value is None else f"{float(f'{100 * value:.2g}'):g}%"
+    if value is None or 0 < value < 1e-4:
+        return "-" if value is None else "< 0.01%"
+    return f"{float(f'{100 * value:.2g}'):g}%"
 
 
 def cosine(value: float | None) -> str:
@@ -77,7 +81,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _gradients(result: Mapping[str, Any]) -> Table:
-    table = _table("\ngradient", "space", "", "norm", "replay", "factor", "cosine")
+    table = _table("\ngradient", "space", "", "run's norm", "replay's", "factor", "cosine")
     for space in ("parameters", "logits"):
         if (found := result[space]) is None:
             continue
@@ -99,12 +103,12 @@ def _causes(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _strongest(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("\ntokens that change most", "row", "place", "after", "token", "change", "coefficient", "replay")
+    table = _table("\ntokens that change most", "row", "place", "after", "token", "change", "run's c", "replay's c")
     for row in rows[:ROWS]:
         text = f"#{row['token_id']}" if row["text"] is None else plain(row["text"])
         numbers = f"{row['coefficient_run']:.2e}", f"{row['coefficient_replay']:.2e}"
         place = f"{row['row']}", f"{row['position']}"
-        table.add_row(*place, Text(plain(row["before"] or "")[-24:]), Text(text), row["change"], *numbers)
+        table.add_row(*place, Text(plain(row["before"] or "")[-TEXT:]), Text(text), row["change"], *numbers)
     return table
 
 
@@ -123,7 +127,7 @@ def _completions(rows: Sequence[Mapping[str, Any]]) -> Table:
         reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
         shares = share(row["share_run"]), share(row["share_replay"])
         table.add_row(
-            f"{row['row']}", f"{row['group']}", reward, f"{row['tokens']:,}", *shares, Text(plain(row["text"]))
+            f"{row['row']}", f"{row['group']}", reward, f"{row['tokens']:,}", *shares, Text(plain(row["text"])[-TEXT:])
         )
     return table
 

@@ -54,9 +54,10 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     for name, q in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
         metrics[f"groups/mean_reward_{name}"] = quantile(means_R, q)
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        spread_R = group_statistics(column_S, group_S, ddof=0).std_P
+        own = group_statistics(column_S, group_S, ddof=0)
         metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
-        metrics[f"rewards/{name}/within_group_std"] = _mean(spread_R[~spread_R.isnan()])
+        metrics[f"rewards/{name}/within_group_std"] = _mean(own.std_P[~own.std_P.isnan()])
+        metrics[f"rewards/{name}/dead_share"] = float(own.degenerate_P.double().mean())
         metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())
     metrics |= scores.counts
     return metrics | {f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()}

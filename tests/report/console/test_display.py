@@ -7,7 +7,7 @@ import pytest
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import step_line
 from cohort.report.diagnosis import why_no_gradient
-from tests.report.console.made import line, make_run, write_lines
+from tests.report.console.made import evaluation, line, make_run, write_lines
 from tests.train.harness import make_trainer
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}
@@ -46,15 +46,18 @@ def test_the_warning_about_missing_gradients_is_printed_once(capsys):
 
 def test_findings_appear_once_also_in_a_resumed_run(tmp_path, capsys):
     dead = {"groups__dead_share": 1.0, "reward__mean": 0.0, "updates": 2}
-    with StepDisplay(100, folder=make_run(tmp_path, [line(0)])) as display:
+    with StepDisplay(100, folder=make_run(tmp_path)) as display:
+        write_lines(tmp_path, [line(0, **evaluation(0.25))])
         for step in range(1, 11):
-            display.show(line(step, **dead))
             write_lines(tmp_path, [line(step, **dead)])
+            display.show(line(step, **dead))
+        assert [step for step, _ in display._state.progress.evaluations] == [0]
+        assert len(display._state.progress.reward.points(100)) == 10
     found = re.findall(r"^step \d+: alarm \((.*?)\): .*\n  -> ", capsys.readouterr().out, flags=re.MULTILINE)
     assert found == ["all_wrong"]
     with StepDisplay(100, folder=tmp_path) as display:
-        display.show(line(11, **dead) | {"eval/reward/mean": 0.0, "eval/reward/low": 0.0, "eval/reward/high": 0.1})
-    assert capsys.readouterr().out == "evaluation after step 11: reward 0.000 (0.000 to 0.100)\n"
+        display.show(line(11, **dead, **evaluation(0.25)))
+    assert capsys.readouterr().out == "evaluation after step 11: reward 0.250 (0.200 to 0.300)\n"
 
 
 @pytest.mark.parametrize(

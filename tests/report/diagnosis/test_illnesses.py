@@ -70,6 +70,14 @@ def length_penalty(completion_ids, **_):
     return [-10.0 * len(ids) for ids in completion_ids]
 
 
+def rarely(completion_ids, **_):
+    return [float(ids[0] == 3 and len(ids) == 4) for ids in completion_ids]
+
+
+def length_in_words(completion_ids, **_):
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
 def repeating(completion_ids, **_):
     return [sum(a == b for a, b in pairwise(ids)) / len(ids) for ids in completion_ids]
 
@@ -184,6 +192,13 @@ def test_an_evaluation_that_falls_while_the_reward_rises():
     assert named(falling({0: (0.30, 0.05), 15: (0.42, 0.05), 30: (0.35, 0.05)})) == {}  # within the intervals
     (recovered,) = findings_of(falling({0: (0.3, 0.05), 15: (0.42, 0.05), 20: (0.28, 0.05), 25: (0.4, 0.05)}))
     assert (recovered.begin, recovered.end) == (20, 25)
+
+
+def test_a_rare_reward_is_not_a_drowned_one():
+    lines, config = train([rarely, length_in_words], max_steps=20, num_generations=8)
+    spreads = [lines[-1][f"rewards/{name}/within_group_std"] for name in ("rarely", "length_in_words")]
+    assert spreads[0] < 0.1 * spreads[1]
+    assert named((lines, config)) == {}
 
 
 def test_every_check_has_an_illness():

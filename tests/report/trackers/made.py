@@ -53,7 +53,7 @@ class Stub:
     """A tracker that keeps what it is sent, in lists that outlive it."""
 
     sent, opened = [], []
-    step = None
+    step, settings_once = None, True
 
     def __init__(self, opening):
         self.opened.append(opening)

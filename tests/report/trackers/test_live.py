@@ -103,7 +103,7 @@ def test_warnings_come_once_a_minute(tmp_path, monkeypatch, caplog):
         clock[0] += 5
         trackers.on_step(None, SimpleNamespace(step=12))
     assert len(caplog.messages) == 3
-    assert "TensorBoard: no memory; nothing is sent yet. Training goes on" in caplog.messages[0]
+    assert "TensorBoard: OSError: no memory; nothing is sent yet. Training goes on" in caplog.messages[0]
 
 
 # The process ----------------------------------------------------------------------------------------------------------

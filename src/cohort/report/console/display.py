@@ -50,10 +50,10 @@ class StepDisplay:
         self._steps, self._enabled, self._groups_can_die = steps, enabled, groups_can_die
         self._warned = False
         self._state = RunState(folder, steps)
+        self._tail = Tail(folder / "metrics.jsonl") if folder else None
         if folder:
             self._state.progress.starts = read_starts(folder)[0]
-            for metrics in Tail(folder / "metrics.jsonl").everything():
-                self._state.add(metrics)
+            self._catch_up()
         self._live: Live | None = None
         self._hook = sys.breakpointhook
         if enabled and is_live_terminal():
@@ -86,6 +86,7 @@ class StepDisplay:
             return
         step = metrics["step"]
         with self._live.lock if self._live else nullcontext():
+            self._catch_up(before=step)
             said = self._state.add(metrics)
         is_due = step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps
         if is_due and not (self._live and self._live.draws):
@@ -95,6 +96,16 @@ class StepDisplay:
             self._print(f"step {step}: {why_no_gradient(metrics)}")
         for text in said:
             self._print(text)
+
+    def _catch_up(self, before: int | None = None) -> None:
+        """Take the steps of the folder that this process has not shown: those before it was resumed and, with the first
+        step, the evaluation before it."""
+        if self._tail:
+            for metrics in self._tail.everything():
+                if before is None or metrics["step"] < before:
+                    self._state.add(metrics)
+        if before is not None:
+            self._tail = None
 
     def _print(self, text: str) -> None:
         if self._live:
@@ -112,11 +123,13 @@ def _doing(thread: int, progress: RunProgress, stopping: Callable[[], bool]) -> 
     """What a thread of this process does now, in words."""
     if stopping():
         return "stopping with a checkpoint"
-    waits = waits_of(thread)
-    text = f"step {progress.step + 1}"
-    if waits:
-        what, seconds, detail = waits[0]
-        text += f": {what}" + (f" for {seconds:.0f} s" if seconds >= 1 else "")
-        inner = [f"{name}{', ' if more else ''}{more}" for name, _, more in waits[1:]]
-        text += "".join(f", {one}" for one in [detail, *inner] if one)
-    return text
+    step, waits = progress.step, waits_of(thread)
+    if not waits:
+        return f"step {step + 1}"
+    what, seconds, detail = waits[0]
+    text = f"step {step + 1}: {what}"
+    if what == "evaluation":
+        text = f"evaluation after step {step}" if step else "evaluation before training"
+    text += f" for {seconds:.0f} s" if seconds >= 1 else ""
+    inner = [f"{name}{', ' if more else ''}{more}" for name, _, more in waits[1:]]
+    return text + "".join(f", {one}" for one in [detail, *inner] if one)

@@ -38,8 +38,6 @@ class Case:
         """Steps with metrics of updates."""
         self.highest, self.lowest = float("-inf"), float("inf")
         """Of the mean rewards of groups (10% and 90% quantiles) and of steps."""
-        self.largest_spread: dict[str, float] = {}
-        """The largest ``rewards/NAME/within_group_std`` so far, by NAME."""
 
     def add(self, metrics: Metrics) -> None:
         """Take a line of ``metrics.jsonl``."""
@@ -51,9 +49,6 @@ class Case:
             for key in ("groups/mean_reward_q90", "groups/mean_reward_q10", "reward/mean"):
                 if (value := number(metrics, key)) is not None:
                     self.highest, self.lowest = max(self.highest, value), min(self.lowest, value)
-            for key in function_keys(metrics):
-                name, spread = key[8:-17], number(metrics, key) or 0.0
-                self.largest_spread[name] = max(spread, self.largest_spread.get(name, 0.0))
         if any(key.startswith("eval/") for key in metrics):
             self.evaluations.append((int(metrics["step"]), self.mean("reward/mean", RECENT), metrics))
 
@@ -128,11 +123,6 @@ class Case:
         # All rewards of the step are equal: the best ones if the run had worse ones, or if they cannot be 0.
         middle = (self.highest + self.lowest) / 2 if self.highest > self.lowest else 0.0
         return (dead, 0.0) if reward > middle else (0.0, dead)
-
-
-def function_keys(metrics: Metrics) -> list[str]:
-    """The keys ``rewards/NAME/within_group_std``, in the order of the functions."""
-    return [key for key in metrics if key.startswith("rewards/") and key.endswith("/within_group_std")]
 
 
 def _numbers(lines: Sequence[Metrics], key: str) -> Iterator[float]:

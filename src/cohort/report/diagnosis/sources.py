@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cohort.report.diagnosis.case import RECENT, WINDOW, Case, function_keys
+from cohort.report.diagnosis.case import RECENT, WINDOW, Case
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.numbers import mean, number, share_interval
 
@@ -18,8 +18,6 @@ BIAS, CERTAIN = 0.02, 4.0
 """How far, and how many standard errors, the mean ratio to the sampler has to be from 1."""
 DROPPED = 0.2
 """Share of tokens that mismatch rules drop."""
-ALIVE = 0.5
-"""A function still varies as it did if its spread is this share of its largest so far."""
 
 
 def failing_rewards(case: Case) -> Verdict | None:
@@ -52,24 +50,30 @@ def drowned_reward(case: Case) -> Verdict | None:
         return None
     if case.facts.objective.reward_aggregation != "sum_then_normalize":
         return None
-    spread = {name: case.mean(f"rewards/{name}/within_group_std") or 0.0 for name in names}
+    spread = {name: _spread(case, name) for name in names}
     weight = dict(zip(names, map(abs, weights), strict=True))
     loud = max(names, key=lambda name: weight[name] * spread[name])
     for name in names:
-        if name == loud or not weight[name] or spread[name] < ALIVE * case.largest_spread.get(name, 0.0):
-            continue
-        heard = weight[name] * spread[name] / (weight[loud] * spread[loud]) if spread[loud] else 1.0
-        if 0 < heard < case.limits.drowned and spread[name] < case.limits.drowned * spread[loud]:
+        own, other = weight[name] * spread[name], weight[loud] * spread[loud]
+        # A weight that makes a function quiet is meant; a scale is not.
+        if 0 < own < case.limits.drowned * other and spread[name] < case.limits.drowned * spread[loud]:
             return Verdict(
                 Level.WARNING,
-                f"reward function {name} is drowned by {loud}: within groups it varies by "
-                f"{weight[name] * spread[name]:.2g}, {loud} by {weight[loud] * spread[loud]:.2g}: its "
-                f"part of the advantages is {heard:.1%} of the other's",
-                f"set reward.weights so that both vary alike ({name} times {1 / heard:.0f}), or set "
+                f"reward function {name} is drowned by {loud}: where it distinguishes completions of a prompt, it "
+                f"varies by {own:.2g} and {loud} by {other:.2g}, so advantages follow {loud} alone",
+                f"set reward.weights so that both vary alike ({name} times {other / own:.0f}), or set "
                 "objective.reward_aggregation to 'normalize_then_sum'",
-                {"drowned": name, "by": loud, "ratio": heard},
+                {"drowned": name, "by": loud, "ratio": own / other},
             )
     return None
+
+
+def _spread(case: Case, name: str) -> float:
+    """The mean standard deviation of a function's rewards within the groups in which they differ: a function that few
+    completions earn is rare, not quiet."""
+    spread = case.mean(f"rewards/{name}/within_group_std") or 0.0
+    alive = 1 - (case.mean(f"rewards/{name}/dead_share") or 0.0)
+    return spread / alive if alive > 0 else 0.0
 
 
 def sampler_mismatch(case: Case) -> Verdict | None:
@@ -177,4 +181,4 @@ def evaluation_falls(case: Case) -> Verdict | None:
 
 def _functions(metrics: Mapping[str, Any]) -> list[str]:
     """Names of the reward functions, in their order."""
-    return [key[8:-17] for key in function_keys(metrics)]
+    return [key[8:-17] for key in metrics if key.startswith("rewards/") and key.endswith("/within_group_std")]

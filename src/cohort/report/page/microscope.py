@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,6 +77,8 @@ class Microscope:
     finishes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the sample is and what could not be read, in words."""
+    choice: str = ""
+    """How the sample was chosen; empty if it is everything."""
 
     def data(self) -> dict[str, Any]:
         """What the script of the page needs, besides the blocks."""
@@ -106,8 +108,9 @@ def build_microscope(history: RunHistory, begins: Mapping[int, str], space: int 
         left -= sum(len(one.block) for one in packed)
         found.append((step, packed, groups))
     found = sorted(((step, packed, groups) for step, packed, groups in found if packed), key=lambda one: one[0].number)
-    notes = _notes(history, found, vocabulary, unreadable)
-    return _indexed(found, notes)
+    result = _indexed(found, _notes(history, found, vocabulary, unreadable))
+    whole = len(found) == len(history.rollout_steps) and all(len(packed) == count for _, packed, count in found)
+    return replace(result, choice="" if whole else CHOICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def _fitting(stored: StoredStep, vocabulary: Vocabulary | None, share: int, left
     packed: list[_Packed] = []
     used = 0
     for choice in ranked:
-        one = _pack_group(stored, columns, places[choice.number], choice, vocabulary)
+        one = _pack_group(stored.table, columns, places[choice.number], choice, vocabulary)
         used += len(one.block)
         if used > (share if packed else left):
             break
@@ -157,21 +160,17 @@ def _number(value: Any) -> float | None:
 
 
 def _pack_group(
-    stored: StoredStep, columns: _Arrays, rows: Sequence[int], group: Chosen, vocabulary: Vocabulary | None
+    table: pyarrow.Table, columns: _Arrays, rows: Sequence[int], group: Chosen, vocabulary: Vocabulary | None
 ) -> _Packed:
     """Pack some rows of a stored step as one group."""
-    names = [name for name in stored.table.column_names if name in PLAIN or name.startswith(PREFIXED)]
-    rewards = [_number(stored.values("reward")[row]) for row in rows]
-    lengths = [min(HEAD + TAIL, _length(columns, row)) for row in rows]
-    kept = choose_completions(rewards, lengths, MAX_GROUP_TOKENS)
-    chosen = [rows[one] for one in kept]
-    records = stored.table.select(names).take(chosen).to_pylist()
-    causes = stored.table.column("no_gradient").take(chosen).to_pylist() if "no_gradient" in stored else None
+    names = [name for name in table.column_names if name in (*PLAIN, "no_gradient") or name.startswith(PREFIXED)]
+    together = rows[-1] - rows[0] == len(rows) - 1  # as they are written
+    part = table.select(names)
+    records = (part.slice(rows[0], len(rows)) if together else part.take(rows)).to_pylist()
+    lengths = [min(HEAD + TAIL, len(_list(columns, "token_ids", row, ()))) for row in rows]
+    kept = choose_completions([_number(one.get("reward")) for one in records], lengths, MAX_GROUP_TOKENS)
     tokens = _Tokens(columns)
-    completions = [
-        {**_describe(record), "number": at + 1, **tokens.add(row, record, causes[place] if causes else None)}
-        for place, (at, row, record) in enumerate(zip(kept, chosen, records, strict=True))
-    ]
+    completions = [{**_describe(records[at]), "number": at + 1, **tokens.add(rows[at], records[at])} for at in kept]
     header = {
         "group": group.number,
         "row": records[0].get("row"),
@@ -231,18 +230,10 @@ def _json(value: Any) -> str:
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _ids(columns: _Arrays, row: int) -> NDArray[np.int32]:
-    """The token ids of a completion; -1 where there is none."""
-    ids = columns["token_ids"][row] if "token_ids" in columns else None
-    if ids is None:
-        return np.zeros(0, np.int32)
-    found: NDArray[np.int32] = np.clip(np.nan_to_num(ids, nan=-1), -1, 2**31 - 1).astype(np.int32)
-    return found
-
-
-def _length(columns: _Arrays, row: int) -> int:
-    ids = columns["token_ids"][row] if "token_ids" in columns else None
-    return 0 if ids is None else len(ids)
+def _list(columns: _Arrays, name: str, row: int, default: Any = None) -> Any:
+    """An entry of a column of lists; the default if the table lacks the column or the entry is null."""
+    found = columns[name][row] if name in columns else None
+    return default if found is None else found
 
 
 class _Tokens:
@@ -252,56 +243,51 @@ class _Tokens:
         self._columns = columns
         self._ids: list[NDArray[np.int32]] = []
         self._drawn: list[NDArray[np.bool_]] = []
-        self._numbers: dict[str, list[NDArray[np.float32]]] = {name: [] for name in STORED}
+        known = {name for name, column in STORED.items() if column in columns} | {"advantage"}
+        self._numbers: dict[str, list[NDArray[np.float32]]] = {name: [] for name in STORED if name in known}
         self._causes: list[NDArray[np.uint8]] = []
-        self._known: set[str] = set()
         self.causes: list[str] = []
-        self._all_drawn, self._caused, self._t, self._n = True, False, 0, 0
+        self._t, self._n = 0, 0
 
-    def add(self, row: int, record: Mapping[str, Any], causes: Sequence[str | None] | None) -> dict[str, Any]:
-        """Add the tokens of a row, and why they have no gradient; returns where they are."""
-        advantage = _number(record.get("advantage"))
-        ids = _ids(self._columns, row)
-        flags = self._columns["drawn"][row] if "drawn" in self._columns else None
-        drawn = np.ones(len(ids), np.bool_) if flags is None or len(flags) != len(ids) else flags.astype(np.bool_)
+    def add(self, row: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the tokens of a row; returns where they are."""
+        ids = np.asarray(_list(self._columns, "token_ids", row, ()))
+        drawn = np.asarray(_list(self._columns, "drawn", row, ()), np.bool_)
+        drawn = drawn if len(drawn) == len(ids) else np.ones(len(ids), np.bool_)
         kept_T = np.ones(len(ids), np.bool_)
         if len(ids) > HEAD + TAIL:
             kept_T[HEAD:-TAIL] = False
         kept_N = kept_T[drawn]
-        self._ids.append(ids[kept_T])
+        self._ids.append(np.clip(np.nan_to_num(ids[kept_T], nan=-1), -1, 2**31 - 1).astype(np.int32))
         self._drawn.append(drawn[kept_T])
-        self._all_drawn &= bool(drawn.all())
         t, n = self._t, self._n
-        self._t, self._n = t + int(kept_T.sum()), n + int(kept_N.sum())
-        turns = self._columns["turn_lengths"][row] if "turn_lengths" in self._columns else None
+        self._t, self._n = t + len(self._ids[-1]), n + int(kept_N.sum())
+        self._add_numbers(row, kept_N, _number(record.get("advantage")))
         return {
             "t": [t, self._t],
             "n": [n, self._n],
             "tokens": len(ids),
             "drawn": len(kept_N),
-            "has": [name for name in STORED if self._add_numbers(name, row, kept_N, advantage)],
-            "gap": None if kept_T.all() else [HEAD, len(ids) - HEAD - TAIL],
-            "turns": None if turns is None else turns[:1000].tolist(),
-            "clipped": self._add_causes(causes, kept_N),
+            "gap": None if len(ids) <= HEAD + TAIL else [HEAD, len(ids) - HEAD - TAIL],
+            "turns": [int(one) for one in _list(self._columns, "turn_lengths", row, ())[:1000]] or None,
+            "clipped": self._add_causes(record.get("no_gradient"), kept_N),
         }
 
-    def _add_numbers(self, name: str, row: int, kept_N: NDArray[np.bool_], advantage: float | None) -> bool:
-        values = self._columns[STORED[name]][row] if STORED[name] in self._columns else None
-        if name == "advantage" and STORED[name] not in self._columns and advantage is not None:
-            values = np.full(len(kept_N), advantage)  # one for all tokens of the completion
-        if values is None or len(values) != len(kept_N):
-            self._numbers[name].append(np.full(int(kept_N.sum()), np.nan, np.float32))
-            return False
-        with np.errstate(over="ignore"):
-            self._numbers[name].append(values[kept_N].astype(np.float32))
-        self._known.add(name)
-        return True
+    def _add_numbers(self, row: int, kept_N: NDArray[np.bool_], advantage: float | None) -> None:
+        """Add the numbers of all columns; NaN where a column has none for this completion."""
+        for name, parts in self._numbers.items():
+            values = _list(self._columns, STORED[name], row)
+            if name == "advantage" and STORED[name] not in self._columns:  # one for all tokens of the completion
+                values = np.full(len(kept_N), np.nan if advantage is None else advantage)
+            if values is None or len(values) != len(kept_N):
+                values = np.full(len(kept_N), np.nan)
+            with np.errstate(over="ignore"):
+                parts.append(values[kept_N].astype(np.float32))
 
     def _add_causes(self, causes: Sequence[str | None] | None, kept_N: NDArray[np.bool_]) -> int:
         """Add why tokens have no gradient; returns how many the trust region clipped."""
         codes = np.full(len(kept_N), NO_CAUSE, np.uint8)
         if causes is not None and len(causes) == len(kept_N):
-            self._caused = True
             for name in {one for one in causes if one is not None}:
                 if name not in self.causes and len(self.causes) < NO_CAUSE:
                     self.causes.append(name)
@@ -312,17 +298,24 @@ class _Tokens:
 
     def ids(self) -> Iterator[int]:
         """All token ids."""
-        return (int(one) for one in np.unique(np.concatenate([np.zeros(0, np.int32), *self._ids])))
+        return (int(one) for one in np.unique(np.concatenate(self._ids)))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays of the block: those that say something."""
-        found: dict[str, NDArray[Any]] = {"ids": np.concatenate([np.zeros(0, np.int32), *self._ids])}
-        if not self._all_drawn:
-            found["drawn"] = np.concatenate(self._drawn)
-        found |= {name: np.concatenate(self._numbers[name]) for name in STORED if name in self._known}
-        if self._caused:
-            found["no_gradient"] = np.concatenate(self._causes)
-        return found
+        drawn = np.concatenate(self._drawn)
+        found: dict[str, NDArray[Any]] = {"ids": np.concatenate(self._ids)} | ({} if drawn.all() else {"drawn": drawn})
+        numbers = {name: np.concatenate(parts) for name, parts in self._numbers.items()}
+        found |= {name: values for name, values in numbers.items() if not np.isnan(values).all()}
+        return found | ({"no_gradient": np.concatenate(self._causes)} if self.causes else {})
+
+
+CHOICE = (
+    "Steps: the last, the first, those at which findings begin, those with the extremes of the reward, of the gradient "
+    "norm and of update_kl, then steps at even distances. Groups of a step: the largest differences of rewards, the "
+    "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until the page "
+    "is full."
+)
+"""How a sample is chosen."""
 
 
 def _indexed(found: Sequence[tuple[Chosen, list[_Packed], int]], notes: list[str]) -> Microscope:
@@ -360,12 +353,9 @@ def _notes(
     if len(found) == stored and groups == all_groups:
         notes.append(f"All stored completions are in this page: {groups:,} groups of {stored:,} steps.")
     elif found:
+        part = f"all {groups:,} groups" if groups == all_groups else f"{groups:,} of the {all_groups:,} groups"
         notes.append(
-            f"This page holds a sample: {groups:,} of {all_groups:,} groups in {len(found):,} of {stored:,} stored "
-            "steps. Steps: the last, the first, those at which findings begin, those with the extremes of the reward, "
-            "of the gradient norm and of update_kl, then steps at even distances. Groups of a step: the largest "
-            "differences of rewards, the highest and the lowest mean reward, equal rewards, the most truncated "
-            "completions, then in order, until the page is full. All completions are in rollouts/."
+            f"This page holds a sample: {part} of {len(found):,} of the {stored:,} stored steps. All are in rollouts/."
         )
     if vocabulary is None:
         notes.append(

@@ -87,6 +87,7 @@ def render_run(history: RunHistory) -> str:
         "timing": sections.timing(history),
         "replays": replays_of(history),
         "notes": microscope.notes,
+        "choice": microscope.choice,
         "has_microscope": bool(microscope.groups),
         **_origin(),
     }

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,8 +37,8 @@ class _Process:
     """Why there is no process."""
     step: int = -1
     """The last step that was sent, when it was looked at."""
-    since: float = field(default_factory=time.monotonic)
-    """When that changed last."""
+    since: float | None = None
+    """When that was first looked at."""
     warned: float = -WARN_SECONDS
 
 
@@ -70,20 +70,20 @@ class Trackers:
         for one in self._all:
             try:
                 one.process = _start(self._run, one.kind, self._project)
-            except OSError as error:
-                one.reason = str(error)
+            except Exception as error:  # whatever it is, the run goes on
+                one.reason = f"{type(error).__name__}: {error}"
 
     def on_step(self, trainer: Any, event: Any) -> None:  # noqa: ARG002
         """Warn, once a minute, of trackers that are behind and fail or do not answer."""
         now = time.monotonic()
         for one in self._all:
-            if now - one.warned < WARN_SECONDS or now - one.since < WARN_SECONDS / 10:
+            if now - one.warned < WARN_SECONDS:
                 continue
             state = State.read(self._run, one.kind)
-            if state.step != one.step:
+            if state.step != one.step or one.since is None:
                 one.step, one.since = state.step, now
             ended = self._why_ended(one)
-            reason = ended or state.error or ("no answer" if now - one.since > WARN_SECONDS else "")
+            reason = ended or state.error or ("no answer" if now - one.since >= WARN_SECONDS else "")
             if state.step < event.step and reason:
                 one.warned = now
                 sent = (

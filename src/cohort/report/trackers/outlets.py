@@ -45,6 +45,8 @@ class Outlet(Protocol):
     """The run's id, by which it can be opened again."""
     step: int | None
     """The last step that the tracker has; None: it does not say."""
+    settings_once: bool
+    """Whether settings that were sent cannot be sent again when the run goes on."""
 
     def name_of(self, key: str) -> str:
         """A metric's name as the tracker accepts it."""
@@ -74,6 +76,7 @@ class _Accelerated:
 
     tracker: Any
     step: int | None = None
+    settings_once = False
 
     def name_of(self, key: str) -> str:
         return key
@@ -84,6 +87,8 @@ class _Accelerated:
 
 class _TensorBoard(_Accelerated):
     """Event files in the run folder. Tables and findings are texts."""
+
+    settings_once = True
 
     def __init__(self, opening: Opening) -> None:
         from accelerate.tracking import TensorBoardTracker
@@ -138,6 +143,8 @@ class _Wandb(_Accelerated):
 class _MLflow(_Accelerated):
     """MLflow, at ``MLFLOW_TRACKING_URI``. Tables are artifacts, findings tags."""
 
+    settings_once = True
+
     def __init__(self, opening: Opening) -> None:
         from accelerate.tracking import MLflowTracker
 
@@ -168,6 +175,9 @@ class _Trackio(_Accelerated):
         name = opening.id or f"{opening.name}-{os.urandom(3).hex()}"  # its runs are known by their names
         self.tracker = _started(TrackioTracker(opening.project, name=name, resume="allow", embed=False))
         self.id = name
+
+    def name_of(self, key: str) -> str:
+        return "wall_time" if key == "time" else key  # which is a name of its own
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         import pandas

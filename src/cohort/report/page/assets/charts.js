@@ -109,15 +109,15 @@ function axisAt(step) {
 }
 
 /** Draw a chart into its figure, in place of the one that is there. */
-function draw(chart) {
-  const { spec, place } = chart, width = place.clientWidth;
+function draw(chart, width = chart.place.clientWidth) {
+  const { spec, place } = chart;
   if (!width) return;
   chart.plot?.destroy();
   const { x, lines } = spec.over(view.axis), { columns, series, bands } = seriesOf(spec, lines), marks = marksOf(spec);
   Object.assign(chart, { x, lines });
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const options = {
-    width, height: HEIGHT, padding: [10, 8, 0, 0], bands, legend: { show: false },
+    width, height: HEIGHT, padding: [10, 16, 0, 0], bands, legend: { show: false },
     cursor: { sync: { key: "run", setSeries: false }, y: false, drag: { x: true, y: false }, points: { show: false } },
     scales: { x: { time: false }, y: { distr: spec.log ? 3 : 1, range: spec.log ? undefined : rangeOf } },
     axes: [
@@ -214,9 +214,16 @@ function moveCursor(event) {
   plot.setCursor({ left: plot.valToPos(plot.data[0][to], "x"), top: 20 });
 }
 
-/** Draw all charts again: after a change of theme, window or axis. */
-function redraw(all = false) {
-  for (const chart of charts) if (chart.plot || all) draw(chart);
+/** Draw the charts again: after a change of theme, window or axis. */
+function redraw() {
+  for (const chart of charts) if (chart.plot) draw(chart);
+}
+
+const PRINT_WIDTH = 310;
+
+/** Draw all charts as wide as a column of a printed page. */
+function drawForPrint() {
+  for (const chart of charts) draw(chart, PRINT_WIDTH);
 }
 
 /** A chart of metrics of the run, from a row of the table of charts. */

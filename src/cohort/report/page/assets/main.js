@@ -38,7 +38,7 @@ function onKey(event) {
 function beforePrint() {
   root.dataset.before = root.dataset.theme || "";
   root.dataset.theme = "light";
-  redraw(true);
+  drawForPrint();
 }
 
 function afterPrint() {

@@ -100,8 +100,9 @@ function scaleOf(header, { key, scale }) {
   const reach = found.length ? found[Math.floor(0.98 * (found.length - 1))] || found.at(-1) : 0;
   const level = (value) => {
     if (!Number.isFinite(value) || !reach) return 0;
-    const distance = (scale === "ratio" ? log(Math.max(value, 1e-9)) : value) / reach;
-    return Math.sign(distance) * Math.min(6, Math.ceil(Math.abs(distance) * 6 - 0.5));
+    const distance = (scale === "ratio" ? log(Math.max(value, 1e-9)) : value) / reach, size = Math.abs(distance);
+    const share = scale === "positive" || scale === "negative" ? Math.sqrt(size) : size;  // most are near 0
+    return Math.sign(distance) * Math.min(6, Math.ceil(share * 6 - 0.5));
   };
   const ends = scale === "ratio" ? [Math.exp(-reach), Math.exp(reach)] : scale === "positive" ? [0, reach] : scale === "negative" ? [-reach, 0] : [-reach, reach];
   return { level, ends, centre, known: found.length > 0 };
