@@ -14,7 +14,7 @@ from cohort.runs.tables import write_table
 from tests.conftest import tiny_llama
 from tests.replay.steps import made_up_step
 from tests.replay.test_coefficients import TWO
-from tests.train.harness import make_trainer
+from tests.train.harness import ROWS, make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def trained(tmp_path_factory, demo_tokenizer):
     model = tiny_llama(vocab_size=len(demo_tokenizer), num_hidden_layers=1, hidden_size=8, intermediate_size=8)
     model.save_pretrained(folder / "model")
     demo_tokenizer.save_pretrained(folder / "model")
-    settings = {"max_steps": 2, "save_steps": 1, "minibatches": 2, "num_iterations": 2, "beta": 0.05}
-    make_trainer(demo_tokenizer, folder / "run", model=str(folder / "model"), **settings).train()
+    settings = {"save_steps": 1, "minibatches": 2, "num_iterations": 2, "beta": 0.05, "lr_scheduler_type": "linear"}
+    make_trainer(demo_tokenizer, folder / "run", model=str(folder / "model"), rows=ROWS[:8], **settings).train()
     return folder / "run"
 
 

@@ -249,6 +249,16 @@ def test_the_output_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.html").read_text() == "mine"
 
 
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from cohort.cli import main
+
+    folder = make_run(tmp_path / "run", steps=2)
+    assert main(["report", str(folder), "--output", str(tmp_path / "mine.html")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'mine.html'} (0.")
+    assert (main(["report"]), main(["report", str(tmp_path / "none")])) == (2, 2)
+    assert "does not exist" in capsys.readouterr().err
+
+
 def test_pieces_of_a_byte_level_vocabulary() -> None:
     tokenizer = {
         "added_tokens": [{"id": 0, "content": "<|end|>", "special": True}],

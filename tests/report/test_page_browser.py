@@ -228,6 +228,20 @@ def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
     assert browser.get_log("browser") == []
 
 
+def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path) -> None:
+    long = completions(texts=["the " * 30_000], token_ids=[[2] * 29_999 + [0]])
+    target = write_report([make_run(tmp_path / "run", lines=[], stored={1: long})])
+    browser.get_log("browser")
+    browser.get(target.as_uri())
+    wait(lambda: js(browser, "document.querySelectorAll('.t').length") == 500)
+    press(browser, "j")
+    wait(lambda: js(browser, "document.querySelectorAll('.t').length") == 4000)
+    js(browser, "(() => { const box = document.querySelector('.card .tokens'); box.scrollTop = box.scrollHeight; })()")
+    wait(lambda: js(browser, "document.querySelectorAll('.t').length") == 8000)
+    assert js(browser, "document.querySelector('.card header').textContent").startswith("#1reward 1")
+    assert browser.get_log("browser") == []
+
+
 def test_the_page_fits_a_phone(page: Any) -> None:
     page.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}

@@ -291,8 +291,9 @@ class _Replay:
     def _in_parameters(self, pair: Pair, before: Before, notes: list[str]) -> dict[str, Any] | None:
         own, other = (laid_out(pair.stored, one, self.settings) for one in (self.own, self.other))
         try:
-            return weights.parameter_gradients(before, own, self.other, other).as_json()
-        except NonFiniteError as error:
+            rates = weights.learning_rates(pair.stored) if len(own.minibatches) > 1 else []
+            return weights.parameter_gradients(before, own, self.other, other, rates).as_json()
+        except (NonFiniteError, RunFolderError) as error:
             notes.append(f"the gradient is compared in the space of the logits: {error}")
         return None
 

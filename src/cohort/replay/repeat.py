@@ -14,7 +14,7 @@ from cohort.objective import Objective, k3
 from cohort.policy import Policy
 from cohort.replay.coefficients import Settings, laid_out
 from cohort.replay.stored import Known, Stored
-from cohort.replay.weights import Before, make_update, measured
+from cohort.replay.weights import Before, learning_rates, make_update, measured
 from cohort.runs import check_saved, save_model
 
 
@@ -57,7 +57,7 @@ def train(
     Raises:
         NonFiniteError: a value is not finite.
     """
-    before_N: Tensor | None = None
+    before_N, rates = None, learning_rates(stored)
     ends: dict[str, Known] = {}
     found: dict[str, Any] = {}
     for name in ("run", "replay"):
@@ -65,7 +65,8 @@ def train(
         context = before.context if name == "run" else before.under(objective)
         before_N = measured(before, stored, settings).logps_N if before_N is None else before_N
         laid = laid_out(stored, context.objective, settings)
-        norms = [make_update(before, context, laid, part) for part in laid.minibatches * iterations]
+        parts = zip(laid.minibatches * iterations, rates, strict=False)  # a group filter may leave fewer minibatches
+        norms = [make_update(before, context, laid, part, rate) for part, rate in parts]
         ends[name] = measured(before, stored, settings)
         found[name] = {"grad_norms": norms, "update_kl": _distance(before_N, ends[name].logps_N)}
         if name == "run":

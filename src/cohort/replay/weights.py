@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.config import GRPOConfig, Schedule
+from cohort.config import GRPOConfig
 from cohort.errors import NonFiniteError, RunFolderError
 from cohort.objective import Objective
 from cohort.policy import Policy, load_policy, load_tokenizer, read_config
@@ -18,13 +18,14 @@ from cohort.replay.coefficients import Laid, Settings, laid_out
 from cohort.replay.compare import Products
 from cohort.replay.stored import Known, Stored
 from cohort.rollout import Sampling
-from cohort.runs import Models, damage_named, last_start, load_checkpoint, read_metrics, saved_identity, steps_of
+from cohort.runs import Models, damage_named, last_start, load_checkpoint, saved_identity, steps_of
 from cohort.runs.checkpoints import UPDATES, check_checkpoint
 from cohort.runs.facts import take_threads
 from cohort.train import (
     Adaptive,
     NonFinite,
     Optimizer,
+    Part,
     StepContext,
     TokenBudget,
     find_budget,
@@ -55,8 +56,6 @@ class Before:
     tokenizer: Any
     source: str
     """Where the weights are from."""
-    learning_rate: float | None
-    """The step's, where the schedule of learning rates is not known; None: it is."""
 
     def under(self, objective: Objective) -> StepContext:
         """The context with another objective."""
@@ -90,7 +89,7 @@ def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, 
     policy = _policy(str(folder) if folder and not lora else initial, config)
     held = policy.reference(moves=config.objective.sync_ref_model) if objective.beta else None
     tokenizer = load_tokenizer(str(folder or initial), trust_remote_code=config.model.trust_remote_code)
-    optimizer = Optimizer(policy.model, config.optim, _planned_updates(config))
+    optimizer = Optimizer(policy.model, config.optim, 1)  # the store has each update's learning rate
     adaptive, budget = Adaptive.of(config.resolved_objective), config.optim.microbatch_tokens or 0
     models = Models(policy, held, tokenizer)
     if missing:
@@ -107,7 +106,7 @@ def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, 
     sampling = Sampling.of(config.rollout)
     context = StepContext(policy, optimizer, objective, sampling, found, held)
     source = f"checkpoints/{folder.name}" if folder else f"the initial model, {initial}"
-    return Before(context, adaptive, tokenizer, source, _learning_rate(run, config, step))
+    return Before(context, adaptive, tokenizer, source)
 
 
 def _checkpoint(run: Path, step: int) -> Path | None:
@@ -139,22 +138,6 @@ def _initial_model(run: Path, config: GRPOConfig) -> str:
 def _policy(name: str, config: GRPOConfig) -> Policy:
     read = read_config(name, trust_remote_code=config.model.trust_remote_code)
     return load_policy(name, config.model, read, seed=config.run.seed)
-
-
-def _planned_updates(config: GRPOConfig) -> int:
-    """The updates of the whole run, for schedules of the learning rate that end; 1 if the data decides it."""
-    return Schedule.of(config, None).updates if config.run.max_steps else 1
-
-
-def _learning_rate(run: Path, config: GRPOConfig, step: int) -> float | None:
-    """The logged learning rate of a step, if it cannot be computed: the number of updates depends on the data."""
-    if config.run.max_steps or config.optim.lr_scheduler_type.startswith("constant"):
-        return None
-    lines = {line["step"]: line for _, line in read_metrics(run / "metrics.jsonl")}
-    rate = lines.get(step, {}).get("learning_rate")
-    if not isinstance(rate, int | float):
-        raise NoWeightsError(f"metrics.jsonl has no learning rate of step {step}")
-    return float(rate)
 
 
 # Passes ---------------------------------------------------------------------------------------------------------------
@@ -222,7 +205,9 @@ class ParameterGradients:
         return {**self.whole.as_json(), "terms": terms, "updates": [one.as_json() for one in self.updates]}
 
 
-def parameter_gradients(before: Before, run: Laid, objective: Objective, replay: Laid) -> ParameterGradients:
+def parameter_gradients(
+    before: Before, run: Laid, objective: Objective, replay: Laid, rates: Sequence[float]
+) -> ParameterGradients:
     """Compare the gradients of the run's objective and of another at each update of the first pass over the rollout.
     The updates between are made under the run's objective, as the run made them.
 
@@ -231,6 +216,7 @@ def parameter_gradients(before: Before, run: Laid, objective: Objective, replay:
         run: the step as the run's updates saw it.
         objective: the other objective.
         replay: the step as its updates would see it.
+        rates: the learning rate of each update.
 
     Raises:
         NonFiniteError: a value is not finite.
@@ -245,7 +231,7 @@ def parameter_gradients(before: Before, run: Laid, objective: Objective, replay:
             found.append(context.within_memory(term_gradients, laid.batch, part, coefficient))
         updates.append(_products(*found))
         if number + 1 < len(pairs):
-            make_update(before, before.context, run, own)
+            make_update(before, before.context, run, own, rates[number])
     names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
     return ParameterGradients(
         Products.mean([one[WHOLE] for one in updates]),
@@ -265,16 +251,27 @@ def _products(run: Mapping[str, Tensor], replay: Mapping[str, Tensor]) -> dict[s
     return found | {WHOLE: Products.of(*wholes)}
 
 
-def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Any) -> float:
+def learning_rates(stored: Stored) -> list[float]:
+    """The learning rate of each update of the step.
+
+    Raises:
+        RunFolderError: the file does not say it, or an update was skipped because a value was not finite.
+    """
+    with damage_named(stored.path):
+        updates = stored.facts["updates"]
+        if any(one["skipped"] for one in updates):
+            raise RunFolderError(f"an update of step {stored.step} was skipped, because a value was not finite")
+        return [float(one["learning_rate"]) for one in updates]
+
+
+def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Part, rate: float) -> float:
     """One update as the loop makes it; returns the gradient's norm.
 
     Raises:
         NonFiniteError: a value is not finite.
     """
-    if before.learning_rate is not None:
-        for rule in context.optimizer.rules:
-            for group in rule.param_groups:
-                group["lr"] = before.learning_rate
+    for group in (group for rule in context.optimizer.rules for group in rule.param_groups):
+        group["lr"] = rate
     objective = context.objective
     outcome = context.within_memory(update, laid.batch, minibatch, before.entropy_coefficient(objective))
     if isinstance(outcome, NonFinite):

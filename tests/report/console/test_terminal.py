@@ -187,7 +187,7 @@ def test_what_is_printed_comes_above_the_display(monkeypatch):
     screen.leave(["end"])
     display = "\r\x1b[K\x1b[?7l\r\none\x1b[K\r\ntwo\x1b[K\x1b[J\x1b[?7h\x1b[2A\r"
     above = [f"\r\x1b[J{text}\n{display}" for text in ("ab", "loading 100%", " 2%")]
-    expected = f"{display}{''.join(above)}\r\x1b[Jend\r\n"
+    expected = f"{display}{''.join(above)}\r\x1b[J\r\nend\r\n"
     assert os.read(read, 10_000).decode() == expected
     screen.draw(["one"])
     os.read(read, 10_000)

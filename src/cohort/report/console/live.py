@@ -126,6 +126,7 @@ class Live:
                 setattr(sys, name, printed.stream)
         if not self._thread.is_alive():
             self._say_what_waits()
+            self._saved = newest_checkpoint(self.state.folder)
             self.screen.leave(self._coloured(self._picture(*self.screen.size(), last=True)) if self.draws else ())
 
     @property

@@ -73,10 +73,10 @@ class Screen:
                 self.is_stale = True
 
     def leave(self, lines: Sequence[str] = ()) -> None:
-        """Show the last lines, which stay, and go to the line below them."""
+        """Show the last lines, which stay below an empty one, and go to the line below them."""
         with self._lock:
             self._lines = ()
-            self._write(f"{HOME}{ERASE_BELOW}" + "".join(f"{line}\r\n" for line in lines))
+            self._write(f"{HOME}{ERASE_BELOW}" + "".join(f"{line}\r\n" for line in ["", *lines] if lines))
 
     def _write(self, text: str) -> None:
         """Write at once, without the buffer of a stream: it could be interrupted by a handler that writes too."""

@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 Numbers = Mapping[str, float | int | str | None]
-NAME_WIDTH, TEXT_WIDTH = 19, 90
+NAME_WIDTH, TEXT_WIDTH = 19, 80
 MAX_TEXT = 2000
 """Characters of a sentence that are kept."""
 

@@ -38,8 +38,9 @@ def entropy_collapse(case: Case) -> Verdict | None:
         Level.ALARM if factor > case.limits.entropy_fall**2 else Level.WARNING,
         f"entropy fell from {before:.2g} to {after:.2g} nats and the reward no longer rises: the policy has stopped "
         f"trying other answers, and {stuck:.0%} of groups are wrong and have nothing to learn from",
-        "raise objective.epsilon_high (0.28), add an entropy bonus (objective.entropy), raise rollout.temperature, or "
-        "go back to an earlier checkpoint with a lower optim.learning_rate",
+        ("raise objective.epsilon_high (0.28), " if case.facts.updates > 1 else "")
+        + "add an entropy bonus (objective.entropy), raise rollout.temperature, or go back to an earlier checkpoint "
+        "with a lower optim.learning_rate",
         {"entropy_before": before, "entropy": after, "stuck_share": stuck},
     )
 
