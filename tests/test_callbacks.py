@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ import torch
 from transformers import EarlyStoppingCallback
 
 from cohort import GRPOConfig, GRPOTrainer
-from cohort.callbacks import EVENTS, check_callback
+from cohort.callbacks import EVENTS, Callbacks, check_callback
 from cohort.errors import CallbackError, ConfigError, Stopped
+from cohort.parallel import World
 from cohort.runs import random_state
 from cohort.runs.lines import as_json
 from tests.parallel.launching import on_ranks
+from tests.report.trackers.made import line, made_run
 from tests.train.harness import ROWS, digits_reward, make_trainer, same_parameters, untimed_metrics_of
 
 SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4}
@@ -153,11 +157,14 @@ def test_an_exception_at_the_end(demo_tokenizer, tmp_path, caplog):
 
 
 def test_a_loop_that_is_left(demo_tokenizer, tmp_path):
-    recorder = Recorder()
-    steps = make(demo_tokenizer, tmp_path / "run", recorder).steps()
-    next(steps)
-    steps.close()
-    assert [event.outcome for name, event in recorder.told if name == "on_end"] == ["stopped"]
+    """Only the iterator holds the trainer, and nothing holds the iterator."""
+    outcomes = []
+    callback = with_method(
+        "on_end", lambda self, trainer, end: outcomes.append((end.outcome, trainer.summary["steps"]))
+    )
+    for _ in make(demo_tokenizer, tmp_path / "run", callback).steps():
+        break
+    assert outcomes == [("stopped", 1)]
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -201,6 +208,24 @@ def test_refused_before_anything_is_loaded():
 def test_methods_with_more_parameters_that_have_defaults():
     check_callback(with_method("on_step", lambda self, trainer, event, scale=1.0: 0))
     check_callback(with_method("on_step", lambda self, *arguments: 0))
+
+
+def test_findings_of_a_resumed_run_know_the_steps_before(tmp_path):
+    """The diagnosis is fed the lines in the folder first: no completion is right for five steps."""
+    made_run(tmp_path / "run", steps=4)
+    folder = SimpleNamespace(path=tmp_path / "run", saved=deque(), best=tmp_path / "run" / "best")
+    trainer = Trainer(world=World(), folder=folder, args=GRPOConfig(), schedule=SimpleNamespace(steps=9))
+    recorder = Recorder()
+    callbacks = Callbacks(trainer, [recorder])
+    callbacks.start(4, {})
+    callbacks.step(json.loads(line(5)))
+    (_, start), (_, step) = recorder.told
+    assert start.complete_steps == 4
+    assert [(finding.check, finding.step) for finding in step.findings] == [("all_wrong", 5)]
+
+
+class Trainer(SimpleNamespace):
+    """What callbacks see of a trainer."""
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------

@@ -181,24 +181,26 @@ class Callbacks:
 
         If the steps raise, an exception in a callback is logged, and that of the steps is raised.
         """
+        trainer = self._trainer  # which only the steps may hold: ``for metrics in GRPOTrainer(...).steps()``
         try:
             with closing(steps):
                 yield from steps
         except BaseException as error:
             try:
-                self._end("stopped" if isinstance(error, STOPS) else "error", error)
+                self._end(trainer, "stopped" if isinstance(error, STOPS) else "error", error)
             except CallbackError as other:
                 log.error("%s", other, exc_info=other)
             raise
-        self._end("complete")
+        self._end(trainer, "complete")
 
-    def _end(self, outcome: Literal["complete", "stopped", "error"], error: BaseException | None = None) -> None:
-        run = self._trainer
-        if run is not None and run.world.is_main:  # a trainer that is deleted before its steps end tells nobody
+    def _end(
+        self, trainer: Any, outcome: Literal["complete", "stopped", "error"], error: BaseException | None = None
+    ) -> None:
+        if trainer.world.is_main:
             try:
                 self._tell_saved()
             finally:
-                self._call(lambda: End(outcome, run.summary, error))
+                self._call(lambda: End(outcome, trainer.summary, error))
 
     def _tell_saved(self) -> None:
         folder = self._trainer.folder

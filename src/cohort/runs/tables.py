@@ -100,11 +100,21 @@ def _episode_columns(episodes: Sequence[Episode | None]) -> dict[str, Any]:
     return {
         "messages": _text_column([json.dumps(one.messages, ensure_ascii=False, default=str) for one in some]),
         "turn_lengths": [[turn.num_drawn for turn in one.turns] for one in some],
-        "seconds/turns": pyarrow.array([[turn.seconds for turn in one.turns] for one in some], NUMBERS),
         "turn_rewards": pyarrow.array([[turn.reward for turn in one.turns] for one in some], NUMBERS),
         "environment_reward": pyarrow.array([one.reward for one in some], pyarrow.float64()),
         "episode_error": _text_column([one.error or None for one in some]),
     }
+
+
+def time_columns(completions: Sequence[Completion], scores: Scores) -> dict[str, Any]:
+    """Durations, which differ between two runs of the same computation: of reward calls, and of turns' answers."""
+    columns: dict[str, Any] = {
+        f"seconds/reward/{name}": pyarrow.array(seconds, pyarrow.float64()) for name, seconds in scores.seconds.items()
+    }
+    if any(completion.episode for completion in completions):
+        turns = [one.episode.turns if one.episode else () for one in completions]
+        columns["seconds/turns"] = pyarrow.array([[turn.seconds for turn in some] for some in turns], NUMBERS)
+    return columns
 
 
 def score_columns(scores: Scores) -> dict[str, Any]:
@@ -112,8 +122,6 @@ def score_columns(scores: Scores) -> dict[str, Any]:
     columns: dict[str, Any] = {"reward": _reward_column(scores.rewards_S)}
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
         columns[f"rewards/{name}"] = _reward_column(column_S)
-    for name, seconds in scores.seconds.items():
-        columns[f"seconds/reward/{name}"] = pyarrow.array(seconds, pyarrow.float64())
     if scores.errors:
         columns["reward_error"] = _text_column([scores.errors.get(s) for s in range(len(scores.rewards_S))])
     return columns | {f"extra/{name}": _extra_column(values) for name, values in scores.extras.items()}

@@ -17,7 +17,7 @@ from cohort.config import GRPOConfig
 from cohort.objective import Cause
 from cohort.objective.ratio import exp_clamped
 from cohort.runs import RunFolder, completion_columns, score_columns
-from cohort.runs.tables import UsedRows, advantage_columns, with_facts
+from cohort.runs.tables import UsedRows, advantage_columns, time_columns, with_facts
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, split_minibatches
 from cohort.train.progress import Updates
@@ -81,6 +81,7 @@ def step_table(
     rows = [s for p in chosen for s in range(first_S[p], first_S[p + 1])]
     groups, scores = [rollout.sampled[p] for p in chosen], rollout.sampled_scores.select(rows)
     columns = completion_columns(groups) | score_columns(scores)
+    columns |= time_columns([completion for group in groups for completion in group.completions], scores)
     if (rewards_N := rollout.sampled_scores.token_rewards_N) is not None:
         pieces = rewards_N.split([completion.num_tokens for completion in rollout.completions])
         columns["token_rewards"] = pyarrow.array([pieces[s].numpy() for s in rows])

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from cohort.cli import main
@@ -168,6 +170,10 @@ def test_tables_are_bounded(run):
     assert (name, len(rows)) == ("completions", 4)
     assert len(rows[1][columns.index("completion")]) == 2004  # and what says that it was cut
     assert list(tables(run, 2, evaluated=False)) == []  # only every tenth
+    table = pyarrow.table({"group": [n // 6 for n in range(60)], "completion": [str(n) for n in range(60)]})
+    pyarrow.parquet.write_table(table, run / "rollouts" / "step-10.parquet")
+    ((_, _, rows),) = tables(run, 10, evaluated=False)
+    assert [int(text) for _, text in rows] == [6 * group + n for group in range(4) for n in range(4)]
     (run / "rollouts" / "step-10.parquet").write_bytes(b"PAR1")
     assert list(tables(run, 10, evaluated=True)) == []
 

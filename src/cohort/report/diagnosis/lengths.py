@@ -80,20 +80,21 @@ def length_drift(case: Case) -> Verdict | None:
 
 def duplicates(case: Case) -> Verdict | None:
     """Completions of a prompt that are the same text, although the prompts are not learned."""
-    share, _, high = case.share("completions/distinct_share")
+    shares = case.values("completions/distinct_share", FEWEST_STEPS)
     length = case.mean("length/mean", RECENT) or 0.0
-    if len(case.values("completions/distinct_share", RECENT)) < FEWEST_STEPS or length < SHORT:
+    if len(shares) < FEWEST_STEPS or length < SHORT or max(shares) >= case.limits.distinct:
         return None
     learned, dead = case.ends_of_dead()[0], case.mean("groups/dead_share", RECENT) or 0.0
-    if high >= case.limits.distinct or learned > 0.5 * dead:
+    if learned > 0.5 * dead:
         return None
+    share = sum(shares) / len(shares)
     size = case.facts.generations
     return Verdict(
         Level.WARNING,
         f"of {size} completions of a prompt only {share * size:.1f} differ: the others add nothing to the comparison",
         "raise rollout.temperature; check rollout.top_k, rollout.top_p and rollout.min_p; or lower "
         "rollout.num_generations and use more prompts",
-        {"distinct_share": share, "distinct_share_high": high},
+        {"distinct_share": share},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from cohort.report.trackers.state import State, folder_of
 
 TABLE_STEPS = 10
 """A table of completions is sent of the first step and of every this many steps."""
-TABLE_GROUPS, TABLE_ROWS, TABLE_TEXT = 4, 16, 2000
-"""Groups and completions in a table, and characters of a text in it."""
+TABLE_ROWS, TABLE_OF_GROUP, TABLE_TEXT = 16, 4, 2000
+"""Completions in a table and of one group in it, and characters of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,12 @@ def _table(path: Path) -> tuple[list[str], list[list[Any]]]:
     wanted = ("group", "prompt", "completion", "finish_reason", "reward", "advantage")
     head = StoredStep.read(path, columns=["group"])
     groups = head.table.column("group").to_pylist() if "group" in head.table.column_names else []
-    chosen = list(dict.fromkeys(groups))[:TABLE_GROUPS]
-    rows = [row for row, group in enumerate(groups) if group in chosen][:TABLE_ROWS]
+    seen: Counter[Any] = Counter()
+    rows: list[int] = []
+    for row, group in enumerate(groups):
+        if seen[group] < TABLE_OF_GROUP and len(rows) < TABLE_ROWS:
+            rows.append(row)
+        seen[group] += 1
     rewards = [name for name in head.names if name.startswith("rewards/")][:20]
     found = StoredStep.read(path, columns=[*wanted, *rewards], rows=rows).table
     columns = [name for name in (*wanted, *rewards) if name in found.column_names]
