@@ -67,7 +67,7 @@ def run_training(
     trainer.world.close()
     if settings.report.progress and trainer.world.is_main:
         print(
-            f"done: {summary['updates']} updates on {summary['completions']:,} completions; {summary['seconds']:.0f} s"
+            f"done: {summary['updates']} update{'s' * (summary['updates'] != 1)} on {summary['completions']:,} completions; {summary['seconds']:.0f} s"
             f"{' since it was resumed' if checkpoint else ''}; run folder: {summary['output_dir']}"
         )
         if not summary["updates"]:
