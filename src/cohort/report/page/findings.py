@@ -28,9 +28,14 @@ def verdict(history: RunHistory, findings: Sequence[Finding]) -> str:
 def listed(findings: Sequence[Finding]) -> list[dict[str, str]]:
     """The findings for the template."""
     return [
-        {"level": str(one.level), "check": one.check, "when": _when(one), "found": one.found, "advice": one.advice}
+        {"level": str(one.level), "check": one.check, "when": _when(one), "found": _found(one), "advice": one.advice}
         for one in findings
     ]
+
+
+def _found(finding: Finding) -> str:
+    worst = finding.worst
+    return f"{finding.found} (Worst: {worst.level} at step {worst.step:,}: {worst.found})" if worst else finding.found
 
 
 def _when(finding: Finding) -> str:
