@@ -106,7 +106,7 @@ class Stopper(Recorder):
             trainer.stop()
 
 
-@pytest.mark.parametrize("method", ["on_rollout", "on_step"])
+@pytest.mark.parametrize("method", ["on_rollout", pytest.param("on_step", marks=pytest.mark.slow)])
 def test_stopped_by_a_callback_and_resumed(demo_tokenizer, tmp_path, method):
     stopper, recorder = Stopper(method), Recorder()
     with pytest.raises(Stopped, match=r"stopped by stop\(\)"):
@@ -125,7 +125,9 @@ def test_stopped_by_a_callback_and_resumed(demo_tokenizer, tmp_path, method):
     assert same_parameters(straight, resumed)
 
 
-@pytest.mark.parametrize("method", ["on_rollout", "on_evaluate", "on_save"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow) for name in ("on_rollout", "on_evaluate")] + ["on_save"]
+)
 def test_an_exception_ends_the_run_with_a_checkpoint(demo_tokenizer, tmp_path, method):
     settings = {"eval_rows": ROWS[:2], "eval_steps": 1, "eval_on_start": False, "save_steps": 1}
     recorder = Recorder()
@@ -190,7 +192,10 @@ async def waits(self, trainer, event):
         (object(), "object has none of the methods on_start"),
         (print, "has none of the methods"),
         (Recorder, r"expected objects, got the class Recorder: pass Recorder\(...\)"),
-        (EarlyStoppingCallback(), "EarlyStoppingCallback is a callback of transformers"),
+        (
+            EarlyStoppingCallback(),
+            "EarlyStoppingCallback is a callback of transformers.* as the methods on_start, on_r",
+        ),
     ],
 )
 def test_objects_that_are_no_callbacks(callback, message):
@@ -210,11 +215,8 @@ def test_methods_with_more_parameters_that_have_defaults():
     check_callback(with_method("on_step", lambda self, *arguments: 0))
 
 
-def test_findings_of_a_resumed_run_know_the_steps_before(tmp_path):
+def test_findings_of_a_resumed_run_know_the_steps_before(trainer):
     """The diagnosis is fed the lines in the folder first: no completion is right for five steps."""
-    made_run(tmp_path / "run", steps=4)
-    folder = SimpleNamespace(path=tmp_path / "run", saved=deque(), best=tmp_path / "run" / "best")
-    trainer = Trainer(world=World(), folder=folder, args=GRPOConfig(), schedule=SimpleNamespace(steps=9))
     recorder = Recorder()
     callbacks = Callbacks(trainer, [recorder])
     callbacks.start(4, {})
@@ -226,6 +228,49 @@ def test_findings_of_a_resumed_run_know_the_steps_before(tmp_path):
 
 class Trainer(SimpleNamespace):
     """What callbacks see of a trainer."""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    made_run(tmp_path / "run", steps=4)
+    folder = SimpleNamespace(path=tmp_path / "run", saved=deque(), best=tmp_path / "run" / "best")
+    return Trainer(world=World(), folder=folder, args=GRPOConfig(), schedule=SimpleNamespace(steps=9))
+
+
+def test_what_is_drawn_in_the_background_is_not_drawn_again(trainer):
+    """With ``rollout.lag``, a reward function draws while a callback runs. Cohort's own callbacks are never wrapped."""
+    draws, pending = [], deque([SimpleNamespace(has_ended=True), SimpleNamespace(has_ended=False)])
+    draw = with_method("on_step", lambda self, trainer, event: draws.append(random.random()))
+    for own, users, waiting, differ in [((), [draw], (), False), ((), [draw], pending, True), ([draw], [], (), True)]:
+        callbacks = Callbacks(trainer, users, own=own)
+        callbacks.start(4, {}, waiting)
+        draws.clear()
+        callbacks.step({"step": 5})
+        callbacks.step({"step": 6})
+        assert (draws[0] != draws[1]) == differ
+
+
+def test_what_nobody_asks_for_is_not_made(trainer, monkeypatch):
+    """No event, no advantages, no diagnosis, and no exchange of the ranks."""
+    exchanges = []
+    monkeypatch.setattr("cohort.callbacks.on_main", lambda world, function: exchanges.append(1) or function())
+    monkeypatch.setattr("cohort.callbacks.Diagnosis.step", lambda self, metrics: 1 / 0)
+    callbacks = Callbacks(trainer, [with_method("on_end", lambda self, trainer, event: 0)])
+    callbacks.start(4, {})
+    callbacks.rollout(5, None, None)
+    callbacks.evaluation(0, {}, {})
+    callbacks.step(json.loads(line(5)))
+    assert len(exchanges) == 1  # which methods there are
+
+
+def test_an_error_in_the_diagnosis_does_not_end_the_run(trainer, monkeypatch, caplog):
+    monkeypatch.setattr("cohort.report.diagnosis.diagnosis.CHECKS", [SimpleNamespace(name="broken")])
+    recorder = Recorder()
+    callbacks = Callbacks(trainer, [recorder])
+    callbacks.start(4, {})
+    callbacks.step(json.loads(line(5)))
+    assert recorder.told[-1][1].findings == []
+    assert caplog.messages == ["the diagnosis failed at step 1: findings are incomplete"]
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------

@@ -140,12 +140,45 @@ def test_the_process_follows_the_run(tmp_path, monkeypatch):
     assert ("all_wrong", "alarm", True) in Mine.sent
 
 
-def test_the_process_that_cannot_send_ends_with_the_run(tmp_path, monkeypatch):
+class MlflowError(Exception):
+    pass
+
+
+def raising(error):
+    def outlet(opening):
+        raise error
+
+    return outlet
+
+
+def test_an_error_of_an_earlier_process_is_forgotten(tmp_path, monkeypatch):
+    run, ended, seen = made_run(tmp_path / "run"), threading.Event(), []
+    (run / "trackers" / "tensorboard").mkdir(parents=True)
+    State(error="OSError: no route to host").write(run, "tensorboard")
+
+    def outlet(opening):
+        seen.append(State.read(run, "tensorboard").error)
+        raise ConnectionError("gone")
+
+    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", outlet)
+    ended.set()
+    assert __main__.main(run, "tensorboard", None, ended) == 1
+    assert seen == [None]
+    assert State.read(run, "tensorboard").error == "ConnectionError: gone"
+
+
+def test_the_process_that_cannot_send_ends_with_the_run(tmp_path, monkeypatch, capsys):
     run, ended = made_run(tmp_path / "run"), threading.Event()
     monkeypatch.setitem(outlets.OUTLETS, "tensorboard", lambda opening: 1 / 0)
     ended.set()
     assert __main__.main(run, "tensorboard", None, ended) == 1
     assert State.read(run, "tensorboard").error == "ZeroDivisionError: division by zero"
+    error = MlflowError("GET https://me:word@host/api failed")
+    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", raising(error))
+    assert __main__.main(run, "tensorboard", None, ended) == 1
+    assert State.read(run, "tensorboard").error == "MlflowError: GET https://***@host/api failed"
+    assert "me:word" not in (said := capsys.readouterr().err)  # which is log.txt
+    assert "MlflowError: GET https://***@host/api failed" in said
     (run / "trackers" / "tensorboard" / "state.json").unlink()
     (run / "trackers" / "tensorboard" / "state.part").mkdir()  # as a full disk: nothing can be noted
     assert __main__.main(run, "tensorboard", None, ended) == 1
@@ -157,6 +190,7 @@ def test_the_process_that_cannot_send_ends_with_the_run(tmp_path, monkeypatch):
 SETTINGS = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "trackers": ["tensorboard"]}
 
 
+@pytest.mark.slow  # two processes; what is sent is read back in test_send.py
 def test_a_run_with_tensorboard(demo_tokenizer, tmp_path, monkeypatch, caplog):
     """Every key is there, of every step, and the completions."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
