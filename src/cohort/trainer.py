@@ -208,8 +208,8 @@ class GRPOTrainer:
         return self.summary
 
     def _resume_hint(self) -> contextlib.AbstractContextManager[None]:
-        unnamed = self.started_by.needed(adapters=self.args.model.lora.wanted)
-        return with_resume_hint("" if unnamed else self.summary.get("output_dir", ""), show=self._prints and self._found is None)
+        run = "" if self.started_by.needed(adapters=self.args.model.lora.wanted) else self.summary.get("output_dir", "")
+        return with_resume_hint(run, show=self._prints and self._found is None)
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
