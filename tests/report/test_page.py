@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from cohort.errors import RunFolderError
+from cohort.lock import Lock
 from cohort.report.history import RunHistory
-from cohort.report.page import write_report
+from cohort.report.page import sections, write_report
 from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.render import CONTROL, script_json
 from cohort.report.page.sample import choose_completions, choose_steps, rank_groups
-from cohort.report.page.sections import duration, evaluations, run_state, settings_table
+from cohort.report.page.sections import duration, evaluations, run_state, settings_table, timing
 from cohort.report.page.tokens import read_vocabulary
 from tests.report.made_runs import WORDS, completions, make_run, metrics
 
@@ -142,6 +143,19 @@ def test_state_of_a_run(tmp_path: Path, state: str, summary: Any, lock: bool) ->
     if lock:
         (folder / "run.lock").write_text("{}")
     assert run_state(RunHistory.read(folder))[0] == state
+    assert (f"cohort resume {folder} continues it" in run_state(RunHistory.read(folder))[1]) == (state != "complete")
+
+
+def test_a_lock_that_cannot_be_read_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(_: Lock) -> bool:
+        raise PermissionError
+
+    history = RunHistory.read(make_run(tmp_path / "run", steps=3))
+    monkeypatch.setattr(Lock, "check", check)
+    state, words = run_state(history)
+    assert (state, "whether a process still trains it is unknown" in words) == ("unknown", True)
+    monkeypatch.setattr(Lock, "check", lambda _: False)  # a file system without locks
+    assert run_state(history)[0] == "unknown"
 
 
 def test_a_locked_run_is_in_progress(tmp_path: Path) -> None:
@@ -150,6 +164,34 @@ def test_a_locked_run_is_in_progress(tmp_path: Path) -> None:
     with (folder / "run.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert run_state(RunHistory.read(folder)) == ("running", "in progress, after step 3")
+
+
+def test_a_huge_folder_makes_no_huge_page(tmp_path: Path) -> None:
+    long = "y" * 100_000
+    lines = [{"step": 1, f"eval/{long}/mean": 1.0, f"rewards/{long}": 1.0, "reward/mean": 0.5}]
+    config = "[data]\n" + "".join(f"key{number} = 'x'\n" for number in range(2000)) + f"{long} = 1\n"
+    folder = make_run(
+        tmp_path / "run", lines=lines, stored={}, config=config, summary={f"{long}_before": 1, f"{long}_after": 2}
+    )
+    for name in ("objective.txt", "first_prompt.txt"):
+        (folder / name).write_text("\x01" * 200_000)
+    start = {"overrides": [long], "missing": {long: long}, "time": long, "facts": {"versions": f"{long}={long}"}}
+    (folder / "starts.jsonl").write_text(f"{json.dumps(start)}\n" * 2)
+    assert write_report([folder]).stat().st_size < 1_600_000
+
+
+def test_sizes_stay_in_the_folder_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", steps=3, stored={})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "big").write_bytes(b"x" * 2_000_000)
+    (folder / "best").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (folder / "checkpoints" / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert timing(RunHistory.read(folder))["sizes"] == [("checkpoints", "0.0 MB")]
+    monkeypatch.setattr(sections, "MAX_ENTRIES", 1)
+    (folder / "evaluations").mkdir()
+    for name in "ab":
+        (folder / "evaluations" / name).write_bytes(b"x" * 100_000)
+    assert ("evaluations", "more than 0.1 MB") in timing(RunHistory.read(folder))["sizes"]
 
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:

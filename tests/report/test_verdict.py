@@ -308,3 +308,53 @@ def test_hostile_numbers(tmp_path):
             if trial == 0 and axis == "tokens":
                 with suppress(CohortError):
                     save(figure(runs, [key], Look(axis=axis, separate=True)), tmp_path / "a.png")
+
+
+def sides(a, b, seeds=3, lines=None):
+    """Two groups of runs with these settings; the second has 0.6 more reward."""
+    made = []
+    for label, settings, shift in (("A", a, 0.0), ("B", b, 0.6)):
+        runs = []
+        for seed in range(seeds):
+            values = [
+                (lines or rewards)([0.1 + shift + 0.01 * seed * (1 + shift)] * 10),
+                {"run": {"seed": seed}} | settings,
+            ]
+            runs.append(history(*values))
+        made.append(group(label, runs))
+    return made
+
+
+def test_evaluations_on_different_prompts_or_with_other_sampling_are_not_compared():
+    pair = sides({"data": {"eval": "hard.jsonl"}}, {"data": {"eval": "easy.jsonl"}}, lines=evaluated)
+    found = verdict(*pair, "updates", metric=KEY)
+    assert (found.difference, found.better) == (None, None)
+    assert found.text.endswith("optimizer updates: evaluated on different prompts (data.eval)")
+    found = verdict(*pair, "updates")  # the training, which was the same, decides
+    assert (found.metric, found.better) == ("reward/mean", "B")
+    assert found.caveat == "The evaluations cannot be compared: evaluated on different prompts (data.eval)."
+    cold, same = {"rollout": {"temperature": 0.3}}, {"eval": {"temperature_eval": 1.0}}
+    assert "different sampling (temperature)" in verdict(*sides(cold, {}, lines=evaluated), "updates", metric=KEY).text
+    assert verdict(*sides(cold | same, {}, lines=evaluated), "updates").better == "B"  # both at 1.0
+    sets = [{"data": {"eval": {"x": "a", **more}}} for more in ({}, {"y": "b"})]
+    assert verdict(*sides(*sets, lines=lambda v: [{"eval/x/reward/mean": one} | r for one, r in zip(v, rewards(v), strict=True)]),
+        "updates").metric == "eval/x/reward/mean"  # fmt: skip
+
+
+def test_training_rewards_under_other_settings_make_no_model_better():
+    pair = sides({"rollout": {"temperature": 1.0}}, {"rollout": {"temperature": 0.3}})
+    found = verdict(*pair, "updates")
+    assert (found.over, found.better) == ("seeds", None)
+    assert found.text.startswith("B had more training reward than A by 0.6")
+    assert "different settings (rollout.temperature): more reward is no better model." in found.caveat
+    assert conclusions([found]) == ["neither of A and B can be called better at equal updates"]
+    assert verdict(*sides({}, {"rollout": {"lag": 1}}), "updates").better == "B"
+
+
+def test_stored_prompts_that_share_nothing_refuse(tables, tmp_path):
+    a, b = tables([0.5] * 12, [0.9] * 12)
+    table = pyarrow.parquet.read_table(tmp_path / "B.parquet")
+    other = [f"other {text}" for text in table["prompt"].to_pylist()]
+    pyarrow.parquet.write_table(table.set_column(1, "prompt", [other]), tmp_path / "B.parquet")
+    assert verdict(a, b, "updates", metric=KEY).text.endswith("evaluated on different prompts")
+    assert "not paired" not in verdict(a, b, "updates").text

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cohort import GRPOTrainer
+from cohort import GRPOTrainer, terminal
 from cohort.calls import interruptible
 from cohort.cli.main import main
 from cohort.launch import rank
@@ -111,6 +111,16 @@ def test_a_rank_gets_the_first_signal_twice(monkeypatch, variables):
             time.sleep(5)
         signal.raise_signal(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_terminal_is_set_back_before_a_second_signal_can_end_the_process(monkeypatch):
+    handlers = []
+    monkeypatch.setattr(terminal, "changed", [lambda: handlers.append(signal.getsignal(signal.SIGINT))])
+    with obeying_signals(Requests(), 0):
+        ours = signal.getsignal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert handlers == [ours]
 
 
 def test_a_request_to_save_before_the_run_does_not_end_it(monkeypatch, tmp_path):

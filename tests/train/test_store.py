@@ -14,6 +14,7 @@ from cohort.train.layout import numbers
 from cohort.train.store import chosen_groups
 from cohort.types import Group, Prompt
 from tests.conftest import tiny_llama
+from tests.replay.steps import stored_step
 from tests.train.harness import digits_reward, make_trainer
 
 KL = {"minibatches": 2, "num_iterations": 2, "beta": 0.05, "max_steps": 1}
@@ -198,3 +199,13 @@ def test_every_column_has_a_type_in_the_reader(of_kl, tmp_path):
     known = set(CHECKS)
     for name in pyarrow.parquet.read_schema(of_kl[1].path).names:
         assert name in known or name.startswith(tuple(PREFIXES))
+
+
+def test_secrets_of_the_objective_are_not_stored(tmp_path, float64_policy):
+    name = "make(api_key='sk-abc')"
+    (tmp_path / "mine.py").write_text(f'globals()["{name}"] = lambda rewards, group: rewards * 0')
+    objective = PRESETS["default"].replace(baseline=f"{tmp_path}/mine.py:{name}")
+    stored_step(tmp_path, float64_policy, objective)
+    facts = stored(tmp_path).facts
+    assert facts["objective"]["baseline"] == f"{tmp_path}/mine.py:make(api_key='***')"
+    assert "sk-abc" not in json.dumps(facts)

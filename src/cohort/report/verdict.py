@@ -1,8 +1,10 @@
 """Which of two groups of runs is better, by how much, with what certainty: at equal updates, tokens and seconds.
 
-The reward is compared where both have spent the same: the smallest amount that all runs have reached. Its value there
-is that of an evaluation within 5% of it. If the runs lack one, the largest amount from the half on near which all were
-evaluated takes its place; else the mean training reward over the last fifth of it decides.
+Evaluations are compared if they were made on the same prompts with the same sampling; training rewards call no run
+better where data, sampling or environment differ. The reward is compared where both have spent the same: the smallest
+amount that all runs have reached. Its value there is that of an evaluation within 5% of it. If the runs lack one, the
+largest amount from the half on near which all were evaluated takes its place; else the mean training reward over the
+last fifth of it decides.
 
 What the certainty is about depends on what is there, best first:
 
@@ -22,11 +24,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 
 from cohort.report.evidence import Evidence, Pair, comparable, evidence, parts_of
+from cohort.report.measured import same_rewards, unequal_evaluations, unequal_training
 from cohort.report.series import Group, positions
 
 BUDGETS = ("updates", "tokens", "seconds")
 WORDS = {"updates": "optimizer updates", "tokens": "drawn tokens", "seconds": "seconds of training", "step": "steps"}
-REWARD_SETTINGS = ("reward.functions", "reward.weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def _claim(found: Verdict) -> tuple[str, str]:
         return f"{found.better} is better than {other}", "" if found.over == "seeds" else " (one run each)"
     if found.difference is None:
         return f"{found.a} and {found.b} cannot be compared", ""
+    if found.low is not None and found.high is not None and not found.low <= 0 <= found.high:
+        return f"neither of {found.a} and {found.b} can be called better", ""
     return f"no difference between {found.a} and {found.b} can be claimed", ""
 
 
@@ -111,12 +115,15 @@ def verdict(a: Group, b: Group, axis: str, confidence: float = 0.95, metric: str
     if not pair.budget:
         lacking = " and ".join(label for label, budget in reached.items() if not budget)
         return _undecided(pair, metric or "", f"the metrics of {lacking} do not have them")
+    unequal = ""
     for key in [metric] if metric else common_metrics(a, b):
         at = replace(pair, budget=comparable(pair, key))
-        if found := evidence(at, key):
-            return _verdict(at, key, found)
-    reason = f"{metric} has no values there" if metric else "they have no reward there"
-    if not metric and not _same_rewards(a, b):
+        if reason := unequal_evaluations(at, key):
+            unequal = unequal or reason
+        elif found := evidence(at, key):
+            return _verdict(at, key, found, unequal)
+    reason = unequal or (f"{metric} has no values there" if metric else "they have no reward there")
+    if not metric and not unequal and not same_rewards((*a.runs, *b.runs)):
         reason = "their reward functions or weights differ, and they have no single function in common"
     return _undecided(pair, metric or "", reason)
 
@@ -129,13 +136,9 @@ def common_metrics(a: Group, b: Group) -> list[str]:
     """
     keys = [run.keys() for run in (*a.runs, *b.runs)]
     shared = [key for key in keys[0] if all(key in others for others in keys[1:])]
-    found = [key for key in shared if _is_reward(key, whole=_same_rewards(a, b))]
+    whole = same_rewards((*a.runs, *b.runs))
+    found = [key for key in shared if _is_reward(key, whole=whole)]
     return sorted(found, key=lambda key: not key.startswith("eval/"))
-
-
-def _same_rewards(a: Group, b: Group) -> bool:
-    scored = [[group.runs[0].flat_settings().get(name) for name in REWARD_SETTINGS] for group in (a, b)]
-    return scored[0] == scored[1]
 
 
 def _is_reward(key: str, *, whole: bool) -> bool:
@@ -145,10 +148,12 @@ def _is_reward(key: str, *, whole: bool) -> bool:
     return name == "reward" if whole else name.startswith("rewards/") and name.count("/") == 1
 
 
-def _verdict(pair: Pair, key: str, found: Evidence) -> Verdict:
+def _verdict(pair: Pair, key: str, found: Evidence, unequal: str) -> Verdict:
+    """The verdict on a metric; ``unequal`` says why the evaluations are not compared."""
     mean, low, high = found.estimate.mean, found.estimate.low, found.estimate.high
     known = found.estimate.has_interval
-    trained_on = found.over == "blocks of steps"
+    differ = [] if key.startswith("eval/") else unequal_training(pair)
+    trained_on = found.over == "blocks of steps" or bool(differ)
     better, other = (pair.b.label, pair.a.label) if mean > 0 else (pair.a.label, pair.b.label)
     name, column = parts_of(key)
     what = f"{'evaluation' if key.startswith('eval/') else 'training'} {column}" + (f" on {name}" if name else "")
@@ -163,9 +168,11 @@ def _verdict(pair: Pair, key: str, found: Evidence) -> Verdict:
     else:
         text = f"no difference can be claimed: {pair.b.label} minus {pair.a.label} is {mean:.3g} {what} "
         text += f"({certainty}) {where}"
-    caveat = found.caveat
-    if pair.axis == "seconds" and len(machines := _machines(pair)) > 1:
-        caveat = f"The runs were made on different machines ({'; '.join(machines)}). {caveat}".strip()
+    machines = _machines(pair) if pair.axis == "seconds" else []
+    said = [f"The evaluations cannot be compared: {unequal}."] * bool(unequal)
+    if differ:
+        said.append(f"They trained under different settings ({', '.join(differ[:5])}): more reward is no better model.")
+    said += [f"The runs were made on different machines ({'; '.join(machines)})."] * (len(machines) > 1)
     return Verdict(
         a=pair.a.label,
         b=pair.b.label,
@@ -182,7 +189,7 @@ def _verdict(pair: Pair, key: str, found: Evidence) -> Verdict:
         paired=found.paired,
         better=better if found.shown and not trained_on else None,
         text=text,
-        caveat=caveat,
+        caveat=" ".join([*said, found.caveat]).strip(),
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
+from cohort import terminal
 from cohort.lock import holder, is_written
 from cohort.report.console.groups import binary_rewards, newest_file
 from cohort.report.console.lines import clean, duration, step_line
@@ -177,15 +182,45 @@ def _show(watched: Watched) -> None:
     """The live display, until the run is complete, or q."""
     quitting = Event()
     live = Live(watched.state, watched.doing, quitting.set, quitting.is_set, "q quit; the run goes on")
-    live.start()
+    with _quitting_on_signals():
+        live.start()
+        try:
+            while not watched.end and not quitting.wait(LOOK_SECONDS):
+                with live.lock:
+                    _, said = watched.look()
+                    live.state = watched.state
+                for text in said:
+                    live.say(text)
+        finally:
+            live.stop()
+
+
+@contextmanager
+def _quitting_on_signals() -> Iterator[None]:
+    """In this block, Ctrl-C leaves it; SIGTERM and SIGHUP do too, and then end the process as they would without it. A
+    second signal ends the process at once. The terminal is set back first."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
+
+    def quit_once(number: int, _: Any) -> None:
+        terminal.release()
+        came.append(number)
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: one for number, one in before.items() if one in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in before:
+        signal.signal(number, quit_once)
     try:
-        while not watched.end and not quitting.wait(LOOK_SECONDS):
-            with live.lock:
-                _, said = watched.look()
-                live.state = watched.state
-            for text in said:
-                live.say(text)
+        yield
     except KeyboardInterrupt:
         pass
     finally:
-        live.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came and came[0] != signal.SIGINT:
+        signal.raise_signal(came[0])

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from cohort import terminal
 from cohort.calls import interrupt
 from cohort.errors import STOPPED
 from cohort.train.requests import Requests
@@ -44,6 +45,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
 
     def stop(number: int, _: Any) -> None:
         requests.reason, requests.stop = signal.Signals(number).name, True
+        terminal.release()  # before a second signal may end the process
         _expect_second(before, is_rank=is_rank)
         again = "" if is_rank else "; a second signal ends the process at once"
         _say(f"{requests.reason}: stopping with a checkpoint{again}")

@@ -14,10 +14,14 @@ from pathlib import Path
 import pytest
 
 from cohort.report.console import keys as key_module
+from cohort.report.console import live as live_module
 from cohort.report.console import screen as module
+from cohort.report.console.display import StepDisplay
 from cohort.report.console.keys import Keys
 from cohort.report.console.live import is_live_terminal
 from cohort.report.console.screen import Printed, Screen
+from tests.launch.test_processes import wait_for
+from tests.report.console.made import line, make_run
 from tests.train.harness import metrics_of
 from tests.train.test_signals import write_run
 
@@ -167,10 +171,59 @@ def test_keys_are_read_and_the_terminal_is_as_before(monkeypatch):
     assert not termios.tcgetattr(inside)[3] & termios.ICANON
     keys.follow(wanted=False)
     assert termios.tcgetattr(inside) == before
+    keys.follow()
+    keys.release()
+    keys.follow()  # as the display's thread may, after a signal
+    assert termios.tcgetattr(inside) == before
     os.close(outside)
     os.close(inside)
     keys.follow()
     assert keys.read() == []
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)])
+def test_a_signal_to_watch_leaves_the_terminal_as_it_was(name, tmp_path):
+    run = make_run(tmp_path / "run", [line(1)])
+    outside, inside = pty.openpty()
+    before = termios.tcgetattr(inside)
+    environment = {key: value for key, value in os.environ.items() if key != "CI"} | {"TERM": "xterm"}
+    code = f"import sys; from pathlib import Path; from cohort.report.watch import watch; watch(Path({str(run)!r}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {code}"],
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        wait_for(lambda: not termios.tcgetattr(inside)[3] & termios.ECHO, 30)
+        process.send_signal(getattr(signal, name))
+        assert process.wait(30) == -getattr(signal, name)
+        assert termios.tcgetattr(inside) == before
+    finally:
+        process.kill()
+        os.close(outside)
+        os.close(inside)
+
+
+def test_after_an_error_in_the_display_the_run_prints_plain_lines(tmp_path, monkeypatch, caplog):
+    outside, inside = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(live_module, "TICK", 0.01)
+    monkeypatch.setattr(live_module, "view", lambda *_: 1 / 0)
+    with os.fdopen(inside, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with StepDisplay(40, folder=make_run(tmp_path)) as display:
+            wait_for(lambda: "the live display ended: ZeroDivisionError" in caplog.text, 10)
+            assert sys.stdout is stream
+            for step in range(1, 4):
+                display.show(line(step))
+        monkeypatch.undo()
+        shown = os.read(outside, 10_000).decode()
+    os.close(outside)
+    assert [text.split()[1] for text in shown.splitlines() if "reward" in text] == ["1/40", "2/40"]
 
 
 def test_what_is_printed_comes_above_the_display(monkeypatch):
@@ -204,7 +257,7 @@ def test_what_is_printed_comes_above_the_display(monkeypatch):
 
 @needs_tmux
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["C-c", "SIGTERM"])
+@pytest.mark.parametrize("how", ["C-c", "SIGTERM", "twice"])
 def test_a_stopped_training_leaves_the_terminal_as_it_was(terminal, tmp_path, how):
     """A real run: its description, a reward function that prints, a stop with a checkpoint, and the resumed run."""
     write_run(tmp_path, PRINTING_REWARD, max_steps=1000, save_steps=5)
@@ -213,6 +266,15 @@ def test_a_stopped_training_leaves_the_terminal_as_it_was(terminal, tmp_path, ho
     if how == "SIGTERM":
         holder = json.loads((tmp_path / "out" / "run.lock").read_text())
         os.kill(holder["pid"], signal.SIGTERM)
+    elif how == "twice":
+        holder = json.loads((tmp_path / "out" / "run.lock").read_text())
+        os.kill(holder["pid"], signal.SIGINT)
+        time.sleep(0.05)
+        os.kill(holder["pid"], signal.SIGINT)
+        terminal.wait("$ ", absent="g last group", seconds=60)
+        terminal.type("clear; stty -a | grep -oE -- '-?(icanon|echo|ixon)( |$)|susp = ..' | xargs", "Enter")
+        terminal.wait("susp = ^Z ixon icanon echo")
+        return
     else:
         terminal.type(how)
     screen = terminal.wait("continue with cohort resume out", seconds=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +34,8 @@ class Keys:
         self._descriptor = descriptor if termios else None
         self._before: list[Any] | None = None
         self._suspend = b"\x1a"
+        self._lock = threading.RLock()
+        self._released = False
 
     @property
     def are_read(self) -> bool:
@@ -46,7 +49,9 @@ class Keys:
         if not (wanted and in_foreground(self._descriptor)):
             self.restore()
             return
-        with suppress(termios.error, OSError), background_allowed():
+        with self._lock, suppress(termios.error, OSError), background_allowed():
+            if self._released:
+                return
             mode = termios.tcgetattr(self._descriptor)
             if mode[3] & termios.ICANON:  # also if a shell has set its own mode since
                 self._before = self._before or [*mode]
@@ -58,11 +63,18 @@ class Keys:
 
     def restore(self) -> None:
         """Set the terminal's mode to what it was."""
-        if self._descriptor is not None and self._before is not None:
-            before, self._before = self._before, None
-            if in_foreground(self._descriptor):  # otherwise the mode is that of the shell
-                with suppress(termios.error, OSError), background_allowed():
-                    termios.tcsetattr(self._descriptor, termios.TCSANOW, before)
+        with self._lock:
+            if self._descriptor is not None and self._before is not None:
+                before, self._before = self._before, None
+                if in_foreground(self._descriptor):  # otherwise the mode is that of the shell
+                    with suppress(termios.error, OSError), background_allowed():
+                        termios.tcsetattr(self._descriptor, termios.TCSANOW, before)
+
+    def release(self) -> None:
+        """Set the terminal's mode to what it was, and read no more keys. A signal handler may call it."""
+        with self._lock:
+            self._released = True
+            self.restore()
 
     def read(self) -> list[str]:
         """The keys pressed since the last call, by name; a character is its own name."""

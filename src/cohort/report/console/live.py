@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from cohort import terminal
 from cohort.errors import RunFolderError
 from cohort.report.console.groups import ShownGroup, StoredGroups, binary_rewards, group_view, newest_file
 from cohort.report.console.keys import Keys
@@ -101,6 +102,7 @@ class Live:
         self._judged = 0
         self._streams: dict[str, Printed] = {}
         self._ended = threading.Event()
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name="cohort-display", daemon=True)
 
     def start(self) -> None:
@@ -112,36 +114,55 @@ class Live:
                 stream.flush()
                 self._streams[name] = Printed(stream, self.screen)
                 setattr(sys, name, self._streams[name])
-        self._keys.follow()
+        terminal.changed.append(self._keys.release)
         self._thread.start()
 
     def stop(self) -> None:
         """Draw a last picture, which stays, and leave the terminal as it was."""
         self._ended.set()
+        self._keys.release()
+        terminal.changed.remove(self._keys.release)
         self._thread.join(JOIN_SECONDS)  # it does not end while the terminal takes nothing
-        self._keys.restore()
+        self._give_streams_back()
+        if not self._thread.is_alive():
+            self._say_what_waits()
+            self._saved = newest_checkpoint(self.state.folder)
+            try:
+                self.screen.leave(self._coloured(self._picture(*self.screen.size(), last=True)) if self.draws else ())
+            except Exception as error:  # the run goes on
+                self._fail(error)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the display is drawn now: not while the process is in the background, nor after an error in it."""
+        return self.screen.is_usable and not self._failed
+
+    def say(self, text: str) -> None:
+        """Print text above the display, soon; at once if the display has failed."""
+        self._above.append(text)
+        if self._failed:
+            self._say_what_waits()
+
+    def _give_streams_back(self) -> None:
         for name, printed in self._streams.items():
             printed.close_line()
             if getattr(sys, name) is printed:
                 setattr(sys, name, printed.stream)
-        if not self._thread.is_alive():
-            self._say_what_waits()
-            self._saved = newest_checkpoint(self.state.folder)
-            self.screen.leave(self._coloured(self._picture(*self.screen.size(), last=True)) if self.draws else ())
 
-    @property
-    def draws(self) -> bool:
-        """Whether the display is drawn now: not while the process is in the background."""
-        return self.screen.is_usable
-
-    def say(self, text: str) -> None:
-        """Print text above the display, soon."""
-        self._above.append(text)
+    def _fail(self, error: Exception) -> None:
+        """End the display, not the run, which prints plain lines from here on."""
+        self._failed = True
+        self._keys.release()
+        self.screen.draw([])
+        self._give_streams_back()
+        self._say_what_waits()
+        log.warning("the live display ended: %r", error, exc_info=True)
 
     # The thread -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
+            self._keys.follow(wanted=not self._ending())
             while not self._ended.wait(TICK):
                 self._keys.follow(wanted=not self._ending())
                 for key in self._keys.read():
@@ -149,8 +170,7 @@ class Live:
                 self._look()
                 self._refresh()
         except Exception as error:  # the run goes on
-            self._keys.restore()
-            log.warning("the live display ended: %r", error, exc_info=True)
+            self._fail(error)
 
     def _refresh(self) -> None:
         if self.screen.is_gone:
@@ -177,7 +197,10 @@ class Live:
 
     def _waiting_text(self, width: int) -> str:
         """What is to be said, wrapped at words."""
-        texts = [self._above.popleft() for _ in range(len(self._above))]
+        texts = []
+        with suppress(IndexError):  # after a failure, two threads may say something
+            while True:
+                texts.append(self._above.popleft())
         return "\n".join(hanging(text, width - 1) for text in texts)
 
     def _picture(self, width: int, height: int, *, last: bool = False) -> list[Text]:

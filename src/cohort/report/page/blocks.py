@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 KEPT_BITS = np.uint32(0xFFFFFF00)
 MAX_TEXT = 200_000
 """Characters of a text that is embedded."""
+MAX_KEY = 200
+"""Characters of a name, such as that of a metric. Metrics with longer names are left out."""
 NO_CAUSE = 255
 
 
@@ -60,3 +62,8 @@ def clipped(text: str, limit: int = MAX_TEXT) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out of this page]\n{text[-half:]}"
+
+
+def short(text: str, limit: int = MAX_KEY) -> str:
+    """The beginning of a text of one line, and its length if it is longer than ``limit``."""
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text):,} characters)"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.report.history import RunHistory
+from cohort.report.page.blocks import MAX_KEY
 from cohort.report.series import AXES, interval, positions, window_for
 
 MAX_NUMBERS = 400_000
@@ -115,7 +116,7 @@ CHARTS = (
 def run_curves(history: RunHistory) -> dict[str, Any]:
     """The metrics of a run by key, and the axes to draw them over."""
     lines = history.metrics
-    keys = [key for key in history.keys() if key != "time"][:MAX_KEYS]  # noqa: SIM118
+    keys = [key for key in history.keys() if key != "time" and len(key) <= MAX_KEY][:MAX_KEYS]  # noqa: SIM118
     points = max(50, min(MAX_POINTS, MAX_NUMBERS // max(1, len(keys))))
     stride = -(-len(lines) // points) or 1
     axes = {"step": AXES["step"]}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from cohort.report.history import RunHistory
 from cohort.report.page import findings as diagnosis
+from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.page.charts import CHARTS, Chart, evaluated_charts, rounded
-from cohort.report.page.sections import number, run_state
+from cohort.report.page.sections import MAX_ROWS, number, run_state
 from cohort.report.series import AXES, Curve, Group, grouped, means_of_groups, window_for
 from cohort.report.verdict import conclusions, verdicts
 
@@ -53,12 +55,15 @@ def _summary(run: RunHistory) -> dict[str, str]:
 def _differences(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The settings that are not equal in all groups."""
     keys = groups[0].differs if len(groups) > 1 else {}
-    return [{"key": key, "values": [str(one.differs[key])[:400] for one in groups]} for key in keys]
+    return [
+        {"key": short(key), "values": [short(str(one.differs[key]), 400) for one in groups]}
+        for key in islice(keys, MAX_ROWS)
+    ]
 
 
 def _charts(groups: Sequence[Group], histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
     """A chart for each metric that some run has, with a curve for each group on every axis."""
-    keys = list(dict.fromkeys(key for run in histories for key in run.keys()))  # noqa: SIM118
+    keys = list(dict.fromkeys(key for run in histories for key in run.keys() if len(key) <= MAX_KEY))  # noqa: SIM118
     evaluated = evaluated_charts(keys)
     functions = [Chart(f"Reward: {key[8:]}", "", (key,)) for key in keys if key.startswith("rewards/")]
     functions = [one for one in functions if one.keys[0].count("/") == 1] if len(functions) > 1 else []

@@ -8,10 +8,13 @@ from typing import Any
 from cohort.report.diagnosis import Finding, diagnose, health_line
 from cohort.report.history import RunHistory
 
+MAX_FINDINGS = 300
+"""Findings that are shown."""
+
 
 def found_in(history: RunHistory) -> list[Finding]:
-    """The findings of a run: those that stand first, the worst first, then by step."""
-    return sorted(diagnose(history), key=lambda one: (not one.stands, -one.level.rank, one.begin))
+    """The findings of a run, at most ``MAX_FINDINGS``: those that stand first, the worst first, then by step."""
+    return sorted(diagnose(history), key=lambda one: (not one.stands, -one.level.rank, one.begin))[:MAX_FINDINGS]
 
 
 def verdict(history: RunHistory, findings: Sequence[Finding]) -> str:

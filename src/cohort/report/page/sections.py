@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, to_toml
+from cohort.errors import RunFolderError
+from cohort.lock import LOCK, Lock
 from cohort.report.history import RunHistory, flat
+from cohort.report.page.blocks import MAX_KEY, short
 
 PHASES = ("generate", "reward", "rollout_wait", "logps", "update", "measure")
 PHASE_WORDS = {
@@ -27,6 +32,11 @@ PHASE_WORDS = {
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
 MAX_VALUE = 2_000
 """Characters of a setting's value that are shown."""
+MAX_ROWS = 1_000
+"""Rows of a table."""
+MAX_EVALUATIONS = 200
+MAX_ENTRIES = 200_000
+"""Files and folders that are looked at for the size of a run folder."""
 
 
 def run_state(history: RunHistory) -> tuple[str, str]:
@@ -36,33 +46,18 @@ def run_state(history: RunHistory) -> tuple[str, str]:
     if history.summary is not None:
         early = ": stopped early, no better evaluation" if history.summary.get("stopped_early") else ""
         return "complete", f"complete{early}"
-    held = _is_locked(history.path)
-    if held:
+    resume = f"cohort resume {shlex.quote(str(history.path))} continues it"
+    try:
+        known = Lock(history.path).check()
+    except RunFolderError:  # a process holds it
         return "running", f"in progress, {after}"
-    if held is False:
-        return "killed", f"killed {after}; train again with --resume to go on"
-    return "stopped", f"stopped {after}, before its end; train again with --resume to go on"
-
-
-def _is_locked(run: Path) -> bool | None:
-    """Whether a process writes the run; None: no process does, and the last one ended in order."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    try:
-        descriptor = os.open(run / "run.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return False
+        known = False
+    if not known:
+        return "unknown", f"not complete, {after}; whether a process still trains it is unknown"
+    if (history.path / LOCK).exists():  # a process that ends in order removes it
+        return "killed", f"killed {after}; {resume}"
+    return "stopped", f"stopped {after}, before its end; {resume}"
 
 
 def figures(history: RunHistory) -> list[tuple[str, str, str]]:
@@ -90,7 +85,8 @@ def figures(history: RunHistory) -> list[tuple[str, str, str]]:
 
 
 def _evaluation_keys(history: RunHistory) -> list[str]:
-    return [key for key in history.keys() if key.startswith("eval/") and key.endswith("/mean")]  # noqa: SIM118
+    keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
+    return [key for key in keys if key.startswith("eval/") and key.endswith("/mean")]
 
 
 def _evaluated(history: RunHistory, key: str) -> tuple[str, str, str]:
@@ -125,19 +121,24 @@ def settings_table(history: RunHistory) -> list[dict[str, Any]]:
     """The settings by section, each with its value, the default, and whether they differ."""
     defaults = dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
     found = []
-    for key, value in history.flat_settings().items():
+    for key, value in islice(history.flat_settings().items(), MAX_ROWS):
         known = key in defaults
         differs = not known or _text(defaults[key]) != _text(value)
         default = _text(defaults[key]) if known else "unset"
         found.append(
-            {"key": key, "value": _text(value), "default": default, "differs": differs and key != "run.output_dir"}
+            {
+                "key": short(key),
+                "value": _text(value),
+                "default": default,
+                "differs": differs and key != "run.output_dir",
+            }
         )
     return found
 
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]} … ({len(text):,} characters)"
+    return short(text, MAX_VALUE)
 
 
 def environment(history: RunHistory) -> dict[str, Any]:
@@ -149,29 +150,36 @@ def environment(history: RunHistory) -> dict[str, Any]:
         if all(equals for _, equals, _ in parts) and name in ("versions", "machine"):
             rows += [(key, text) for key, _, text in parts]
         else:
-            rows.append((str(name), str(value)[:MAX_VALUE]))
-    return {"facts": rows, "starts": [_start(one) for one in history.starts[-50:]]}
+            rows.append((str(name), str(value)))
+    shown = [(short(name), short(text, MAX_VALUE)) for name, text in rows[:100]]
+    return {"facts": shown, "starts": [_start(one) for one in history.starts[-50:]]}
 
 
 def _start(start: Mapping[str, Any]) -> dict[str, str]:
     overrides, missing = start.get("overrides"), start.get("missing")
+    given = [f"{key}: {text}" for key, text in missing.items()] if isinstance(missing, Mapping) else []
     return {
-        "time": str(start.get("time", "")),
-        "step": str(start.get("step", "")),
-        "overrides": ", ".join(map(str, overrides)) if isinstance(overrides, list) else "",
-        "missing": ", ".join(f"{key}: {text}" for key, text in missing.items()) if isinstance(missing, Mapping) else "",
+        "time": short(str(start.get("time", ""))),
+        "step": short(str(start.get("step", ""))),
+        "overrides": short(", ".join(map(str, overrides)) if isinstance(overrides, list) else "", MAX_VALUE),
+        "missing": short(", ".join(given), MAX_VALUE),
     }
 
 
 def evaluations(history: RunHistory) -> dict[str, Any]:
     """The evaluations by step: a mean with its interval for each metric."""
     means = _evaluation_keys(history)[:24]
+    lines = [line for line in history.metrics if any(line.get(key) is not None for key in means)]
     rows = []
-    for line in history.metrics:
-        if any(line.get(key) is not None for key in means):
-            cells = [(line.get(key), line.get(f"{key[:-4]}low"), line.get(f"{key[:-4]}high")) for key in means]
-            rows.append({"step": line["step"], "cells": [_estimate(*cell) for cell in cells]})
-    return {"names": [key[5:-5] for key in means], "rows": rows, "summary": _before_and_after(history.summary or {})}
+    for line in lines[:1] + lines[1:][1 - MAX_EVALUATIONS :]:
+        cells = [(line.get(key), line.get(f"{key[:-4]}low"), line.get(f"{key[:-4]}high")) for key in means]
+        rows.append({"step": line["step"], "cells": [_estimate(*cell) for cell in cells]})
+    return {
+        "names": [key[5:-5] for key in means],
+        "rows": rows,
+        "left_out": len(lines) - len(rows),
+        "summary": _before_and_after(history.summary or {}),
+    }
 
 
 def _before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -184,7 +192,7 @@ def _before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             found.append((name, _with_interval(summary, key), _with_interval(summary, f"{name}_after")))
     tables = [dict(flat(one)) if isinstance(one := summary.get(when), dict) else {} for when in ("before", "after")]
     found += [(name.replace(".", ", "), number(tables[0][name]), number(tables[1].get(name))) for name in tables[0]]
-    return found
+    return [(short(name), before, after) for name, before, after in found[:40]]
 
 
 def _with_interval(summary: Mapping[str, Any], key: str) -> str:
@@ -243,14 +251,25 @@ def _sizes(run: Path) -> list[tuple[str, str]]:
     """What the folder holds on disk, by kind. Links are not followed."""
     found = []
     for name in ("checkpoints", "best", "rollouts", "evaluations"):
-        total = 0
-        for root, _, files in os.walk(run / name):
-            for file in files[:100_000]:
-                with suppress(OSError):
-                    total += os.lstat(os.path.join(root, file)).st_size  # noqa: PTH118
+        total, all_of_it = _size(run / name)
         if total:
-            found.append((name, f"{total / 1e6:,.1f} MB" if total < 1e9 else f"{total / 1e9:,.2f} GB"))
+            size = f"{total / 1e6:,.1f} MB" if total < 1e9 else f"{total / 1e9:,.2f} GB"
+            found.append((name, size if all_of_it else f"more than {size}"))
     return found
+
+
+def _size(folder: Path) -> tuple[int, bool]:
+    """The bytes of the files below a folder, and whether that is all: at most ``MAX_ENTRIES`` are looked at."""
+    total, left, folders = 0, MAX_ENTRIES, [] if folder.is_symlink() else [str(folder)]
+    while folders and left:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in islice(entries, left):
+                left -= 1
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total, left > 0
 
 
 def written_at() -> str:

@@ -11,6 +11,7 @@ from cohort.errors import RunFolderError
 from cohort.report.history import RunHistory
 from cohort.report.page import findings as diagnosis
 from cohort.report.page import sections
+from cohort.report.page.blocks import clipped
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.compare import compared
 from cohort.report.page.microscope import QUANTITIES, build_microscope
@@ -29,6 +30,8 @@ CAUSES = {
     "held": "",
 }
 """Why a token has no policy gradient. ``held`` is the exception: it has one, with a clamped log-ratio."""
+MAX_FILE_TEXT = 50_000
+"""Characters of objective.txt and of first_prompt.txt. Control characters become names of up to 12 bytes."""
 
 
 def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -80,8 +83,8 @@ def render_run(history: RunHistory) -> str:
         "timeline": diagnosis.timeline(history, findings),
         "stride": curves["stride"],
         "settings": sections.settings_table(history),
-        "objective": history.text("objective.txt"),
-        "first_prompt": history.text("first_prompt.txt"),
+        "objective": clipped(history.text("objective.txt") or "", MAX_FILE_TEXT),
+        "first_prompt": clipped(history.text("first_prompt.txt") or "", MAX_FILE_TEXT),
         "environment": sections.environment(history),
         "evaluations": sections.evaluations(history),
         "timing": sections.timing(history),
@@ -119,6 +122,8 @@ def check_target(target: Path) -> None:
         raise RunFolderError(f"{target} is a symbolic link: give another file with --output")
     if target.is_dir():
         raise RunFolderError(f"{target} is a folder: give a file with --output, such as {target / 'report.html'}")
+    if not target.parent.is_dir():
+        raise RunFolderError(f"there is no folder {target.parent} for --output")
     if not target.exists():
         return
     if not target.is_file() or not _is_page(target):
