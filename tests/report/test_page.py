@@ -89,6 +89,7 @@ def test_numbers_and_tokens_of_a_run_are_in_its_page(tmp_path: Path) -> None:
     assert "kl/k3" not in data["run"]["values"], "a metric without any number is no curve"
     assert data["microscope"]["steps"] == [{"step": 1, "why": "first"}, {"step": 40, "why": "last"}]
     assert data["microscope"]["completions"]["clipped"] == [1, 0, 0, 0] * 2
+    assert data["microscope"]["completions"]["number"] == [1, 2, 3, 4] * 2
     (header, arrays), _ = blocks_of(page)
     first = header["completions"][0]
     assert (first["reward"], first["drawn"], first["finish"]) == (1.0, 7, "eos")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -229,7 +230,11 @@ def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path) -> None:
-    long = completions(texts=["the " * 30_000], token_ids=[[2] * 29_999 + [0]])
+    long = completions(texts=["the " * 30_000], token_ids=[[2] * 29_999 + [0]], sampler_logps=[[math.nan] * 30_000])
+    given = [at in range(10_000, 10_010) or at in range(25_000, 25_010) for at in range(30_000)]
+    long |= {name: [[one for one, skip in zip(values[0], given, strict=True) if not skip]] for name, values in long.items()
+        if isinstance(values[0], list) and name != "token_ids"}  # fmt: skip
+    long |= {"drawn": [[not one for one in given]], "turn_lengths": [[10_000, 14_990, 4990]]}
     target = write_report([make_run(tmp_path / "run", lines=[], stored={1: long})])
     browser.get_log("browser")
     browser.get(target.as_uri())
@@ -239,6 +244,14 @@ def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path)
     js(browser, "(() => { const box = document.querySelector('.card .tokens'); box.scrollTop = box.scrollHeight; })()")
     wait(lambda: js(browser, "document.querySelectorAll('.t').length") == 8000)
     assert js(browser, "document.querySelector('.card header').textContent").startswith("#1reward 1")
+    turns = "(({ header, completion }) => [...turnStarts(header, completion)])(document.querySelector('.card .tokens'))"
+    answer, drawn = "answer, not drawn by the policy", "drawn by the policy"
+    assert js(browser, turns) == [
+        *([0, f"turn 1, {drawn}"], [10_000, answer], [10_010, f"turn 2, {drawn}"]),
+        [16_000, f"turn 3, {drawn}, goes on"],  # token 26,000: the first after the gap
+    ]
+    js(browser, "(byId('quantity').value = 'entropy', byId('quantity').dispatchEvent(new Event('change')))")
+    wait(lambda: js(browser, "document.querySelectorAll('.card .p6').length") > 0)  # without numbers of the sampler
     assert browser.get_log("browser") == []
 
 
