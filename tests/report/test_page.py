@@ -398,7 +398,10 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert first["label"] == "learning_rate 1e-05"
     assert first["updates"]["x"] == list(range(1, 41))
     assert (first["step"]["y"][20] - second["step"]["y"][20]) == pytest.approx(0.099, abs=1e-6)  # 7 digits kept
-    assert "95% interval of the mean over 3 seeds" in charts["Reward"]["about"]
+    assert charts["Reward"]["about"] == (
+        "reward/mean. Lines: local linear fits over 5 points. Band: 95% interval of the mean over 3 seeds."
+    )
+    assert "Of many comparisons, some find a difference by chance" in text
     assert charts["Evaluation: reward"]["curves"][0]["step"]["x"] == [10, 20, 30, 40]
 
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cohort.report.page import write_report
+from cohort.report.series import loess
 from tests.report.made_runs import completions, make_run
 from tests.report.test_page import seeds
 
@@ -101,6 +103,22 @@ def test_curves_are_drawn(page: Any) -> None:
     js(page, "(byId('key').value = 'kl/k1', byId('add').click())")
     wait(lambda: js(page, "document.querySelectorAll('#chosen canvas').length") == 1)
     assert js(page, "document.querySelector('#chosen .values').textContent") == "last 0.001"
+
+
+def test_the_fit_is_that_of_python(page: Any) -> None:
+    values = [math.sin(at / 3) + 0.3 * math.cos(7 * at) for at in range(24)]
+    drawn = [*values[:5], None, *values[5:]]
+    for width in (7, 99):
+        fit, half = loess(np.array(values), width)
+        found = js(page, f"runningFit({json.dumps(drawn)}, {width})")
+        assert found["mean"].pop(5) is found["low"].pop(5) is None
+        assert found["mean"] == pytest.approx(fit.tolist(), abs=1e-9)
+        assert found["low"] == pytest.approx((fit - half).tolist(), abs=2e-3)  # the quantile of t is approximate
+
+
+def test_zeros_of_a_logarithmic_chart_are_counted(page: Any) -> None:
+    assert js(page, "notDrawn([1, 0, 0, -2, null])") == ", 0 in 2 points, below 0 in 1 point (not drawn)"
+    assert js(page, "notDrawn([1, null])") is None
 
 
 def test_the_microscope_shows_steps_groups_and_tokens(page: Any) -> None:
