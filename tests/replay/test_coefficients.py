@@ -1,5 +1,6 @@
 """A stored step gives the coefficients of its updates again, and those of other objectives by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from cohort.policy import Policy, Precision
 from cohort.replay import coefficients_of
 from cohort.replay.coefficients import LEFT_OUT, Settings
 from cohort.replay.command import from_sampler, settings_of
+from cohort.replay.facts import Facts
 from tests.conftest import tiny_llama
 from tests.replay.steps import CONFIG, made_up_step, stored_step
 
@@ -64,8 +66,30 @@ def test_a_group_filter_leaves_groups_out(tmp_path):
 
 def test_a_missing_reference_is_named(tmp_path):
     stored = made_up_step(tmp_path, TWO)
-    with pytest.raises(RunFolderError, match=r"has a KL to the reference \(beta 0.1\), and step-1.parquet has no"):
+    with pytest.raises(RunFolderError, match=r"\(beta 0.1\), and step-1.parquet has none .* earlier version"):
         replayed(stored.filled(from_sampler(stored)), PRESETS["default"].replace(beta=0.1))
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"objective": {"kl": {"beta": 0.01}}}, "the run's updates did not need them"),
+        ({}, "an earlier version of Cohort"),
+    ],
+)
+def test_a_reference_that_dropped_groups_lack_is_named(tmp_path, facts, cause):
+    """The run has a KL, but its updates used one of the two groups: the other has no log-probs of the reference."""
+    columns = {"token_ids": [[7], [8], [7], [8]], "reward": [1.0, 0.0, 1.0, 1.0], "group": [3, 3, 5, 5]}
+    stored = made_up_step(tmp_path, columns | {"ref_logps": [[-1.1], [-1.2], None, None]})
+    stored = dataclasses.replace(stored.filled(from_sampler(stored)), facts=Facts.of(facts))
+    objective = PRESETS["default"].replace(beta=0.01, group_filter="drop_dead")
+    assert bool(replayed(stored, objective).kl_N.isfinite().all())
+    with pytest.raises(
+        RunFolderError, match=f"none for 2 of the 4 tokens that the updates would use: {cause}"
+    ) as error:
+        replayed(stored, objective.replace(group_filter=None))
+    assert "beta was 0" not in str(error.value)
+    assert bool(replayed(stored, objective.replace(group_filter=None, beta=0)).total_N.isfinite().all())
 
 
 @pytest.mark.parametrize("credit", ["given", "process"])

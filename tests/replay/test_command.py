@@ -9,6 +9,7 @@ import pytest
 from cohort.cli import main
 from cohort.config import GRPOConfig, to_toml
 from cohort.errors import CohortError, RunFolderError
+from cohort.replay import command
 from cohort.replay.command import Request, replay, result_name
 from cohort.runs.tables import write_table
 from tests.conftest import tiny_llama
@@ -115,7 +116,7 @@ def test_another_reference_is_the_initial_model(tmp_path, trained, demo_tokenize
     found = replay(tmp_path / "run", Request("", changes=["beta=0.1"]))
     assert found["parameters"]["terms"]["kl"]["norm_replay"] > 0
     assert found["parameters"]["terms"]["kl"]["norm_run"] == 0
-    with pytest.raises(RunFolderError, match="has a KL to the reference"):
+    with pytest.raises(RunFolderError, match="none for 125 of the 125 .*: the run's beta was 0"):
         replay(tmp_path / "run", Request("", changes=["beta=0.1"], no_model=True))
 
 
@@ -187,17 +188,11 @@ def test_code_of_strangers_does_not_run(made_up):
         (lambda table: table.append_column("logps", [[[1.0, 2.0], [1.0]]]), "does not fit"),
         (lambda table: table.append_column("logps", [[[-float("inf")], [1.0]]]), "a number of a token is infinite"),
         (lambda table: table.replace_schema_metadata({"cohort_store_version": "9"}), "of a newer Cohort"),
-        (lambda table: table.replace_schema_metadata({"cohort_step": '{"minibatches": []}'}), None),
-        (lambda table: table.replace_schema_metadata({"cohort_step": '{"minibatches": "many"}'}), "is damaged"),
-        (lambda table: table.replace_schema_metadata({"cohort_step": '{"reward_weights": {"x": 1}}'}), None),
     ],
 )
 def test_damaged_steps(made_up, change, message):
     path = made_up / "rollouts" / "step-1.parquet"
     write_table(change(pyarrow.parquet.read_table(path)), path)
-    if message is None:  # what it says is not used
-        replay(made_up, Request(""))
-        return
     with pytest.raises(RunFolderError, match=message):
         replay(made_up, Request(""))
 
@@ -214,6 +209,38 @@ def test_a_name_for_a_file():
     assert result_name(Request("", objective="gspo@1", changes=["scale=none"])) == "gspo@1+scale=none"
     assert result_name(Request("", name="../../x y")) == "x-y"
     assert result_name(Request("", name="..")) == "replay"
+
+
+def test_an_objective_with_a_hidden_secret_is_refused(made_up):
+    config = GRPOConfig(
+        max_completion_length=8, baseline="mine.py:make(api_key='sk-abc')", functions=["b.py:s(token='x')"]
+    )
+    (made_up / "config.toml").write_text(to_toml(config))
+    with pytest.raises(RunFolderError, match=r"has \*\*\* in place of a secret in objective.baseline, so") as error:
+        replay(made_up, Request("", trust=str(made_up)))
+    assert "reward" not in str(error.value)
+
+
+def test_where_the_result_goes_is_checked_first(made_up, monkeypatch, capsys):
+    monkeypatch.setattr(command, "replay", None)  # no work is done
+    (made_up / "replays").touch()
+    assert main(["replay", str(made_up)]) == 2
+    assert "replays is not a folder" in capsys.readouterr().err
+    (made_up / "replays").unlink()
+    monkeypatch.setattr(command.os, "access", lambda path, mode: False)
+    assert main(["replay", str(made_up)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_json_is_printed_even_if_the_disk_is_full(made_up, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(command, "write_atomically", full)
+    assert main(["replay", str(made_up), "--json"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step"] == 1
+    assert "no space left" in printed.err
 
 
 def test_training_needs_all_groups(made_up):

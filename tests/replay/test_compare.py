@@ -3,7 +3,9 @@
 import math
 
 import pytest
+import torch
 
+from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.replay import compare
 from cohort.replay.coefficients import Settings, coefficients_of
@@ -100,3 +102,10 @@ def test_an_empty_step_has_no_gradient(tmp_path):
     pair = pair_of(tmp_path, DEFAULT.replace(baseline="none"), reward=[None, None])
     assert compare.gradients(pair) == {"norm_run": 0.0, "norm_replay": 0.0, "ratio": None, "cosine": None, "terms": {}}
     assert compare.strongest(pair) == compare.completions(pair) == compare.groups(pair) == []
+
+
+def test_a_gradient_that_is_not_finite_is_no_comparison():
+    one = torch.ones(2)
+    for other in (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf])):
+        with pytest.raises(NonFiniteError, match="is not finite"):
+            compare.Products.of(one, other)

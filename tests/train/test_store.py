@@ -7,13 +7,14 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from cohort.columns import STORE_VERSION
 from cohort.objective import PRESETS, Objective, coefficients
-from cohort.report.rollouts import CHECKS, PREFIXES, STORE_VERSION, StoredStep
-from cohort.runs import tables
+from cohort.report.rollouts import CHECKS, PREFIXES, StoredStep
 from cohort.train.layout import numbers
 from cohort.train.store import chosen_groups
 from cohort.types import Group, Prompt
 from tests.conftest import tiny_llama
+from tests.replay.steps import stored_step
 from tests.train.harness import digits_reward, make_trainer
 
 KL = {"minibatches": 2, "num_iterations": 2, "beta": 0.05, "max_steps": 1}
@@ -107,7 +108,7 @@ def test_facts_of_the_step(of_kl):
     assert [one["minibatch"] for one in facts["updates"]] == [0, 1, 0, 1]
     assert (facts["minibatches"], facts["groups"], facts["groups_stored"], facts["version_before"]) == (2, 4, 4, 0)
     assert facts["reward_weights"] == {"digits_reward": 1.0}
-    assert of_kl[1].version == STORE_VERSION == tables.STORE_VERSION
+    assert of_kl[1].version == STORE_VERSION
 
 
 def first_group_is_dead(completions, prompts, **_):
@@ -198,3 +199,13 @@ def test_every_column_has_a_type_in_the_reader(of_kl, tmp_path):
     known = set(CHECKS)
     for name in pyarrow.parquet.read_schema(of_kl[1].path).names:
         assert name in known or name.startswith(tuple(PREFIXES))
+
+
+def test_secrets_of_the_objective_are_not_stored(tmp_path, float64_policy):
+    name = "make(api_key='sk-abc')"
+    (tmp_path / "mine.py").write_text(f'globals()["{name}"] = lambda rewards, group: rewards * 0')
+    objective = PRESETS["default"].replace(baseline=f"{tmp_path}/mine.py:{name}")
+    stored_step(tmp_path, float64_policy, objective)
+    facts = stored(tmp_path).facts
+    assert facts["objective"]["baseline"] == f"{tmp_path}/mine.py:make(api_key='***')"
+    assert "sk-abc" not in json.dumps(facts)

@@ -66,8 +66,9 @@ def run_training(
         raise
     trainer.world.close()
     if settings.report.progress and trainer.world.is_main:
+        updates = f"{summary['updates']} update{'s' * (summary['updates'] != 1)}"
         print(
-            f"done: {summary['updates']} updates on {summary['completions']:,} completions; {summary['seconds']:.0f} s"
+            f"done: {updates} on {summary['completions']:,} completions; {summary['seconds']:.0f} s"
             f"{' since it was resumed' if checkpoint else ''}; run folder: {summary['output_dir']}"
         )
         if not summary["updates"]:

@@ -25,7 +25,7 @@ class ThresholdsConfig(Section):
     distinct: Share = 0.25
     """Different completions of a prompt over all of them; below it they are duplicates."""
     repetition: Share = 0.5
-    """Share of spans of 4 tokens that a completion has said before."""
+    """Share of spans of 4 tokens that occurred earlier in the completion."""
     length_change: Factor = 1.5
     """Factor by which lengths may grow or shrink without a gain in reward."""
     drowned: Share = 0.1

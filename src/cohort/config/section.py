@@ -122,7 +122,8 @@ def _explanation(item: Any, schema: type[BaseModel], path: str) -> str:
             hint = f"; did you mean {setting}?" if setting else ""
             return f"{path} is a section: expected a table of settings, got {item['input']!r}{hint}"
         case _:
-            return f"{path}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+            message = item["msg"].replace("a valid tuple", "a list")
+            return f"{path}: {message[0].lower()}{message[1:]}, got {item['input']!r}"
 
 
 def suggestion(name: str, schema: type[BaseModel], prefix: str = "") -> str:

@@ -96,6 +96,7 @@ def show_results(
         console,
         summary,
         folder,
+        f"See what it did:\n  cohort report {folder}\n\n"
         "Next, with your own model, data and reward:\n"
         "  cohort config > my.toml        every setting with its meaning\n"
         "  cohort train my.toml --model.path MODEL --data.train FILE.jsonl \\\n"

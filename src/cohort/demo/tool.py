@@ -56,6 +56,7 @@ def run_tool_demo(*, seed: int, output_dir: str | None, started: float) -> dict[
         console,
         summary,
         folder.path,
+        f"See what it did:\n  cohort report {folder.path}\n\n"
         "Next, with your own model, data, reward and tools (docs/episodes.md):\n"
         "  cohort train my.toml --environment.tools FILE.py:FUNCTION",
     )

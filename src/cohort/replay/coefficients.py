@@ -132,18 +132,30 @@ def laid_out(stored: Stored, objective: Objective, settings: Settings) -> Laid:
 
     old_N, ref_N = of_batch(known.old_logps_N), of_batch(known.ref_logps_N)
     needs_ref = objective.beta != 0 and objective.kl.estimator == "sampled"
-    if needs_ref and len(ref_N) and bool(ref_N.isnan().all()):
-        raise RunFolderError(
-            f"{objective.name} has a KL to the reference (beta {objective.beta:g}), and {stored.path.name} has no "
-            "log-probs of a reference: the run's beta was 0, and there is no model to compute them with. Replay with "
-            "--set beta=0; give the next run a small objective.beta, or keep its checkpoints (run.save_steps)"
-        )
+    if needs_ref and bool(ref_N.isnan().any()):
+        raise RunFolderError(_no_reference(stored, objective, int(ref_N.isnan().sum()), len(ref_N)))
     if objective.needs_old_logps and not settings.has_old_logps:
         old_N = of_batch(known.logps_N)  # a single update: the old policy is the current one
     has_old = settings.has_old_logps or objective.needs_old_logps
     batch = replace(batch, old_logps_N=old_N if has_old else None, ref_logps_N=ref_N if needs_ref else None)
     batch = assign_advantages(batch, rollout.used_scores, objective, settings.max_completion_length)
     return Laid(batch, list(_minibatches(stored, batch, used_S, settings)), tokens_N)
+
+
+def _no_reference(stored: Stored, objective: Objective, missing: int, total: int) -> str:
+    """The message for tokens without log-probs of the reference."""
+    if not stored.facts.known:
+        cause = "an earlier version of Cohort wrote it"
+    elif stored.facts.beta == 0:
+        cause = "the run's beta was 0"
+    else:
+        cause = "the run's updates did not need them (the group was left out, or the KL is over the whole vocabulary)"
+    return (
+        f"the KL needs log-probs of the reference (beta {objective.beta:g}), and {stored.path.name} has none for "
+        f"{missing:,} of the {total:,} tokens that the updates would use: {cause}, and there is no model to compute "
+        "them. Replay with --set beta=0, or with the model: without --no-model, and with the checkpoint before the "
+        "step (run.save_steps)"
+    )
 
 
 def _rollout(stored: Stored, objective: Objective) -> Rollout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cohort.config import GRPOConfig, load_config, parse_settings
+from cohort.config import GRPOConfig, hidden_settings, load_config, parse_settings
 from cohort.errors import CohortError, ConfigError, NonFiniteError, RunFolderError
 from cohort.objective import Objective, try_user_functions
 from cohort.policy import load_tokenizer
@@ -24,7 +25,7 @@ from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
 from cohort.replay.stored import Known, Stored, read_step
 from cohort.replay.weights import Before
-from cohort.runs import as_json, check_code, check_files, damage_named, steps_of, write_atomically
+from cohort.runs import as_json, check_code, check_files, steps_of, write_atomically
 
 VERSION = 1
 """Of the result; see docs/replay.md."""
@@ -51,22 +52,32 @@ class Request:
 def run(request: Request) -> int:
     """Replay a step, write the result and print it."""
     folder = Path(request.run).expanduser()
+    place = Path(str(request.output)).expanduser() if request.train else folder / "replays"
+    if folder.is_dir():  # before the work; else ``replay`` says what is wrong
+        check_files(folder)
+        _check_writable(place)
     result = replay(folder, request)
     text = as_json(result, indent=1)
-    if request.train:
-        target = Path(str(request.output)).expanduser() / "replay.json"
-    else:
-        check_files(folder)
-        target = folder / "replays" / f"step-{result['step']}-{result['name']}.json"
-        target.parent.mkdir(exist_ok=True)
+    if request.as_json:
+        print(text, end="", flush=True)
+    target = place / ("replay.json" if request.train else f"step-{result['step']}-{result['name']}.json")
+    place.mkdir(exist_ok=True)
     write_atomically(target, text)
     if request.as_json:
-        print(text, end="")
         return 0
     console = Console(width=None if Console().is_terminal else 120, soft_wrap=True, highlight=False)
     show(result, console)
     console.print(f"\n{target}", markup=False)
     return 0
+
+
+def _check_writable(place: Path) -> None:
+    """Check that the folder of the result can be made and written to."""
+    there = next(one for one in (place, *place.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise RunFolderError(f"{there} is not a folder, and the result is written into {place}: remove it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{there} cannot be written by this account, and the result is written into {place}")
 
 
 def replay(folder: Path, request: Request) -> dict[str, Any]:
@@ -103,21 +114,26 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
     config = load_config(folder / "config.toml")
     # Of the settings of the run, only these are used: rewards, tools and data are not.
     check_code(folder, config, request.trust, read={"model.path", *(f"objective.{name}" for name in setting_names())})
+    if hidden := list(hidden_settings(config.objective.model_dump(), "objective")):
+        raise RunFolderError(
+            f"{folder / 'config.toml'} has *** in place of a secret in {', '.join(dict.fromkeys(hidden))}, so the "
+            "run's objective cannot be rebuilt: secrets are not written into a run folder. Let the function read its "
+            "key from the environment, or replay a copy of the run folder whose config.toml names the key"
+        )
     return config
 
 
 def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Settings:
     """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
     facts = stored.facts
-    with damage_named(stored.path):
-        return Settings(
-            minibatches=int(facts.get("minibatches") or config.objective.minibatches),
-            max_completion_length=int(facts.get("max_completion_length") or config.rollout.max_completion_length),
-            has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
-            top_entropy=objective.top_entropy,
-            microbatch_tokens=max(0, int(facts.get("microbatch_tokens") or 0)),
-            shared_prompts=bool(facts.get("shared_prompts", True)),
-        )
+    return Settings(
+        minibatches=facts.minibatches or config.objective.minibatches,
+        max_completion_length=facts.max_completion_length or config.rollout.max_completion_length,
+        has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
+        top_entropy=objective.top_entropy,
+        microbatch_tokens=facts.microbatch_tokens,
+        shared_prompts=facts.shared_prompts,
+    )
 
 
 def _last_step(folder: Path) -> int:
@@ -129,10 +145,8 @@ def _last_step(folder: Path) -> int:
 
 def of_step(objective: Objective, stored: Stored) -> Objective:
     """The run's objective with the step's weight of the KL, which may follow a target."""
-    if objective.kl.target is None or "objective" not in stored.facts:
-        return objective
-    with damage_named(stored.path):
-        return objective.replace(beta=float(stored.facts["objective"]["kl"]["beta"]))
+    beta = stored.facts.beta
+    return objective if objective.kl.target is None or beta is None else objective.replace(beta=beta)
 
 
 def _asked_for(request: Request, own: Objective, config: GRPOConfig) -> Objective:
@@ -234,7 +248,7 @@ class _Replay:
 
     def _notes_of_store(self) -> list[str]:
         stored, notes = self.stored, []
-        if not stored.facts:
+        if not stored.facts.known:
             notes.append("an earlier version of Cohort wrote this step, without what its updates saw of each token")
         if missing := stored.groups_missing:
             notes.append(
@@ -271,7 +285,7 @@ class _Replay:
         return before
 
     def _lacks_reference(self) -> bool:
-        return bool(self.stored.known.ref_logps_N.isnan().all())
+        return bool(self.stored.known.ref_logps_N.isnan().any())
 
     def _filled(self, before: Before | None, notes: list[str]) -> Stored:
         """The step with numbers for what is not stored: measured with the model, or else the sampler's."""

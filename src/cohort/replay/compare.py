@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cohort.errors import NonFiniteError
 from cohort.objective import Cause, segment_sum
 from cohort.replay.coefficients import LEFT_OUT, Replayed
 from cohort.replay.stored import Stored
@@ -49,10 +50,17 @@ class Products:
 
     @classmethod
     def of(cls, run: Tensor, replay: Tensor, weight: Tensor | None = None) -> Products:
-        """Those of two vectors, with a weight for each entry."""
+        """Those of two vectors, with a weight for each entry.
+
+        Raises:
+            NonFiniteError: one of them is not finite.
+        """
         first, second = run.double(), replay.double()
         weighted = (first, second) if weight is None else (first * weight, second * weight)
-        return cls(float(first @ weighted[0]), float(second @ weighted[1]), float(first @ weighted[1]))
+        found = float(first @ weighted[0]), float(second @ weighted[1]), float(first @ weighted[1])
+        if not all(map(math.isfinite, found)):
+            raise NonFiniteError("the squared norm of a gradient is not finite: there is nothing to compare")
+        return cls(*found)
 
     @property
     def ratio(self) -> float | None:

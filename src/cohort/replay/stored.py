@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cohort.config import GRPOConfig
 from cohort.errors import RunFolderError
+from cohort.replay.facts import Facts
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.scores import Scores
 from cohort.runs import damage_named
@@ -72,8 +73,8 @@ class Stored:
     """1/Z in the policy term as the updates had it; None: not stored."""
     dtype: torch.dtype
     """Of the updates' log-probs: float32 or float64."""
-    facts: Mapping[str, Any]
-    """What the file says about the whole step; empty in stores of earlier versions."""
+    facts: Facts
+    """What the file says about the whole step."""
 
     @property
     def completions(self) -> list[Completion]:
@@ -93,7 +94,7 @@ class Stored:
     @property
     def groups_missing(self) -> int:
         """How many of the step's groups are not stored."""
-        return max(0, int(self.facts.get("groups", 0)) - len(self.groups))
+        return max(0, self.facts.groups - len(self.groups))
 
     def filled(self, other: Known) -> Stored:
         """The same step with another's numbers where none is known."""
@@ -126,13 +127,17 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
 def _what_there_is(folder: Path) -> str:
     steps = sorted(int(name) for path in folder.glob("step-*.parquet") if (name := path.stem[5:]).isdecimal())
     if not steps:
-        return "no step is stored; set report.log_completions = true (and report.store) to store the next run's"
+        return (
+            "no step is stored; set report.log_completions = true for the next run, and see report.store_steps and "
+            "report.store_groups for how much of it is stored"
+        )
     shown = ", ".join(map(str, steps)) if len(steps) < 8 else f"{steps[0]} to {steps[-1]}, {len(steps)} in all"
     return f"the stored steps are {shown}"
 
 
 def _stored(step: int, file: StoredStep, config: GRPOConfig) -> Stored:
-    groups, scores = _groups(file), _scores(file, config)
+    facts = Facts.of(file.facts)
+    groups, scores = _groups(file), _scores(file, facts, config)
     lengths_S = np.array([one.num_tokens for group in groups for one in group.completions], np.int64)
 
     def tokens(name: str) -> Tensor | None:
@@ -158,7 +163,7 @@ def _stored(step: int, file: StoredStep, config: GRPOConfig) -> Stored:
         kl_N=tokens("kl_coefficient"),
         weight_N=tokens("weight"),
         dtype=torch.float64 if is_double else torch.float32,
-        facts=file.facts,
+        facts=facts,
     )
 
 
@@ -236,12 +241,12 @@ def _episode(row: Mapping[str, Any]) -> Episode | None:
     return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in pairs))
 
 
-def _scores(file: StoredStep, config: GRPOConfig) -> Scores:
+def _scores(file: StoredStep, facts: Facts, config: GRPOConfig) -> Scores:
     names = tuple(name.removeprefix("rewards/") for name in file.names if name.startswith("rewards/"))
     rewards_S, *columns = (_numbers(file, name) for name in ("reward", *(f"rewards/{name}" for name in names)))
     weights = config.reward.weights
-    if stored := file.facts.get("reward_weights"):
-        weights = tuple(float(stored[name]) for name in names)
+    if facts.reward_weights:
+        weights = tuple(facts.reward_weights[name] for name in names)
     return Scores(
         rewards_S=rewards_S,
         by_function_SK=torch.stack(columns, dim=1) if columns else rewards_S[:, None],

@@ -257,11 +257,13 @@ def learning_rates(stored: Stored) -> list[float]:
     Raises:
         RunFolderError: the file does not say it, or an update was skipped because a value was not finite.
     """
-    with damage_named(stored.path):
-        updates = stored.facts["updates"]
-        if any(one["skipped"] for one in updates):
-            raise RunFolderError(f"an update of step {stored.step} was skipped, because a value was not finite")
-        return [float(one["learning_rate"]) for one in updates]
+    rates = stored.facts.learning_rates
+    if rates is None:
+        raise RunFolderError(f"{stored.path} does not say the learning rates of the updates")
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        raise RunFolderError(f"an update of step {stored.step} was skipped, because a value was not finite")
+    return known
 
 
 def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Part, rate: float) -> float:

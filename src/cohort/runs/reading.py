@@ -27,7 +27,7 @@ def damage_named(path: Path) -> Iterator[None]:
     except RunFolderError:
         raise
     except DAMAGE as error:
-        raise RunFolderError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from error
+        raise RunFolderError(f"{path} is damaged: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

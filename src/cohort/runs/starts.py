@@ -40,7 +40,7 @@ class Start:
     """What was given in Python and has no name, and what it is."""
 
     def needed(self, *, adapters: bool) -> dict[str, str]:
-        """What of ``missing`` a checkpoint does not hold either. With ``adapters``, it holds them without the model."""
+        """The entries of ``missing`` that a checkpoint does not hold. With ``adapters``, it does not hold the model."""
         held = {"processing_class"} if adapters else {"processing_class", "model"}
         return {name: what for name, what in self.missing.items() if name not in held}
 

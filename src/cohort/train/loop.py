@@ -104,8 +104,7 @@ def run(
             for minibatch in updates.left(minibatches * config.objective.num_iterations):
                 stop_point(parts, folder)
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
-                outcome = context.within_memory(update, batch, minibatch, entropy_coefficient)
-                parts.end_update(outcome)
+                outcome = parts.end_update(context.within_memory(update, batch, minibatch, entropy_coefficient))
                 if isinstance(outcome, NonFinite):
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1, parts.nonfinite_in_a_row)
                     continue

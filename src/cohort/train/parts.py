@@ -169,11 +169,11 @@ class TrainerParts:
         self.updates = self.updates or Updates(self.policy.version)
         return self.updates
 
-    def end_update(self, outcome: UpdateResult | NonFinite) -> None:
-        """An update is made, or skipped."""
+    def end_update(self, outcome: UpdateResult | NonFinite) -> UpdateResult | NonFinite:
+        """An update is made, or skipped. Returns what is kept of its outcome."""
         assert self.updates is not None
-        self.updates.ended(outcome)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if isinstance(outcome, NonFinite) else 0
+        return self.updates.ended(outcome)
 
     def end_step(self, cursor: DataCursor, metrics: dict[str, Any]) -> None:
         """All updates are made."""

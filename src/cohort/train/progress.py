@@ -55,14 +55,15 @@ class Updates:
         self.seen = self.seen or Seen.nothing(batch)
         return batch
 
-    def ended(self, outcome: UpdateResult | NonFinite) -> None:
-        """Count an update."""
+    def ended(self, outcome: UpdateResult | NonFinite) -> UpdateResult | NonFinite:
+        """Count an update. Returns its outcome without ``used``, whose tensors the record has no use for."""
         if isinstance(outcome, NonFinite):
             self.skipped.append(self.done)
-            return
+            return outcome
         if self.seen is not None and outcome.used is not None:
             self.seen.add(self.done, outcome.used, len(outcome.logps_N))
         self.results.append(replace(outcome, used=None))
+        return self.results[-1]
 
     def to_store(self) -> dict[str, Any]:
         """Everything, in types that files hold."""

@@ -100,8 +100,8 @@ class Seen:
     """What a step's updates saw of each token of the batch: the values of the first update that made a pass of it."""
 
     update_S: Tensor
-    """Number of that update, from 0, skipped ones included; without a pass, of the first update whose minibatch had the
-    sequence; -1: no update used the sequence. On the CPU."""
+    """Number of the first update that made a pass of the sequence; if none did, of the first whose minibatch had it;
+    -1: no minibatch had it. Numbers count from 0 and include skipped updates. On the CPU."""
     passed_S: Tensor
     """Whether a pass was made of the sequence, boolean. On the CPU."""
     values: dict[str, Tensor] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cohort.config import GRPOConfig
+from cohort.config import GRPOConfig, hide_secrets
 from cohort.objective import Cause
 from cohort.objective.ratio import exp_clamped
 from cohort.runs import RunFolder, completion_columns, score_columns
@@ -113,8 +113,7 @@ def _update_columns(
         if values_N is not None:
             columns[name] = _known_lists(used, _numbers(values_N)[kept_N])
     seen = updates.seen
-    if seen is None:
-        return columns
+    assert seen is not None
     columns["update"] = used.column(seen.update_S.numpy().astype(np.int32)[kept_S])
     passed_S = seen.passed_S.numpy()[kept_S]
     for name, values_N in _seen_values(context, seen.values).items():
@@ -166,7 +165,7 @@ def _facts(
     sampling, scores = context.sampling, rollout.sampled_scores
     return {
         "step": step,
-        "objective": context.objective.model_dump(),
+        "objective": hide_secrets(context.objective.model_dump()),
         "minibatches": minibatches,
         "updates": made,
         "version_before": updates.version_before,

@@ -109,7 +109,7 @@ def repetition(case: Case) -> Verdict | None:
     cut = number(case.now, "length/cut_share") or 0.0
     return Verdict(
         Level.ALARM if grown and after > MOST_REPEATED else Level.WARNING,
-        f"{after:.0%} of all spans of 4 tokens repeat what the same completion has said before"
+        f"{after:.0%} of all spans of 4 tokens occurred earlier in the same completion"
         + (f" ({before:.0%} at the start)" if grown else "")
         + f"; {cut:.0%} of completions reach the length limit",
         "read a few completions in rollouts/. If they run in circles, go back to an earlier checkpoint with a lower "

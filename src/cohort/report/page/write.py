@@ -122,6 +122,8 @@ def check_target(target: Path) -> None:
         raise RunFolderError(f"{target} is a symbolic link: give another file with --output")
     if target.is_dir():
         raise RunFolderError(f"{target} is a folder: give a file with --output, such as {target / 'report.html'}")
+    if not target.parent.is_dir():
+        raise RunFolderError(f"there is no folder {target.parent} for --output")
     if not target.exists():
         return
     if not target.is_file() or not _is_page(target):
