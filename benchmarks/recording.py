@@ -27,12 +27,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from cohort.columns import ALL_DIFFERENT
 from cohort.config import load_config
 from cohort.demo.run import MODEL, SETTINGS
 from cohort.demo.task import accuracy, problems
 from cohort.report.diagnosis import Diagnosis, health_line
 from cohort.runs import folder as run_folder
-from cohort.runs.tables import ALL_DIFFERENT, write_table
+from cohort.runs.tables import write_table
 from cohort.train import metrics as train_metrics
 from cohort.train import store
 from cohort.train.seen import Seen

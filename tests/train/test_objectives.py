@@ -230,8 +230,9 @@ def test_rewards_per_token_are_the_advantages(demo_tokenizer, tmp_path):
     assert metrics["grad_norm"] > 0
 
 
-def test_rewards_per_step_are_normalized_in_the_group_and_summed_to_the_end(demo_tokenizer, tmp_path):
+def test_rewards_per_step_are_normalized_in_the_group_and_summed_to_the_end(demo_tokenizer, tmp_path, capsys):
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, credit="process", rewards=step_rewards).train()
+    assert capsys.readouterr().out == ""  # as report.progress is off
     for group in groups_of(tmp_path / "run"):
         steps = [t % 3 for row in group for i, t in enumerate(row["token_ids"]) if i % 2]
         mean = sum(steps) / len(steps)

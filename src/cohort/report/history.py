@@ -245,7 +245,7 @@ class _Reader:
         found: list[tuple[int, dict[str, Any]]] = []
         reasons: list[tuple[int, str]] = []
         try:
-            path = _inside(self.folder, self.folder / name)
+            path = inside(self.folder, self.folder / name)
             lines = enumerate(_complete_lines(path), 1)
             while some := list(islice(lines, LINES_AT_ONCE)):
                 for (number, _), one in zip(some, _objects([line for _, line in some]), strict=True):
@@ -274,7 +274,7 @@ class _Reader:
 
     def _entries(self, kind: str, *, files: bool = True) -> Iterator[tuple[str, Path]]:
         try:
-            folder = _inside(self.folder, self.folder / kind, directory=True)
+            folder = inside(self.folder, self.folder / kind, directory=True)
             with os.scandir(folder) as entries:
                 for entry in entries:
                     linked = entry.is_symlink() and not _is_inside(self.folder, Path(entry.path))
@@ -295,7 +295,7 @@ def _is_inside(folder: Path, path: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def _inside(folder: Path, path: Path, *, directory: bool = False) -> Path:
+def inside(folder: Path, path: Path, *, directory: bool = False) -> Path:
     """The path, if it is an ordinary file of the folder, or a folder in it.
 
     Raises:
@@ -316,7 +316,7 @@ def read_file(folder: Path, name: str) -> bytes:
     Raises:
         OSError: it is missing, no ordinary file, larger than ``MAX_FILE``, or leads out of the folder.
     """
-    with _inside(folder, folder / name).open("rb") as file:
+    with inside(folder, folder / name).open("rb") as file:
         text = file.read(MAX_FILE + 1)
     if len(text) > MAX_FILE:
         raise OSError(f"it is larger than {MAX_FILE:,} bytes")

@@ -21,10 +21,9 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 from pyarrow import types
 
+from cohort.columns import FACTS_KEY, PER_DRAWN_TOKEN, STORE_VERSION, TOKEN_NUMBERS, VERSION_KEY
 from cohort.errors import RunFolderError
 
-STORE_VERSION = 1
-"""The newest version of the columns that can be read. Files of version 0 have no metadata and fewer columns."""
 MAX_BYTES, MAX_ROWS = 2**31, 2**24
 """Memory of the columns that are read of a file, and completions of a file."""
 BATCH_ROWS = 256
@@ -57,13 +56,6 @@ LISTS_OF_INTEGERS = (
     *("prompt_ids", "token_ids", "segment_lengths", "turn_lengths"),
     *("support/token_ids", "support/counts"),
 )
-TOKEN_NUMBERS = (
-    *("sampler_logps", "full_logps", "old_logps", "ref_logps", "logps", "ratio", "policy_coefficient"),
-    *("kl_coefficient", "entropy", "collision", "weight", "kl_weight", "token_advantages", "token_rewards"),
-)
-"""Columns with a number for each drawn token."""
-PER_DRAWN_TOKEN = (*TOKEN_NUMBERS, "no_gradient")
-"""Columns with an entry for each drawn token."""
 WITH_GAPS = ("no_gradient", "turn_rewards")
 """Columns of lists whose entries may be null."""
 CHECKS: dict[str, tuple[str, Check]] = {
@@ -181,10 +173,10 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 def _metadata(metadata: Mapping[bytes, bytes]) -> tuple[int, dict[str, Any]]:
     """The version of the store, and the facts of the step."""
-    version = int(metadata.get(b"cohort_store_version", b"0"))
+    version = int(metadata.get(VERSION_KEY.encode(), b"0"))
     if version > STORE_VERSION:
         raise ValueError(f"its version is {version}, of a newer Cohort; this one reads up to {STORE_VERSION}")
-    facts = json.loads(metadata.get(b"cohort_step", b"{}"))
+    facts = json.loads(metadata.get(FACTS_KEY.encode(), b"{}"))
     if not isinstance(facts, dict):
         raise ValueError(f"expected the facts of the step as a JSON object, got {type(facts).__name__}")
     return version, facts

@@ -18,23 +18,12 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cohort.columns import ALL_DIFFERENT, FACTS_KEY, STORE_VERSION, VERSION_KEY
 from cohort.rewards.scores import Scores
 from cohort.types import Completion, Episode, Group, Support
 
 NUMBERS = pyarrow.list_(pyarrow.float64())
 """A column of lists of numbers; None is null."""
-STORE_VERSION = 1
-"""Version of the columns of ``rollouts/``, in each file's metadata. A reader refuses later ones."""
-ALL_DIFFERENT = frozenset(
-    {
-        *("sampler_logps", "full_logps", "old_logps", "ref_logps", "logps", "ratio", "policy_coefficient"),
-        *("kl_coefficient", "entropy", "collision"),
-    }
-)
-"""Columns of floats that hardly repeat: split into bytes, without a dictionary, they take half the space and a fifth of
-the time to write (benchmarks/recording.py)."""
-VERSION_KEY, FACTS_KEY = "cohort_store_version", "cohort_step"
-"""Keys of a file's metadata: the version, and what holds for the whole step, as JSON."""
 
 
 def completion_columns(groups: Sequence[Group]) -> dict[str, Any]:

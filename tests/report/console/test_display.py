@@ -8,7 +8,6 @@ from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import step_line
 from cohort.report.diagnosis import why_no_gradient
 from tests.report.console.made import evaluation, line, make_run, write_lines
-from tests.train.harness import make_trainer
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}
 METRICS |= {"groups/dead_share": 0.125, "groups/rounds": 1, "kl/k3": 0.001, "tokens_per_second": 1234.5}
@@ -19,6 +18,9 @@ def test_the_line_of_a_step():
     assert step_line(METRICS) == expected
     without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "rewards/accuracy")} | {"reward/mean": None}
     assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
+    assert "  none groups sampled, 3 left out  entropy" in step_line(
+        METRICS | {"groups/rounds": 2, "groups/left_out": 3}
+    )
     episodes = {
         "episodes/turns": 2.25,
         "episodes/calls": 0.5,
@@ -74,8 +76,9 @@ def test_reasons_for_a_missing_gradient(metrics, expected):
     assert expected in why_no_gradient({"groups/dead_share": 0.0, "groups/left_out": 0, "groups/sampled": 4} | metrics)
 
 
-def test_progress_false_prints_nothing(demo_tokenizer, tmp_path, capsys):
-    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
+def test_progress_false_prints_nothing(tmp_path, capsys):
+    with StepDisplay(2, enabled=False, folder=make_run(tmp_path)) as display:
+        display.show(line(1, updates_skipped=1, **evaluation(0.25)))
     assert capsys.readouterr().out == ""
 
 

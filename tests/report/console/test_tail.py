@@ -4,8 +4,10 @@ import json
 import os
 
 from cohort.report.console import tail
+from cohort.report.console.groups import newest_file
+from cohort.report.console.live import newest_checkpoint
 from cohort.report.console.tail import Tail, read_starts
-from tests.report.console.made import line, write_lines
+from tests.report.console.made import line, make_run, write_lines, write_step
 
 
 def steps(lines):
@@ -70,6 +72,21 @@ def test_damaged_and_hostile_lines_are_left_out(tmp_path, monkeypatch):
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     assert Tail(tmp_path / "metrics.jsonl").read() == (False, [])
+
+
+def test_no_link_out_of_the_folder_is_followed(tmp_path):
+    other, run = make_run(tmp_path / "other", [line(1)]), tmp_path / "run"
+    write_step(other, 1)
+    (other / "checkpoints" / "step-1").mkdir(parents=True)
+    run.mkdir()
+    for name in ("metrics.jsonl", "rollouts", "checkpoints"):
+        (run / name).symlink_to(other / name)
+    assert (Tail(run / "metrics.jsonl").read(), newest_file(run), newest_checkpoint(run)) == ((False, []), None, None)
+    assert (newest_file(other), newest_checkpoint(other)) == (other / "rollouts" / "step-1.parquet", 1)
+    (run / "rollouts").unlink()
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "step-1.parquet").symlink_to(newest_file(other))
+    assert newest_file(run) is None
 
 
 def test_the_starts_of_a_run(tmp_path):

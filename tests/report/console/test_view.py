@@ -118,13 +118,19 @@ def test_the_time_left_is_that_of_the_latest_steps():
     assert progress.time_left(2000) == 4  # a late step counts as one
 
 
+BETWEEN, WAITING = {"evaluation and files": 0.5}, {"waiting for the rollout": 0.5}
+
+
 @pytest.mark.parametrize(
     ("shares", "settings", "metrics", "expected"),
     [
         ({"rewards": 0.61, "sampling": 0.3}, {}, {}, "rewards take 61% of the step: set reward.workers, or make"),
         ({"rewards": 0.61}, {"reward": {"workers": 2}}, {}, "rewards take 61% of the step: raise reward.workers"),
-        ({"evaluation and files": 0.5}, {}, {}, "raise eval.eval_steps or run.save_steps"),
-        ({"waiting for the rollout": 0.5}, {}, {}, "training waits for its rollout 50% of the time"),
+        (BETWEEN, {"eval": {"eval_steps": 5}, "run": {"save_steps": 9}}, {}, "raise eval.eval_steps or run.save_steps"),
+        (BETWEEN, {"eval": {"eval_steps": 0}, "run": {"save_steps": 9}}, {}, "50% of the time: raise run.save_steps"),
+        (BETWEEN, {"eval": {"eval_steps": 0}, "run": []}, {}, "files, trackers or callbacks are slow"),
+        (WAITING, {}, {}, "training waits for its rollout 50% of the time: lower rollout.max_completion_length, or"),
+        (WAITING, {"rollout": {"engine": "vllm"}}, {}, "50% of the time: add servers to vllm.url"),
         ({"sampling": 0.5}, {}, {"seconds/episodes_blocked": 1.0}, "50% of the step: raise environment.tool_workers"),
         ({"sampling": 0.9}, {"rollout": 3}, {}, "sampling takes 90% of the step"),
         ({"sampling": 0.6, "update": 0.4}, {}, {}, ""),
@@ -134,6 +140,13 @@ def test_the_hint_on_the_time(shares, settings, metrics, expected):
     found = hint(Seconds(2.0, shares, {}), settings, metrics)
     assert expected in found
     assert bool(expected) == bool(found)
+
+
+def test_the_hint_when_training_waits_for_slow_rewards():
+    seconds = Seconds(2.0, WAITING, {"accuracy": 1.0, "format": 0.0})
+    assert hint(seconds, {"rollout": {"engine": "vllm"}}, {}).endswith(
+        "raise reward.workers, or make the reward functions faster"
+    )
 
 
 def test_the_phases_of_a_rollout_in_the_background():

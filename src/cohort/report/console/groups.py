@@ -11,8 +11,10 @@ from pathlib import Path
 from rich.text import Text
 
 from cohort.errors import RunFolderError
-from cohort.report.console.lines import clean, number, one_line
+from cohort.report.console.lines import clean, one_line
 from cohort.report.console.view import wrapped
+from cohort.report.history import inside
+from cohort.report.words import number
 
 FILE = re.compile(r"step-(0|[1-9][0-9]{0,15})\.parquet")
 COLUMNS = ("prompt", "completion", "reward", "advantage", "finish_reason", "reward_error", "episode_error")
@@ -50,11 +52,11 @@ class ShownGroup:
 def newest_file(run: Path) -> Path | None:
     """The table of the newest step in a run folder that is stored; None without one."""
     try:
-        names = [path.name for path in (run / "rollouts").iterdir()]
+        folder = inside(run, run / "rollouts", directory=True)
+        steps = [int(match[1]) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))]
+        return inside(run, folder / f"step-{max(steps)}.parquet") if steps else None
     except OSError:
         return None
-    steps = [int(match[1]) for match in map(FILE.fullmatch, names) if match]
-    return run / "rollouts" / f"step-{max(steps)}.parquet" if steps else None
 
 
 class StoredGroups:

@@ -28,9 +28,12 @@ def hint(seconds: Seconds, settings: Mapping[str, Any], metrics: Mapping[str, An
             how = "raise reward.workers, or make the functions faster"
         return f"rewards take {part:.0%} of the step{which}: {how}"
     if (part := shares.get(BETWEEN, 0.0)) >= FILES:
-        return f"{BETWEEN} take {part:.0%} of the time: raise eval.eval_steps or run.save_steps"
+        rare = [f"{table}.{key}" for table, key in (("eval", "eval_steps"), ("run", "save_steps"))]
+        rare = [name for name in rare if _is_on(settings, *name.split("."))]
+        how = f"raise {' or '.join(rare)}" if rare else "files, trackers or callbacks are slow"
+        return f"{BETWEEN} take {part:.0%} of the time: {how}"
     if (part := shares.get("waiting for the rollout", 0.0)) >= WAITING:
-        return f"training waits for its rollout {part:.0%} of the time: sampling takes longer than the update"
+        return f"training waits for its rollout {part:.0%} of the time: {_faster_rollout(seconds, settings)}"
     blocked = metrics.get("seconds/episodes_blocked")
     if blocked and seconds.step and (part := blocked / seconds.step) >= REWARDS:
         return f"sampling waits for tools and environments {part:.0%} of the step: raise environment.tool_workers"
@@ -38,6 +41,20 @@ def hint(seconds: Seconds, settings: Mapping[str, Any], metrics: Mapping[str, An
         how = 'shorter completions cost less, and on a GPU rollout.engine = "vllm" samples faster'
         return f"sampling takes {part:.0%} of the step: {how}"
     return ""
+
+
+def _faster_rollout(seconds: Seconds, settings: Mapping[str, Any]) -> str:
+    """What to do when a rollout in the background takes longer than a step."""
+    if sum(seconds.functions.values()) >= seconds.step / 2:
+        return "raise reward.workers, or make the reward functions faster"
+    if _setting(settings, "rollout", "engine") == "vllm":
+        return "add servers to vllm.url, or lower rollout.max_completion_length"
+    return 'lower rollout.max_completion_length, or on a GPU set rollout.engine = "vllm"'
+
+
+def _is_on(settings: Mapping[str, Any], section: str, key: str) -> bool:
+    value = _setting(settings, section, key)
+    return isinstance(value, int) and value > 0
 
 
 def _setting(settings: Mapping[str, Any], section: str, key: str) -> Any:

@@ -1,11 +1,12 @@
-"""Steps and evaluations in one line each, and numbers and foreign text as the terminal shows them."""
+"""Steps and evaluations in one line each, and foreign text as the terminal shows it."""
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from typing import Any
+
+from cohort.report.words import number, share
 
 DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder the text around them."""
@@ -18,12 +19,13 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
     if groups_can_die and "groups/dead_share" in metrics:
         parts.append(f"dead groups {share(metrics['groups/dead_share'])}")
     if (metrics.get("groups/rounds") or 0) > 1:
-        parts.append(f"{metrics['groups/sampled']} groups sampled, {metrics['groups/left_out']} left out")
+        sampled, left_out = (number(metrics.get(f"groups/{key}"), "g") for key in ("sampled", "left_out"))
+        parts.append(f"{sampled} groups sampled, {left_out} left out")
     if "episodes/turns" in metrics:
         parts.append(f"turns {number(metrics['episodes/turns'], '.1f')}")
-        if metrics.get("episodes/calls"):
+        if calls := metrics.get("episodes/calls"):
             failed = metrics.get("episodes/failed_call_share")
-            parts.append(f"calls {metrics['episodes/calls']:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
+            parts.append(f"calls {calls:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
         if metrics.get("episodes/failed"):
             parts.append(f"{metrics['episodes/failed']} episodes failed")
     if "entropy" in metrics:
@@ -77,34 +79,6 @@ def split_metric(key: str) -> tuple[str, str]:
     path = key.removeprefix("eval/").removesuffix("/mean")
     head, _, rest = path.partition("/")
     return (head, rest) if rest and head != "rewards" else ("", path)
-
-
-def number(value: float | None, form: str = ".3f") -> str:
-    """A number, or "none" for None and NaN."""
-    return "none" if value is None or math.isnan(value) else format(value, form)
-
-
-def share(value: float | None) -> str:
-    """A share as a percentage, or "none"."""
-    return number(value, ".0%")
-
-
-def duration(seconds: float) -> str:
-    """A time in the two largest units that it has.
-
-    >>> duration(0.34), duration(7.4), duration(87), duration(3 * 3600 + 120), duration(200_000)
-    ('0.3 s', '7 s', '1:27 min', '3:02 h', '2 d 7 h')
-    """
-    if 0 < seconds < 0.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    if whole < 86_400:
-        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def clean(text: str) -> str:

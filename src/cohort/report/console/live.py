@@ -32,6 +32,7 @@ from cohort.report.console.lines import clean
 from cohort.report.console.screen import Printed, Screen
 from cohort.report.console.state import RunState
 from cohort.report.console.view import NARROW, Moment, hanging, view
+from cohort.report.history import inside
 
 TICK = 0.25
 """Seconds between two pictures."""
@@ -296,7 +297,8 @@ def newest_checkpoint(folder: Path | None) -> int | None:
     """The step of the newest checkpoint in a run folder; None: there is none."""
     with suppress(OSError):
         if folder is not None:
-            found = [CHECKPOINT.fullmatch(path.name) for path in (folder / "checkpoints").iterdir()]
+            paths = inside(folder, folder / "checkpoints", directory=True).iterdir()
+            found = [CHECKPOINT.fullmatch(path.name) for path in paths]
             return max((int(match[1]) for match in found if match), default=None)
     return None
 

@@ -10,20 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 from cohort.report.console.lines import reward_functions
+from cohort.report.words import PHASES
 
 POINTS = 512
 """Points of a series. A longer one is stored at half the resolution."""
 STEPS_OF_TIME = 100
 """The latest steps, from which the times are measured."""
-PHASES = {
-    "generate": "sampling",
-    "rollout_wait": "waiting for the rollout",
-    "reward": "rewards",
-    "logps": "log-probs",
-    "update": "update",
-    "measure": "measuring",
-}
-"""Phases of a step by their names in ``seconds/...``."""
 BETWEEN = "evaluation and files"
 """What passes between the phases of two steps."""
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cohort.report.history import DAMAGE, MAX_LINE, MAX_STEP, json_object, read_file
+from cohort.report.history import DAMAGE, MAX_LINE, MAX_STEP, inside, json_object, read_file
 
 CHUNK = 2**20
 MAX_READ = 64 * CHUNK
@@ -35,9 +35,7 @@ class Tail:
         """Whether the file has been replaced or cut, and the metrics of its new lines: all lines if it has. The lines
         of a very long file come in several calls: until there are none."""
         try:
-            if not self._file.is_file():  # a pipe would block
-                return False, []
-            with self._file.open("rb") as file:
+            with inside(self._file.parent, self._file).open("rb") as file:
                 status = os.fstat(file.fileno())
                 file.seek(max(0, self._position - MARK))
                 same = file.read(min(MARK, self._position)) == self._mark and status.st_size >= self._position
@@ -47,7 +45,7 @@ class Tail:
                     file.seek(0)
                 self._identity = status.st_dev, status.st_ino
                 return replaced, self._new_lines(file)
-        except OSError:  # it is being replaced, or its disk has gone for a while
+        except OSError:  # missing, being replaced, its disk gone for a while, or no ordinary file of the folder
             return False, []
 
     def everything(self) -> list[dict[str, Any]]:
