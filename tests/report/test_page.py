@@ -89,6 +89,7 @@ def test_numbers_and_tokens_of_a_run_are_in_its_page(tmp_path: Path) -> None:
     assert "kl/k3" not in data["run"]["values"], "a metric without any number is no curve"
     assert data["microscope"]["steps"] == [{"step": 1, "why": "first"}, {"step": 40, "why": "last"}]
     assert data["microscope"]["completions"]["clipped"] == [1, 0, 0, 0] * 2
+    assert data["microscope"]["completions"]["number"] == [1, 2, 3, 4] * 2
     (header, arrays), _ = blocks_of(page)
     first = header["completions"][0]
     assert (first["reward"], first["drawn"], first["finish"]) == (1.0, 7, "eos")
@@ -397,7 +398,10 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert first["label"] == "learning_rate 1e-05"
     assert first["updates"]["x"] == list(range(1, 41))
     assert (first["step"]["y"][20] - second["step"]["y"][20]) == pytest.approx(0.099, abs=1e-6)  # 7 digits kept
-    assert "95% interval of the mean over 3 seeds" in charts["Reward"]["about"]
+    assert charts["Reward"]["about"] == (
+        "reward/mean. Lines: local linear fits over 5 points. Band: 95% interval of the mean over 3 seeds."
+    )
+    assert "Of many comparisons, some find a difference by chance" in text
     assert charts["Evaluation: reward"]["curves"][0]["step"]["x"] == [10, 20, 30, 40]
 
 

@@ -34,7 +34,11 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
     said = [finding for metrics in history.metrics for finding in diagnosis.step(metrics)]
     alarm = worst(diagnosis.findings) is Level.ALARM
     steps = [metrics for metrics in history.metrics if "updates" in metrics]
-    health = health_line(steps[-1], diagnosis.findings) if steps else "no step yet"
+    health = (
+        health_line(steps[-1], diagnosis.findings, groups_compared=diagnosis.groups_compared)
+        if steps
+        else "no step yet"
+    )
     if json_output:
         findings = [finding.as_json() for finding in diagnosis.findings]
         print(as_json({"ok": not alarm, "health": health, "steps": len(steps), "findings": findings}, indent=1), end="")

@@ -28,6 +28,8 @@ class ThresholdsConfig(Section):
     """Share of spans of 4 tokens that occurred earlier in the completion."""
     length_change: Factor = 1.5
     """Factor by which lengths may grow or shrink without a gain in reward."""
+    reward_fall: Share = 0.25
+    """Fall of the mean reward from its best, over the height of the best above the lowest reward of the run."""
     drowned: Share = 0.1
     """Spread of a reward function within groups over that of the one that varies most."""
     entropy_fall: Factor = 3.0

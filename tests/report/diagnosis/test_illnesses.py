@@ -188,10 +188,20 @@ def test_an_illness_is_named_and_no_other(name):
 
 def test_an_evaluation_that_falls_while_the_reward_rises():
     """By numbers: a run would have to evaluate a few hundred prompts before two intervals part."""
-    assert named(falling({0: (0.30, 0.05), 15: (0.42, 0.05), 30: (0.28, 0.05)})) == {"evaluation_falls": "alarm"}
-    assert named(falling({0: (0.30, 0.05), 15: (0.42, 0.05), 30: (0.35, 0.05)})) == {}  # within the intervals
-    (recovered,) = findings_of(falling({0: (0.3, 0.05), 15: (0.42, 0.05), 20: (0.28, 0.05), 25: (0.4, 0.05)}))
+    low, best = (0.28, 0.05), (0.42, 0.05)
+    assert named(falling({0: (0.30, 0.05), 15: best, 28: low, 30: low})) == {"evaluation_falls": "alarm"}
+    assert named(falling({0: (0.30, 0.05), 15: best, 30: low})) == {}  # once can be chance
+    assert named(falling({0: (0.30, 0.05), 15: best, 28: (0.35, 0.05), 30: (0.35, 0.05)})) == {}  # within intervals
+    assert named(falling({0: (0.30, 0.05), 5: best, 15: low, 20: low})).keys() == {"evaluation_falls"}
+    (recovered,) = findings_of(falling({0: (0.3, 0.05), 10: best, 15: low, 20: low, 25: (0.4, 0.05)}))
     assert (recovered.begin, recovered.end) == (20, 25)
+
+
+def test_an_evaluation_that_falls_while_the_reward_stays_is_not_called_a_game():
+    lines, config = falling({0: (0.30, 0.05), 15: (0.42, 0.05), 28: (0.28, 0.05), 30: (0.28, 0.05)})
+    flat = [line | {"reward/mean": 0.5 + 0.01 * (n % 3)} for n, line in enumerate(lines)]
+    (finding,) = [one for one in findings_of((flat, config)) if one.check == "evaluation_falls"]
+    assert (finding.level, "games" in finding.found) == (Level.WARNING, False)
 
 
 def test_a_rare_reward_is_not_a_drowned_one():
@@ -202,7 +212,7 @@ def test_a_rare_reward_is_not_a_drowned_one():
 
 
 def test_every_check_has_an_illness():
-    assert {*ILL, "evaluation_falls", "value_zero"} == set(NAMES)
+    assert {*ILL, "evaluation_falls", "reward_falls", "value_zero"} == set(NAMES)
 
 
 def test_a_healthy_run_is_only_told_why_its_value_is_zero():

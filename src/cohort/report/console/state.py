@@ -34,7 +34,8 @@ class RunState:
         said = [finding_text(one) for one in self._diagnosis.step(metrics)]
         if metrics["step"]:
             findings = self._diagnosis.findings
-            progress.health, progress.level = health_line(metrics, findings), worst(findings) or "note"
+            progress.health = health_line(metrics, findings, groups_compared=self._diagnosis.groups_compared)
+            progress.level = worst(findings) or "note"
         if any(key.startswith("eval/") for key in metrics):
             step = metrics["step"]
             said.append(clean(evaluation_line(metrics, f"after step {step}" if step else "before training")))

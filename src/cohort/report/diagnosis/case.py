@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from cohort.config.report import ThresholdsConfig
 from cohort.report.diagnosis.facts import Facts
-from cohort.report.diagnosis.numbers import differs, mean, number, share_interval
+from cohort.report.diagnosis.numbers import differs, mean, number, share_interval, variance
 
 START = 5
 """Steps that the start of a run is measured by."""
@@ -19,10 +21,29 @@ WINDOW = 20
 """Steps that are remembered besides: no check looks further back, so a step costs the same however long the run is."""
 RISES = 2.0
 """Standard errors that the reward has to rise by."""
+FALLS = 5.0
+"""Standard errors that the reward has to fall by. The variance of the last window is taken as no smaller than that of
+the best one, since that one was chosen among many."""
+STILL = {"entropy": 0.17, "length/mean": 0.1}
+"""Metrics that may move away from their start, and by how much (in logarithms) they still count as there: a quarter of
+the factor that is an illness."""
 EVALUATIONS = 50
 """Evaluations that are remembered."""
 
+TINY = 1e-6
+"""A fall of the reward below this is one of rounding."""
+
 Metrics = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """``RECENT`` steps."""
+
+    step: int
+    """The last of them."""
+    rewards: list[float]
+    """Their mean rewards."""
 
 
 class Case:
@@ -32,8 +53,14 @@ class Case:
         self.facts, self.limits = facts, limits
         self.first: list[Metrics] = []
         self.last: deque[Metrics] = deque(maxlen=WINDOW)
-        self.evaluations: deque[tuple[int, float | None, Metrics]] = deque(maxlen=EVALUATIONS)
-        """Step, the mean reward of the steps before, and the metrics."""
+        self.evaluations: deque[tuple[Window, Metrics]] = deque(maxlen=EVALUATIONS)
+        """The steps before (with its rewards, if there were any), and the metrics."""
+        self.best: Window | None = None
+        """The steps with the highest mean reward."""
+        self.still: dict[str, list[float]] = {}
+        """The rewards when a metric was last where it started."""
+        self.binary = True
+        """Whether every reward so far can have been 0 or 1."""
         self.steps = 0
         """Steps with metrics of updates."""
         self.highest, self.lowest = float("-inf"), float("inf")
@@ -49,8 +76,22 @@ class Case:
             for key in ("groups/mean_reward_q90", "groups/mean_reward_q10", "reward/mean"):
                 if (value := number(metrics, key)) is not None:
                     self.highest, self.lowest = max(self.highest, value), min(self.lowest, value)
+            self._remember(metrics)
         if any(key.startswith("eval/") for key in metrics):
-            self.evaluations.append((int(metrics["step"]), self.mean("reward/mean", RECENT), metrics))
+            self.evaluations.append((Window(int(metrics["step"]), self.values("reward/mean", RECENT)), metrics))
+
+    def _remember(self, metrics: Metrics) -> None:
+        """Keep what later steps are compared with."""
+        rewards = self.values("reward/mean", RECENT)
+        if len(rewards) == RECENT and (self.best is None or _mean(rewards) > _mean(self.best.rewards)):
+            self.best = Window(int(metrics["step"]), rewards)
+        for key, near in STILL.items():
+            before, after = mean(self.start(key)), mean(self.values(key)[-START:])
+            if before and after and before * after > 0 and abs(math.log(after / before)) <= near:
+                self.still[key] = rewards
+        reward, spread = number(metrics, "reward/mean"), number(metrics, "reward/std")
+        if reward is not None:  # the variance of 0s and 1s follows from their mean
+            self.binary &= 0 <= reward <= 1 and (spread is None or abs(spread**2 - reward * (1 - reward)) < 1e-6)
 
     @property
     def now(self) -> Metrics:
@@ -81,9 +122,24 @@ class Case:
         before, after = self.start(key), self.values(key)[-count:]
         return mean(before), mean(after), differs(before, after)
 
-    def risen(self) -> bool:
-        """Whether the reward is higher than at the start."""
-        return differs(self.start("reward/mean"), self.values("reward/mean", RECENT)) > RISES
+    def risen(self, key: str) -> bool:
+        """Whether the reward is higher than when a metric began to move, and has not fallen since."""
+        before = self.still.get(key) or self.start("reward/mean")
+        return differs(before, self.values("reward/mean", RECENT)) > RISES and not self.fallen(0.1)
+
+    def fallen(self, share: float) -> bool:
+        """Whether the reward is below its best, by a share of what that is above the lowest reward known. The best is
+        the highest of many windows, which one low window would often be far below by chance: it takes two in a row."""
+        rewards = self.values("reward/mean")
+        if self.best is None or len(rewards) < 2 * RECENT:
+            return False
+        high, spread = _mean(self.best.rewards), variance(self.best.rewards)
+        least = max(share * (high - self.lowest), TINY * max(1.0, abs(high)))
+        for window in (rewards[-2 * RECENT : -RECENT], rewards[-RECENT:]):
+            error = math.sqrt((max(variance(window), spread) + spread) / RECENT)
+            if high - _mean(window) <= max(least, FALLS * error):
+                return False
+        return True
 
     def rising(self) -> bool:
         """Whether the reward has risen within the last steps."""
@@ -120,9 +176,14 @@ class Case:
         dead, reward = number(metrics, "groups/dead_share"), number(metrics, "reward/mean")
         if dead is None or reward is None or dead < 1:
             return 0.0, 0.0
-        # All rewards of the step are equal: the best ones if the run had worse ones, or if they cannot be 0.
-        middle = (self.highest + self.lowest) / 2 if self.highest > self.lowest else 0.0
+        if not self.binary and self.highest == self.lowest:
+            return 0.0, 0.0  # every reward of the run is equal: nothing says whether it is a good one
+        middle = 0.5 if self.binary else (self.highest + self.lowest) / 2
         return (dead, 0.0) if reward > middle else (0.0, dead)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _numbers(lines: Sequence[Metrics], key: str) -> Iterator[float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cohort.config.report import ThresholdsConfig
-from cohort.report.diagnosis import lengths, movement, signal, sources
 from cohort.report.diagnosis.case import Case
+from cohort.report.diagnosis.checks import CHECKS, Check
 from cohort.report.diagnosis.facts import Facts, thresholds_of
 from cohort.report.diagnosis.finding import Finding, Level, Verdict, plain
 
@@ -16,52 +16,7 @@ if TYPE_CHECKING:
     from cohort.report.history import RunHistory
 
 ENDS_AFTER = 5
-"""Steps without a verdict after which a finding has ceased: it does not flicker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A named check."""
-
-    name: str
-    verdict: Callable[[Case], Verdict | None]
-    """What it says of the metrics so far; None: nothing."""
-    unless: tuple[str, ...] = ()
-    """Checks whose warning or alarm explains what this one would say."""
-
-
-NO_REWARD = ("failing_rewards", "unscored")
-NO_SIGNAL = (*NO_REWARD, "all_right", "entropy_collapse", "identical", "all_wrong", "dead_groups")
-CHECKS = (
-    Check("sampling_errors", sources.sampling_errors),
-    Check("nonfinite", movement.nonfinite),
-    Check("failing_rewards", sources.failing_rewards),
-    Check("unscored", signal.unscored, ("failing_rewards",)),
-    Check("all_right", signal.all_right, NO_REWARD),
-    Check("entropy_collapse", movement.entropy_collapse, NO_REWARD),
-    Check("identical", signal.identical, (*NO_REWARD, "entropy_collapse")),
-    Check("all_wrong", signal.all_wrong, (*NO_REWARD, "entropy_collapse")),
-    Check("dead_groups", signal.dead_groups, (*NO_REWARD, "entropy_collapse")),
-    Check("zero_gradient", signal.zero_gradient, NO_SIGNAL),
-    Check("value_zero", signal.value_zero),
-    Check("sampler_mismatch", sources.sampler_mismatch),
-    Check("stale_logps", movement.stale_logps),
-    Check("learning_rate_high", movement.learning_rate_high),
-    Check("learning_rate_low", movement.learning_rate_low, (*NO_SIGNAL, "zero_gradient")),
-    Check("kl_fast", movement.kl_fast, ("learning_rate_high",)),
-    Check("clipped", movement.clipped, ("learning_rate_high",)),
-    Check("few_tokens", movement.few_tokens, (*NO_SIGNAL, "zero_gradient")),
-    Check("entropy_explosion", movement.entropy_explosion),
-    Check("end_token", lengths.end_token),
-    Check("truncation", lengths.truncation, ("end_token",)),
-    Check("length_drift", lengths.length_drift),
-    Check("duplicates", lengths.duplicates, ("identical", "entropy_collapse")),
-    Check("repetition", lengths.repetition),
-    Check("drowned_reward", sources.drowned_reward),
-    Check("evaluation_falls", sources.evaluation_falls),
-)
-"""Every check, causes before their consequences."""
-NAMES = tuple(check.name for check in CHECKS)
+"""Steps without a verdict, or with milder ones, after which a finding has ceased, or is milder: it does not flicker."""
 
 
 class Diagnosis:
@@ -83,9 +38,14 @@ class Diagnosis:
         settings = settings or {}
         self._case = Case(Facts.of(settings), thresholds or thresholds_of(settings))
         self.findings: list[Finding] = []
-        """All so far, each once and with its worst level, in the order in which they began."""
+        """All so far, each once and as it is now (``Finding.worst``: as it was), in the order in which they began."""
         self._open: dict[str, _Open] = {}
         self._noted: set[str] = set()
+
+    @property
+    def groups_compared(self) -> bool:
+        """Whether a group of equal rewards teaches nothing, so that the others are those that teach."""
+        return self._case.facts.groups_compared
 
     @property
     def standing(self) -> list[Finding]:
@@ -93,7 +53,7 @@ class Diagnosis:
         return sorted((one for one in self.findings if one.stands), key=lambda one: -one.level.rank)
 
     def step(self, metrics: Mapping[str, Any]) -> list[Finding]:
-        """Take the metrics of a step; return the findings that begin, worsen or cease with it."""
+        """Take the metrics of a step; return the findings that begin, worsen, become milder or cease with it."""
         step = metrics.get("step")
         if type(step) is not int:
             return []
@@ -105,35 +65,39 @@ class Diagnosis:
         for check in CHECKS:
             if check.name in self._case.facts.skip:
                 continue
-            verdict = None if ill.intersection(check.unless) else check.verdict(self._case)
+            if ill.intersection(check.unless):
+                continue  # its finding waits: the cause hides whether it still holds
+            verdict = check.verdict(self._case)
             if verdict is not None and verdict.level is not Level.NOTE:
                 ill.add(check.name)
-            if (finding := self._said(check.name, verdict, step)) is not None:
+            if (finding := self._said(check, verdict, step)) is not None:
                 said.append(finding)
         return said
 
-    def _said(self, check: str, verdict: Verdict | None, step: int) -> Finding | None:
+    def _said(self, check: Check, verdict: Verdict | None, step: int) -> Finding | None:
         """What is new of a check at this step."""
-        at = self._open.get(check)
+        at = self._open.get(check.name)
         if verdict is None:
-            return self._ended(check, step) if at else None
-        if at is None or verdict.level.rank > self.findings[at.index].level.rank:
-            begin = self.findings[at.index].begin if at else step
-            found, advice = plain(verdict.found), plain(verdict.advice)
-            finding = Finding(check, verdict.level, step, found, advice, verdict.numbers, begin)
-            if verdict.level is Level.NOTE:
-                if check in self._noted:
-                    return None
-                self._noted.add(check)
-            if at is None:
-                at = self._open[check] = _Open(len(self.findings))
-                self.findings.append(finding)
-            else:
-                self.findings[at.index] = finding
+            return self._ended(check.name, step) if at else None
+        finding = _finding(check, verdict, step)
+        if at is None:
+            if verdict.level is Level.NOTE and check.name in self._noted:
+                return None
+            self._open[check.name] = _Open(len(self.findings))
+            self.findings.append(finding)
+        else:
             at.quiet = 0
-            return finding
-        at.quiet = 0
-        return None
+            before = self.findings[at.index]
+            at.milder = at.milder + 1 if finding.level.rank < before.level.rank else 0
+            if 0 < at.milder < ENDS_AFTER:
+                return None
+            at.milder = 0
+            self.findings[at.index] = finding = _next(before, finding)
+            if finding.level is before.level:
+                return None
+        if finding.level is Level.NOTE:
+            self._noted.add(check.name)
+        return finding
 
     def _ended(self, check: str, step: int) -> Finding | None:
         """Count a step without a verdict; the finding ceases with the first of ``ENDS_AFTER``."""
@@ -155,10 +119,28 @@ class _Open:
     """Its place in ``Diagnosis.findings``."""
     quiet: int = 0
     """Steps in a row without a verdict."""
+    milder: int = 0
+    """Steps in a row with a milder one."""
+
+
+def _finding(check: Check, verdict: Verdict, step: int) -> Finding:
+    found, advice = plain(verdict.found), plain(verdict.advice)
+    return Finding(check.name, verdict.level, step, found, advice, verdict.numbers, step, metrics=check.metrics)
+
+
+def _next(before: Finding, now: Finding) -> Finding:
+    """A finding that stands, with the words of now."""
+    worst = before.worst or before
+    return replace(
+        now,
+        step=before.step if now.level is before.level else now.step,
+        begin=before.begin,
+        worst=replace(worst, worst=None) if worst.level.rank > now.level.rank else None,
+    )
 
 
 def diagnose(history: RunHistory, thresholds: ThresholdsConfig | None = None) -> list[Finding]:
-    """All findings of a run, each once and with its worst level, in the order in which they began."""
+    """All findings of a run, each once and as it is at the end, in the order in which they began."""
     diagnosis = Diagnosis(history.settings, thresholds)
     for metrics in history.metrics:
         diagnosis.step(metrics)

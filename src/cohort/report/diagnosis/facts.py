@@ -37,6 +37,8 @@ class Facts:
     """Of the reward functions. None: all 1."""
     truncates: bool = False
     """Whether sampling leaves tokens out that the update does not: ``rollout.replay_sampling`` is off."""
+    confidence: float = 0.95
+    """Of the intervals of evaluations."""
     skip: frozenset[str] = frozenset()
     """Checks that are left out."""
 
@@ -46,7 +48,7 @@ class Facts:
         names = ("rollout", "objective", "reward", "optim", "report")
         rollout, objective, reward, optim, report = (_table(settings, name) for name in names)
         skip = report.get("skip_checks")
-        cut = any(_positive(rollout, key, 0) for key in ("top_k", "min_p")) or _number(rollout, "top_p", 1.0) < 1
+        confidence = _number(_table(settings, "eval"), "confidence", 0.95)
         return cls(
             objective=_objective(objective),
             updates=_positive(objective, "num_iterations", 1) * _positive(objective, "minibatches", 1),
@@ -56,7 +58,8 @@ class Facts:
             fixed_length=_positive(rollout, "min_completion_length", 0) >= longest,
             learning_rate=_number(optim, "learning_rate", 0.0),
             weights=_numbers(reward.get("weights")),
-            truncates=cut and rollout.get("replay_sampling") is False,
+            truncates=_truncates(rollout) and rollout.get("replay_sampling") is False,
+            confidence=confidence if 0 < confidence < 1 else 0.95,
             skip=frozenset(str(name) for name in skip) if isinstance(skip, list | tuple) else frozenset(),
         )
 
@@ -69,6 +72,13 @@ class Facts:
     def resamples(self) -> bool:
         """Whether groups of equal rewards are sampled anew."""
         return isinstance(self.objective.group_filter, DynamicSampling)
+
+
+def _truncates(rollout: Mapping[str, Any]) -> bool:
+    """Whether tokens are drawn from less than the full softmax (docs/metrics.md, "Sampler and trainer")."""
+    numbers = any(_number(rollout, key, 0.0) > 0 for key in ("top_k", "min_p", "min_completion_length"))
+    grammar = any(rollout.get(key) for key in ("regex", "json_schema"))
+    return numbers or bool(grammar) or any(_number(rollout, key, 1.0) != 1 for key in ("top_p", "repetition_penalty"))
 
 
 def thresholds_of(settings: Mapping[str, Any]) -> ThresholdsConfig:

@@ -48,15 +48,19 @@ class Finding:
     """The check's name, as ``report.skip_checks`` takes it."""
     level: Level
     step: int
-    """The step at which it was found at this level."""
+    """The step at which it reached this level."""
     found: str
-    """What was found, with its number and the cause."""
+    """What was found, with its number and the cause; of the last step that the check spoke at."""
     advice: str = ""
     """The next thing to try."""
     numbers: Numbers = field(default_factory=dict)
     """The numbers behind the words, by name."""
     begin: int = 0
-    """The step at which it began, perhaps at a lower level."""
+    """The step at which it began, perhaps at another level."""
+    worst: Finding | None = None
+    """As it was when it was worse than now. None: it was not."""
+    metrics: tuple[str, ...] = ()
+    """The metrics that it is about, as patterns (``fnmatch``) of their keys."""
     end: int | None = None
     """The first step at which it was gone. None: it stands."""
 
@@ -74,6 +78,8 @@ class Finding:
             )
         level = self.level.upper() if self.level is Level.ALARM else str(self.level)
         words = wrap(self.found, TEXT_WIDTH)
+        if self.worst is not None:
+            words += wrap(f"(worst: {self.worst.level} at step {self.worst.step})", TEXT_WIDTH)
         words += wrap(self.advice, TEXT_WIDTH, initial_indent="-> ", subsequent_indent="   ")
         first = f"  {f'step {self.step}':<10}{level:<8}{self.check:<{NAME_WIDTH}}"
         return "\n".join([first + words[0], *(indent + one for one in words[1:])])
@@ -89,6 +95,9 @@ class Finding:
             "found": self.found,
             "advice": self.advice,
             "numbers": dict(self.numbers),
+            "metrics": list(self.metrics),
+            "worst": self.worst
+            and {"level": str(self.worst.level), "step": self.worst.step, "found": self.worst.found},
         }
 
 

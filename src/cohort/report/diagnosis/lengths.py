@@ -59,7 +59,7 @@ def length_drift(case: Case) -> Verdict | None:
     if before is None or after is None or abs(certainty) < CERTAIN or min(before, after) <= 0:
         return None
     factor, limit = after / before, case.limits.length_change
-    if 1 / limit < factor < limit or case.risen():
+    if 1 / limit < factor < limit or case.risen("length/mean"):
         return None
     correlation = case.mean("advantage/length_correlation") or 0.0
     reward = case.mean("reward/mean", RECENT)

@@ -48,7 +48,7 @@ def entropy_collapse(case: Case) -> Verdict | None:
 def entropy_explosion(case: Case) -> Verdict | None:
     """Entropy that has risen far without a gain in reward."""
     before, after, certainty = case.since_start("entropy", 5)
-    if before is None or after is None or certainty < CERTAIN or case.risen():
+    if before is None or after is None or certainty < CERTAIN or case.risen("entropy"):
         return None
     limit = case.limits.entropy_rise
     if after < before * limit or after - before < MIN_RISE:
@@ -60,6 +60,21 @@ def entropy_explosion(case: Case) -> Verdict | None:
         "lower optim.learning_rate or the entropy bonus; set objective.beta above 0; check that wrong completions do "
         "not outweigh right ones (length/mean_negative, objective.sign_weights)",
         {"entropy_before": before, "entropy": after},
+    )
+
+
+def reward_falls(case: Case) -> Verdict | None:
+    """A reward that is well below what it was."""
+    best, now = case.best, case.mean("reward/mean", RECENT)
+    if best is None or now is None or not case.fallen(case.limits.reward_fall):
+        return None
+    high, step = mean(best.rewards) or 0.0, best.step
+    return Verdict(
+        Level.ALARM,
+        f"the mean reward fell from {high:.2f} (the {RECENT} steps up to step {step}) to {now:.2f} (the last {RECENT})",
+        f"start again from a checkpoint of about step {step} (RUN/checkpoints/step-{step} as model.path) with a lower "
+        "optim.learning_rate, or objective.beta above 0. If the later prompts are harder, compare evaluations instead",
+        {"reward_best": high, "best_step": step, "reward": now},
     )
 
 
@@ -121,7 +136,7 @@ def learning_rate_low(case: Case) -> Verdict | None:
 def stale_logps(case: Case) -> Verdict | None:
     """Ratios of exactly 1 where the policy has moved between the updates of a rollout."""
     steps = case.recent(STALE_STEPS)
-    if len(steps) < STALE_STEPS or case.facts.updates < 2:
+    if len(steps) < STALE_STEPS or case.facts.updates < 2 or case.facts.objective.ratio_anchor == "self":
         return None
     for one in steps:
         ends = [number(one, f"ratio/log_{end}") for end in ("min", "max")]

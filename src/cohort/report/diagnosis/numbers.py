@@ -54,10 +54,11 @@ def differs(before: Sequence[float], after: Sequence[float]) -> float:
     if len(before) < 2 or len(after) < 2:
         return 0.0
     difference = math.fsum(after) / len(after) - math.fsum(before) / len(before)
-    error = math.sqrt(_variance(before) / len(before) + _variance(after) / len(after))
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
     return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
 
 
-def _variance(values: Sequence[float]) -> float:
+def variance(values: Sequence[float]) -> float:
+    """Divided by n - 1."""
     centre = math.fsum(values) / len(values)
     return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)

@@ -37,7 +37,7 @@ def unscored(case: Case) -> Verdict | None:
 
 
 def all_right(case: Case) -> Verdict | None:
-    """Groups in which every completion has the highest reward."""
+    """Groups in which every completion is right: rewards are 0 or 1, and these are 1."""
     if _cause(case) != "right":
         return None
     dead, reward = case.share("groups/dead_share")[0], case.mean("reward/mean", RECENT)
@@ -67,7 +67,9 @@ def all_wrong(case: Case) -> Verdict | None:
         return None
     return _dead(
         case,
-        "nearly all of them because no completion is right",
+        "nearly all of them because no completion is right"
+        if case.binary
+        else f"nearly all of them near the lowest of the run so far ({case.lowest:.2g})",
         "ease the prompts, warm up (fine-tune on solutions first), reward partial success, or raise "
         "rollout.num_generations; 'cohort doctor' tries the reward functions on right answers",
     )
@@ -86,14 +88,29 @@ def identical(case: Case) -> Verdict | None:
 
 
 def dead_groups(case: Case) -> Verdict | None:
-    """Groups of equal rewards without one main cause."""
-    if _cause(case) != "mixed":
+    """Groups of equal rewards without one main cause, or of rewards that may be good or bad."""
+    if (cause := _cause(case)) == "highest":
+        return _highest(case)
+    if cause != "mixed":
         return None
     return _dead(
         case,
         "and not mainly because all is right or all is wrong",
         "raise rollout.num_generations, choose prompts of middle difficulty, or set objective.group_filter to "
         "'dynamic_sampling'",
+    )
+
+
+def _highest(case: Case) -> Verdict:
+    """Equal rewards that are the highest known, which need not be the best possible."""
+    share, low, high = case.share("groups/dead_share")
+    return Verdict(
+        Level.WARNING,
+        f"{share:.0%} of groups have equal rewards, nearly all of them near the highest of the run so far "
+        f"({case.highest:.2g}), and teach nothing",
+        f"if {case.highest:.2g} is the best possible reward, take harder prompts, or stop; if not, no completion earns "
+        "more: ease the prompts, reward partial success, or raise rollout.num_generations",
+        {"dead_share": share, "dead_share_low": low, "dead_share_high": high, "reward": case.highest},
     )
 
 
@@ -173,8 +190,8 @@ def _cause(case: Case) -> str:
     if low <= case.limits.dead_groups or (case.facts.resamples and not _starved(case)):
         return ""
     right, wrong = case.ends_of_dead()
-    if right >= MAIN * dead:
-        return "right"
+    if right >= MAIN * dead or (not case.binary and case.highest == case.lowest):
+        return "right" if case.binary else "highest"
     if case.share("groups/identical_share")[0] >= MAIN * dead:
         return "identical"
     return "wrong" if wrong >= MAIN * dead else "mixed"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
-from cohort.report.diagnosis.case import RECENT, WINDOW, Case
+from cohort.report.diagnosis.case import RECENT, RISES, WINDOW, Case, Window
 from cohort.report.diagnosis.finding import Level, Verdict
-from cohort.report.diagnosis.numbers import mean, number, share_interval
+from cohort.report.diagnosis.numbers import differs, mean, number, share_interval
 
 MANY_FAILED = 0.3
 GAP_STEPS = 5
@@ -16,6 +18,8 @@ WORSE = 4.0
 alarm. With older weights in the sampler (``rollout.lag``), a gap of this factor is no bug."""
 BIAS, CERTAIN = 0.02, 4.0
 """How far, and how many standard errors, the mean ratio to the sampler has to be from 1."""
+CHANCE = 0.005
+"""Chance of an error of each two evaluations, over the number of evaluations."""
 DROPPED = 0.2
 """Share of tokens that mismatch rules drop."""
 
@@ -118,6 +122,8 @@ def _bias(case: Case) -> Verdict | None:
             "they compute other distributions"
             if replayed
             else f"sampling leaves out {1 - ratio:.0%} of the probability"
+            if ratio < 1
+            else "tokens are drawn from another distribution than the one that the update takes"
         ),
         "compare temperature and sampling settings of both" if replayed else "set rollout.replay_sampling to true",
         {"mean_ratio": ratio},
@@ -151,32 +157,59 @@ def sampling_errors(case: Case) -> Verdict | None:
 
 
 def evaluation_falls(case: Case) -> Verdict | None:
-    """A reward in training that does not fall while the evaluation does."""
-    if len(case.evaluations) < 2:
+    """Evaluations below an earlier one although the reward in training has not fallen."""
+    if len(case.evaluations) < 3:
         return None
-    step, reward, latest = case.evaluations[-1]
+    now, latest = case.evaluations[-1]
     for key in [key for key in latest if key.startswith("eval/") and key.endswith("reward/mean")]:
-        ends = [(number(one[2], f"{key[:-4]}low"), one) for one in case.evaluations]
-        low, best = max(
-            ((low, one) for low, one in ends if low is not None), key=lambda end: end[0], default=(None, None)
-        )
-        high = number(latest, f"{key[:-4]}high")
-        if low is None or best is None or high is None or high >= low or reward is None:
+        known = [(when, one) for when, line in case.evaluations if (one := _estimate(case, line, key)) is not None]
+        if len(known) < 3 or known[-1][0] is not now:
             continue
-        start = mean(case.start("reward/mean")) if best[1] is None else best[1]
-        if start is None or reward < start:
+        best, (high, error) = max(known[:-2], key=lambda one: one[1][0])
+        # Each two of them may be compared: the chance of an error is that of all comparisons together.
+        certain = NormalDist().inv_cdf(1 - CHANCE / len(known))
+        if any(high - value <= certain * math.hypot(error, own) for _, (value, own) in known[-2:]):
+            continue
+        before = best.rewards or case.start("reward/mean")
+        difference = differs(before, now.rewards)
+        if difference < -RISES or not before or not now.rewards:
             continue  # training falls as well: another illness
-        before, now = number(best[2], key) or 0.0, number(latest, key) or 0.0
-        return Verdict(
-            Level.ALARM,
-            f"the training reward went from {start:.2f} to {reward:.2f} while {key} fell from {before:.2f} "
-            f"(step {best[0]}) to {now:.2f} (step {step}), beyond both intervals: the policy games "
-            "the reward, or overfits the prompts",
-            f"keep the model of step {best[0]} (eval.metric_for_best_model); read completions of both steps; use more "
-            "prompts, or a KL (objective.beta)",
-            {"before": before, "now": now, "best_step": best[0], "reward_before": start, "reward": reward},
-        )
+        return _falls(key, best, now, (high, known[-1][1][0]), (mean(before), mean(now.rewards)), difference > RISES)
     return None
+
+
+def _falls(
+    key: str,
+    best: Window,
+    now: Window,
+    evaluated: tuple[float, float],
+    rewards: tuple[float | None, float | None],
+    risen: bool,
+) -> Verdict:
+    trained = f"rose from {rewards[0]:.2f} to" if risen else "did not fall, and is"
+    cause = ": the policy games the reward, or overfits the prompts" if risen else ""
+    return Verdict(
+        Level.ALARM if risen else Level.WARNING,
+        f"{key} fell from {evaluated[0]:.2f} (step {best.step}) to {evaluated[1]:.2f} (step {now.step}), beyond chance "
+        f"in two evaluations, while the training reward {trained} {rewards[1]:.2f}{cause}",
+        f"keep the model of step {best.step} (eval.metric_for_best_model); read completions of both steps; use more "
+        "prompts, or a KL (objective.beta)",
+        {
+            "before": evaluated[0],
+            "now": evaluated[1],
+            "best_step": best.step,
+            "reward_before": rewards[0],
+            "reward": rewards[1],
+        },
+    )
+
+
+def _estimate(case: Case, line: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    """The mean of an evaluation and its standard error."""
+    value, low, high = (number(line, f"{key[:-4]}{end}") for end in ("mean", "low", "high"))
+    if value is None or low is None or high is None or high < low:
+        return None
+    return value, (high - low) / 2 / NormalDist().inv_cdf(0.5 + case.facts.confidence / 2)
 
 
 def _functions(metrics: Mapping[str, Any]) -> list[str]:

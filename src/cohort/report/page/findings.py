@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from cohort.report.diagnosis import Finding, diagnose, health_line
+from cohort.report.diagnosis import Diagnosis, Finding, diagnose, health_line
 from cohort.report.history import RunHistory
 
 MAX_FINDINGS = 300
@@ -20,7 +21,8 @@ def found_in(history: RunHistory) -> list[Finding]:
 def verdict(history: RunHistory, findings: Sequence[Finding]) -> str:
     """The health of the last step in one line; empty before the first step."""
     steps = [line for line in history.metrics if line["step"] > 0]
-    return health_line(steps[-1], findings) if steps else ""
+    compared = Diagnosis(history.settings).groups_compared
+    return health_line(steps[-1], findings, groups_compared=compared) if steps else ""
 
 
 def listed(findings: Sequence[Finding]) -> list[dict[str, str]]:
@@ -49,17 +51,13 @@ def timeline(history: RunHistory, findings: Sequence[Finding]) -> dict[str, Any]
 
 
 def marks(history: RunHistory, findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Where findings begin, and the metrics on whose curves that is marked: those that the finding's numbers name."""
+    """Where findings begin, and the metrics on whose curves that is marked: those that the finding is about."""
     keys = history.keys()
     found = []
     for one in findings:
-        named = [key for key in keys if any(_is_of(key, name) for name in one.numbers)]
+        named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in one.metrics)]
         found.append({"step": one.begin, "level": str(one.level), "check": one.check, "keys": named})
     return found
-
-
-def _is_of(key: str, name: str) -> bool:
-    return key in (name, f"{name}/mean") or key.endswith(f"/{name}")
 
 
 def begins(findings: Sequence[Finding]) -> dict[int, str]:

@@ -67,7 +67,7 @@ def figures(history: RunHistory) -> list[tuple[str, str, str]]:
     if seconds := history.series("seconds/step")[1]:
         found.append(("Training time", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} per step"))
     if tokens := history.series("tokens")[1]:
-        found.append(("Tokens trained on", f"{int(sum(tokens)):,}", ""))
+        found.append(("Tokens in updates", f"{int(sum(tokens)):,}", "once per update that used them"))
     settings = history.flat_settings()
     if path := settings.get("model.path"):
         found.append(("Model", Path(str(path)).name[:80], ""))

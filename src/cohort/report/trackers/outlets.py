@@ -133,7 +133,7 @@ class _Wandb(_Accelerated):
 
     def say(self, finding: Finding, *, live: bool) -> None:
         self.tracker.run.summary[f"findings/{finding.check}"] = _words(finding)
-        if live and finding.stands and finding.level is not Level.NOTE:
+        if live and finding.stands and finding.level is not Level.NOTE and finding.worst is None:  # it is not milder
             from wandb import AlertLevel
 
             level = AlertLevel.ERROR if finding.level is Level.ALARM else AlertLevel.WARN

@@ -1,0 +1,116 @@
+"""The course of a run, from made-up metrics: rewards that fall, findings that get milder, causes that hide."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from cohort.report.diagnosis import Diagnosis, Level, health_line
+
+STEP = {"updates": 1, "updates_skipped": 0, "groups/sampled": 32, "groups/dead_share": 0.2}
+DEAD = {"updates": 1, "updates_skipped": 1, "groups/sampled": 32, "groups/dead_share": 1.0, "reward/std": 0.0}
+
+
+def fed(lines, **settings):
+    diagnosis = Diagnosis(settings)
+    for step, line in enumerate(lines, 1):
+        diagnosis.step({"step": step, **line})
+    return diagnosis
+
+
+def ill(diagnosis):
+    return {one.check: str(one.level) for one in diagnosis.standing if one.level is not Level.NOTE}
+
+
+def course(*knots, steps=40, key="reward/mean", noise=0.02):
+    """Numbers that go from knot to knot in as many steps."""
+    random = Random(0)
+    pairs = [(a, b, n) for a, b in pairwise(knots) for n in range(steps)]
+    return [{key: a + (b - a) * n / steps + random.gauss(0, noise)} for a, b, n in pairs]
+
+
+def test_a_run_that_learns_and_collapses_is_unhealthy():
+    rewards, entropy = course(0.2, 0.7, 0.26), course(0.5, 0.5, 5.0, key="entropy")
+    lengths = course(100, 100, 400, key="length/mean")
+    lines = [{**STEP, **a, **b, **c} for a, b, c in zip(rewards, entropy, lengths, strict=True)]
+    diagnosis = fed(lines)
+    assert ill(diagnosis) == {"reward_falls": "alarm", "entropy_explosion": "alarm", "length_drift": "warning"}
+    (fall,) = [one for one in diagnosis.findings if one.check == "reward_falls"]
+    assert 40 <= fall.numbers["best_step"] <= 50
+    assert fall.begin < 75
+    assert ill(fed([STEP | line for line in rewards])) == {"reward_falls": "alarm"}
+    assert ill(fed([STEP | line for line in course(0.7, 0.2)])) == {"reward_falls": "alarm"}
+    assert ill(fed(lines[:40])) == {}
+
+
+def test_a_reward_that_no_longer_rises_excuses_no_drift():
+    lines = zip(course(0.2, 0.7, 0.7), course(100, 100, 300, key="length/mean"), strict=True)
+    assert ill(fed([{**STEP, **a, **b} for a, b in lines])) == {"length_drift": "warning"}
+
+
+def test_a_plateau_is_no_fall():
+    random = Random(1)
+    rewards = [sum(random.random() < 0.5 for _ in range(32)) / 32 for _ in range(400)]
+    assert fed([STEP | {"reward/mean": reward} for reward in rewards]).findings == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "check", "words"),
+    [
+        ([0.1] * 12, "dead_groups", "0.1 is the best possible reward"),
+        ([-0.02, -0.01, 0.0, 0.0] + [0.0] * 12, "dead_groups", "0 is the best possible reward"),
+        ([1.0] * 12, "all_right", "harder prompts"),
+        ([0.0] * 12, "all_wrong", "ease the prompts"),
+    ],
+)
+def test_what_equal_rewards_mean(rewards, check, words):
+    diagnosis = fed([DEAD | {"reward/mean": reward} for reward in rewards])
+    (finding,) = [one for one in diagnosis.findings if one.check in ("all_right", "all_wrong", "dead_groups")]
+    assert finding.check == check
+    assert words in finding.advice
+    assert ("right" in finding.found) == (check != "dead_groups")
+
+
+def test_a_finding_gets_milder():
+    lines = [STEP | {"length/cut_share": 0.97}] * 29 + [STEP | {"length/cut_share": 0.45}] * 170
+    diagnosis = fed(lines)
+    (finding,) = diagnosis.findings
+    assert (finding.level, finding.begin, finding.numbers["cut_share"]) == (Level.WARNING, 5, pytest.approx(0.45))
+    assert finding.worst is not None
+    assert finding.worst.level is Level.ALARM
+    assert "(worst: alarm at step " in finding.show()
+    assert health_line(lines[-1], diagnosis.findings).startswith("warning (truncation)")
+    again = fed([*lines, *[STEP | {"length/cut_share": 0.97}] * 20]).findings[0]
+    assert (again.level, again.worst) == (Level.ALARM, None)
+
+
+def test_a_consequence_waits_while_its_cause_is_ill():
+    fast = [STEP | {"kl/k3": 0.2 * step, "update_kl": 0.001} for step in range(12)]
+    hidden = [STEP | {"kl/k3": 2.4, "update_kl": 0.1}] * 20
+    diagnosis = fed(fast + hidden)
+    assert ill(diagnosis) == {"kl_fast": "warning", "learning_rate_high": "warning"}
+    assert ill(fed(fast + hidden + [STEP | {"kl/k3": 2.4, "update_kl": 0.001}] * 20)) == {}
+
+
+def test_the_health_line_without_a_comparison_of_groups_and_before_a_verdict():
+    same = STEP | {"groups/dead_share": 1.0}
+    diagnosis = fed([same] * 8, objective={"preset": "reinforce_pp"})
+    assert health_line({"step": 8} | same, diagnosis.findings, groups_compared=diagnosis.groups_compared) == "healthy"
+    assert health_line({"step": 1} | DEAD) == "no verdict before step 5: 0% of groups teach"
+
+
+def test_ratios_of_1_by_definition_are_not_stale():
+    line = STEP | {"updates": 4, "ratio/log_min": 0.0, "ratio/log_max": 0.0, "update_kl": 1e-3}
+    several = {"num_iterations": 2, "minibatches": 2}
+    assert ill(fed([line] * 6, objective=several)) == {"stale_logps": "alarm"}
+    own = several | {"ratio_anchor": "self", "trust_region": "none"}
+    assert ill(fed([line] * 6, objective=own)) == {}
+
+
+def test_evaluations_of_a_plateau_are_not_called_a_fall():
+    random, lines = Random(2), []
+    for step in range(50):
+        share = sum(random.random() < 0.5 for _ in range(200)) / 200
+        evaluated = {"eval/reward/mean": share, "eval/reward/low": share - 0.07, "eval/reward/high": share + 0.07}
+        lines.append(STEP | {"reward/mean": 0.5 + 0.001 * step} | evaluated)
+    assert fed(lines).findings == []
