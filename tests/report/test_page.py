@@ -24,7 +24,7 @@ from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.render import CONTROL, script_json
 from cohort.report.page.sample import choose_completions, choose_steps, rank_groups
-from cohort.report.page.sections import duration, evaluations, run_state, settings_table, timing
+from cohort.report.page.sections import evaluations, run_state, settings_table, timing
 from cohort.report.page.tokens import read_vocabulary
 from tests.report.made_runs import WORDS, completions, make_run, metrics
 
@@ -459,11 +459,4 @@ def test_evaluations_of_the_summary(tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [duration(one) for one in (0.1234, 59.0, 150.0, 9000.0, 200000.0)] == [
-        "0.123 s",
-        "59 s",
-        "2.5 min",
-        "2.5 h",
-        "2.3 d",
-    ]
     assert clipped("abcdef", 4) == "ab\n[2 characters left out of this page]\nef"
