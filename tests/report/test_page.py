@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ import pytest
 
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
+from cohort.report.diagnosis import Finding, Level
+from cohort.report.diagnosis.checks import CHECKS
 from cohort.report.history import RunHistory
-from cohort.report.page import sections, write_report
+from cohort.report.page import findings, sections, write_report
 from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.render import CONTROL, script_json
 from cohort.report.page.sample import choose_completions, choose_steps, rank_groups
-from cohort.report.page.sections import duration, evaluations, run_state, settings_table, timing
+from cohort.report.page.sections import evaluations, run_state, settings_table, timing
 from cohort.report.page.tokens import read_vocabulary
 from tests.report.made_runs import WORDS, completions, make_run, metrics
 
@@ -89,6 +92,7 @@ def test_numbers_and_tokens_of_a_run_are_in_its_page(tmp_path: Path) -> None:
     assert "kl/k3" not in data["run"]["values"], "a metric without any number is no curve"
     assert data["microscope"]["steps"] == [{"step": 1, "why": "first"}, {"step": 40, "why": "last"}]
     assert data["microscope"]["completions"]["clipped"] == [1, 0, 0, 0] * 2
+    assert data["microscope"]["completions"]["number"] == [1, 2, 3, 4] * 2
     (header, arrays), _ = blocks_of(page)
     first = header["completions"][0]
     assert (first["reward"], first["drawn"], first["finish"]) == (1.0, 7, "eos")
@@ -371,6 +375,25 @@ def test_packing_keeps_sixteen_bits() -> None:
     assert header["a"] == "é"
 
 
+def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -> None:
+    line = {"step": 1, "reward/mean": 0.5, "kl/k3": 0.1, "tokens/clipped_low_share": 0.1, "length/cut_share": 0.2}
+    line |= {"eval/x/reward/mean": 0.5, f"eval/{'y' * 300}/reward/mean": 0.5}
+    history = RunHistory.read(make_run(tmp_path / "run", lines=[line], stored={}, tokenizer=False))
+    checks = {check.name: check.metrics for check in CHECKS}
+    names = ("kl_fast", "clipped", "end_token", "evaluation_falls")
+    found = [Finding(name, Level.NOTE, 4, "better", begin=2, metrics=checks[name]) for name in names]
+    found[0] = replace(found[0], worst=Finding("kl_fast", Level.ALARM, 3, "it was bad"))
+    marked = findings.marks(history, found)
+    assert [one["keys"] for one in marked] == [
+        ["kl/k3"],
+        ["tokens/clipped_low_share"],
+        ["length/cut_share"],
+        ["reward/mean", "eval/x/reward/mean"],
+    ]
+    assert [(one["step"], one["level"]) for one in marked[:2]] == [(2, "alarm"), (2, "note")]
+    assert [one["worst"] for one in findings.listed(found)][:2] == ["Worst, alarm at step 3: it was bad", ""]
+
+
 def seeds(folder: Path) -> list[Path]:
     """Two settings with three seeds each; the second has less reward."""
     found = []
@@ -397,7 +420,10 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert first["label"] == "learning_rate 1e-05"
     assert first["updates"]["x"] == list(range(1, 41))
     assert (first["step"]["y"][20] - second["step"]["y"][20]) == pytest.approx(0.099, abs=1e-6)  # 7 digits kept
-    assert "95% interval of the mean over 3 seeds" in charts["Reward"]["about"]
+    assert charts["Reward"]["about"] == (
+        "reward/mean. Lines: local linear fits over 5 points. Band: 95% interval of the mean over 3 seeds."
+    )
+    assert "Of many comparisons, some find a difference by chance" in text
     assert charts["Evaluation: reward"]["curves"][0]["step"]["x"] == [10, 20, 30, 40]
 
 
@@ -433,11 +459,4 @@ def test_evaluations_of_the_summary(tmp_path: Path) -> None:
 
 
 def test_words() -> None:
-    assert [duration(one) for one in (0.1234, 59.0, 150.0, 9000.0, 200000.0)] == [
-        "0.123 s",
-        "59 s",
-        "2.5 min",
-        "2.5 h",
-        "2.3 d",
-    ]
     assert clipped("abcdef", 4) == "ab\n[2 characters left out of this page]\nef"

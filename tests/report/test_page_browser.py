@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -11,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cohort.report.page import write_report
+from cohort.report.series import loess
 from tests.report.made_runs import completions, make_run
 from tests.report.test_page import seeds
 
@@ -100,6 +103,22 @@ def test_curves_are_drawn(page: Any) -> None:
     js(page, "(byId('key').value = 'kl/k1', byId('add').click())")
     wait(lambda: js(page, "document.querySelectorAll('#chosen canvas').length") == 1)
     assert js(page, "document.querySelector('#chosen .values').textContent") == "last 0.001"
+
+
+def test_the_fit_is_that_of_python(page: Any) -> None:
+    values = [math.sin(at / 3) + 0.3 * math.cos(7 * at) for at in range(24)]
+    drawn = [*values[:5], None, *values[5:]]
+    for width in (7, 99):
+        fit, half = loess(np.array(values), width)
+        found = js(page, f"runningFit({json.dumps(drawn)}, {width})")
+        assert found["mean"].pop(5) is found["low"].pop(5) is None
+        assert found["mean"] == pytest.approx(fit.tolist(), abs=1e-9)
+        assert found["low"] == pytest.approx((fit - half).tolist(), abs=2e-3)  # the quantile of t is approximate
+
+
+def test_zeros_of_a_logarithmic_chart_are_counted(page: Any) -> None:
+    assert js(page, "notDrawn([1, 0, 0, -2, null])") == ", 0 in 2 points, below 0 in 1 point (not drawn)"
+    assert js(page, "notDrawn([1, null])") is None
 
 
 def test_the_microscope_shows_steps_groups_and_tokens(page: Any) -> None:
@@ -229,7 +248,11 @@ def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path) -> None:
-    long = completions(texts=["the " * 30_000], token_ids=[[2] * 29_999 + [0]])
+    long = completions(texts=["the " * 30_000], token_ids=[[2] * 29_999 + [0]], sampler_logps=[[math.nan] * 30_000])
+    given = [at in range(10_000, 10_010) or at in range(25_000, 25_010) for at in range(30_000)]
+    long |= {name: [[one for one, skip in zip(values[0], given, strict=True) if not skip]] for name, values in long.items()
+        if isinstance(values[0], list) and name != "token_ids"}  # fmt: skip
+    long |= {"drawn": [[not one for one in given]], "turn_lengths": [[10_000, 14_990, 4990]]}
     target = write_report([make_run(tmp_path / "run", lines=[], stored={1: long})])
     browser.get_log("browser")
     browser.get(target.as_uri())
@@ -239,6 +262,14 @@ def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path)
     js(browser, "(() => { const box = document.querySelector('.card .tokens'); box.scrollTop = box.scrollHeight; })()")
     wait(lambda: js(browser, "document.querySelectorAll('.t').length") == 8000)
     assert js(browser, "document.querySelector('.card header').textContent").startswith("#1reward 1")
+    turns = "(({ header, completion }) => [...turnStarts(header, completion)])(document.querySelector('.card .tokens'))"
+    answer, drawn = "answer, not drawn by the policy", "drawn by the policy"
+    assert js(browser, turns) == [
+        *([0, f"turn 1, {drawn}"], [10_000, answer], [10_010, f"turn 2, {drawn}"]),
+        [16_000, f"turn 3, {drawn}, goes on"],  # token 26,000: the first after the gap
+    ]
+    js(browser, "(byId('quantity').value = 'entropy', byId('quantity').dispatchEvent(new Event('change')))")
+    wait(lambda: js(browser, "document.querySelectorAll('.card .p6').length") > 0)  # without numbers of the sampler
     assert browser.get_log("browser") == []
 
 

@@ -18,10 +18,12 @@ ROWS = 8
 def sentence(result: Mapping[str, Any]) -> str:
     """The result in one sentence."""
     tokens, gradient, name = result["tokens"], result["gradient"], result["objective"]["replay"]
+    if not gradient["norm_run"] and not gradient["norm_replay"]:
+        return "The step taught nothing, under either objective: the gradient is 0. Choose another with --step"
     if result["identical"]:
         return f"Under {name} nothing changes: all {tokens['total']:,} coefficients are equal, bit for bit"
     if not gradient["norm_run"] or not gradient["norm_replay"]:
-        which = name if gradient["norm_run"] else result["objective"]["run"] if gradient["norm_replay"] else "either"
+        which = name if gradient["norm_run"] else result["objective"]["run"]
         return f"Under {which} the gradient of this step is 0; there is nothing to compare it with"
     ratio, angle = f"{gradient['ratio']:.3g}", cosine(gradient["cosine"])
     return (
@@ -67,7 +69,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     if len(result["causes"]) > 1 or not result["identical"]:
         console.print(_causes(result["causes"]))
     if not result["identical"] and result["strongest"]:
-        console.print(_strongest(result["strongest"]))
+        console.print(_strongest(result["strongest"], result["tokens"]["factor"]))
     if result["completions"]:
         console.print(_completions(result["completions"]))
 
@@ -102,8 +104,9 @@ def _causes(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _strongest(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("\ntokens that change most", "row", "place", "after", "token", "change", "run's c", "replay's c")
+def _strongest(rows: Sequence[Mapping[str, Any]], factor: float) -> Table:
+    title = f"\ntokens that change most, once the replay's c is divided by the common factor {factor:.3g}"
+    table = _table(title, "row", "place", "after", "token", "change", "run's c", "replay's c")
     for row in rows[:ROWS]:
         text = f"#{row['token_id']}" if row["text"] is None else plain(row["text"])
         numbers = f"{row['coefficient_run']:.2e}", f"{row['coefficient_replay']:.2e}"

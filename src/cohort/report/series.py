@@ -37,6 +37,9 @@ MAX_TIME = 2.5e11
 """Times are before the year 9892; calendars end in 9999."""
 MAX_WINDOW = 2001
 """Points of a local fit."""
+MAX_PROMPTS = 1e6
+"""Prompts of a step; with more, the interval is as if there were so many."""
+Z = NormalDist().inv_cdf(0.975)
 GRID = 200
 """Points of a mean over runs whose points lie at different places."""
 NOT_OF_A_GROUP = ("run.", "report.", "parallel.", "vllm.", "eval.eval_steps", "eval.eval_on_start", "reward.workers",
@@ -244,9 +247,10 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
     """The 95% interval of a metric in one step, and what it is; None where the step's metrics do not tell.
 
     An evaluation's mean has the logged interval over its prompts. A metric with a standard error ``KEY_se`` has ``value
-    +- 1.96 se``. ``reward/mean`` has one over the step's P prompts: the variance of a prompt's mean reward is at most
-    ``reward/std^2 - reward/within_group_std^2``, and the standard error of the mean its root over P. It is slightly too
-    wide, because the root mean square within groups is above the mean that is logged.
+    +- 1.96 se``: that error takes the tokens as independent, and is too small where the tokens of a completion go
+    together. ``reward/mean`` has ``value +- t_{P-1} s`` over the step's P prompts: ``reward/std^2 -
+    reward/within_group_std^2`` is at least the variance of the prompts' mean rewards, and s its root over P - 1. It is
+    slightly too wide, because the root mean square within groups is above the mean that is logged.
     """
     value = line.get(key)
     low, high = (line.get(key.removesuffix("/mean") + name) for name in ("/low", "/high"))
@@ -254,17 +258,22 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
         return None
     if key.endswith("/mean") and low is not None and high is not None:
         return low, high, "confidence interval over the evaluation's prompts"
-    error, words = line.get(f"{key}_se"), "95% interval over the step's tokens"
+    error, words, quantile = line.get(f"{key}_se"), "95% interval over the step's tokens, as if independent", Z
     if key == "reward/mean":
         spread, within, prompts = (
             line.get(name) for name in ("reward/std", "reward/within_group_std", "groups/sampled")
         )
         if spread is None or within is None or prompts is None or prompts < 2:
             return None
-        error = math.sqrt(max(0.0, spread**2 - within**2) / prompts)
+        degrees = int(min(prompts, MAX_PROMPTS)) - 1
+        error, quantile = math.sqrt(max(0.0, spread**2 - within**2) / degrees), _t(degrees)
         words = "95% interval over the step's prompts"
-    z = NormalDist().inv_cdf(0.975)
-    return None if error is None else (value - z * error, value + z * error, words)
+    return None if error is None else (value - quantile * error, value + quantile * error, words)
+
+
+@lru_cache(maxsize=256)
+def _t(degrees: int) -> float:
+    return t_quantile(0.975, degrees)
 
 
 def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:

@@ -26,13 +26,13 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the two largest units that it has.
+    """A time in the two largest units that it has, or in seconds with two digits.
 
     >>> duration(0.34), duration(7.4), duration(87), duration(3 * 3600 + 120), duration(200_000)
-    ('0.3 s', '7 s', '1:27 min', '3:02 h', '2 d 7 h')
+    ('0.34 s', '7.4 s', '1:27 min', '3:02 h', '2 d 7 h')
     """
-    if 0 < seconds < 0.95:
-        return f"{seconds:.1f} s"
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -71,25 +71,26 @@ def _charts(groups: Sequence[Group], histories: Sequence[RunHistory]) -> list[di
     wanted = [*evaluated, plain[0], *functions, *plain[1:]] if plain else [*evaluated, *functions]
     found = []
     for chart in wanted[:MAX_CHARTS]:
-        curves, band = _curves(groups, chart)
+        curves, lines = _curves(groups, chart)
         if curves:
-            about = chart.keys[0] + (f". Band: {band}." if band else "")
+            about = f"{chart.keys[0]}. {lines}".rstrip()
             found.append({"title": chart.title, "about": about, "log": chart.log, "curves": curves})
     return found
 
 
 def _curves(groups: Sequence[Group], chart: Chart) -> tuple[list[dict[str, Any]], str]:
-    """The curve of each group on every axis, and what the band is."""
+    """The curve of each group on every axis, and what lines and bands are, in words."""
     key = chart.keys[0]
     points = max(len(run.series(key)[0]) for group in groups for run in group.runs)
     window = window_for(points) if chart.smooth and not key.startswith("eval/") else 1
     found: dict[str, dict[str, Any]] = {}
-    band = ""
+    said = ""
     for axis in SHOWN_AXES:
         for mean, _ in means_of_groups(groups, key, axis, window):
             found.setdefault(mean.label, {"label": mean.label})[axis] = _points(mean)
-            band = band or mean.band
-    return list(found.values()), band
+            smoothed = f"Lines: local linear fits over {mean.window} points. " if mean.window > 1 else ""
+            said = said or smoothed + (f"Band: {mean.band}." if mean.band else "")
+    return list(found.values()), said
 
 
 def _points(curve: Curve) -> dict[str, Any]:

@@ -35,7 +35,12 @@ QUANTITIES = (
         "How much better the completion is than its group, as the update weighs it.",
     ),
     ("coefficient", "Coefficient", "diverging", "Weight of the token's score in the gradient, KL term included."),
-    ("ratio", "Ratio", "ratio", "Probability under the current policy over that under the old policy."),
+    (
+        "ratio",
+        "Ratio",
+        "ratio",
+        "Probability under the current policy over that under the policy of objective.ratio_anchor.",
+    ),
     ("kl", "KL to reference", "positive", "k3 estimate of KL(current || reference) at this token, in nats."),
     ("entropy", "Entropy", "positive", "Entropy of the policy's distribution at this token, in nats."),
     ("sampler_logps", "Log-prob: sampler", "negative", "Under the distribution that the token was drawn from."),
@@ -73,7 +78,8 @@ class Microscope:
     blocks: list[str] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     completions: dict[str, list[Any]] = field(default_factory=dict)
-    """Columns for the filters: block, place in it, reward, length, index of finish reason, clipped tokens."""
+    """Columns for the filters: block, place in it, number in the group, reward, length, index of finish reason, clipped
+    tokens."""
     finishes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the sample is and what could not be read, in words."""
@@ -119,8 +125,8 @@ class _Packed:
 
     group: Chosen
     block: str
-    rows: list[tuple[float | None, int, str, int]]
-    """Reward, length, finish reason and clipped tokens of each completion."""
+    rows: list[tuple[int, float | None, int, str, int]]
+    """Number in the group from 1, reward, length, finish reason and clipped tokens of each completion."""
 
 
 def _fitting(stored: StoredStep, vocabulary: Vocabulary | None, share: int, left: int) -> tuple[list[_Packed], int]:
@@ -183,7 +189,7 @@ def _pack_group(
         if len(kept) < len(rows)
         else [],
     }
-    summary = [(one["reward"], one["drawn"], one["finish"], one.pop("clipped")) for one in completions]
+    summary = [(one["number"], one["reward"], one["drawn"], one["finish"], one.pop("clipped")) for one in completions]
     return _Packed(group, pack(header, tokens.arrays()), summary)
 
 
@@ -321,7 +327,8 @@ CHOICE = (
 def _indexed(found: Sequence[tuple[Chosen, list[_Packed], int]], notes: list[str]) -> Microscope:
     """The sample with the columns that the filters use."""
     result = Microscope(
-        notes=notes, completions={name: [] for name in ("group", "at", "reward", "length", "finish", "clipped")}
+        notes=notes,
+        completions={name: [] for name in ("group", "at", "number", "reward", "length", "finish", "clipped")},
     )
     for step, packed, _ in found:
         result.steps.append({"step": step.number, "why": step.why})
@@ -329,10 +336,10 @@ def _indexed(found: Sequence[tuple[Chosen, list[_Packed], int]], notes: list[str
             block = len(result.blocks)
             result.blocks.append(one.block)
             result.groups.append({"step": step.number, "group": one.group.number, "why": one.group.why})
-            for at, (reward, length, finish, clipped_tokens) in enumerate(one.rows):
+            for at, (number, reward, length, finish, clipped_tokens) in enumerate(one.rows):
                 if finish not in result.finishes:
                     result.finishes.append(finish)
-                row = (block, at, reward, length, result.finishes.index(finish), clipped_tokens)
+                row = (block, at, number, reward, length, result.finishes.index(finish), clipped_tokens)
                 for column, value in zip(result.completions.values(), row, strict=True):
                     column.append(value)
     return result

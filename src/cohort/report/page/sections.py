@@ -19,16 +19,8 @@ from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
 from cohort.report.history import RunHistory, flat
 from cohort.report.page.blocks import MAX_KEY, short
+from cohort.report.words import PHASES, duration
 
-PHASES = ("generate", "reward", "rollout_wait", "logps", "update", "measure")
-PHASE_WORDS = {
-    "generate": "sampling",
-    "reward": "rewards",
-    "rollout_wait": "waiting for rollouts",
-    "logps": "old and reference log-probs",
-    "update": "updates",
-    "measure": "measuring update_kl",
-}
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
 MAX_VALUE = 2_000
 """Characters of a setting's value that are shown."""
@@ -75,7 +67,7 @@ def figures(history: RunHistory) -> list[tuple[str, str, str]]:
     if seconds := history.series("seconds/step")[1]:
         found.append(("Training time", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} per step"))
     if tokens := history.series("tokens")[1]:
-        found.append(("Tokens trained on", f"{int(sum(tokens)):,}", ""))
+        found.append(("Tokens in updates", f"{int(sum(tokens)):,}", "once per update that used them"))
     settings = history.flat_settings()
     if path := settings.get("model.path"):
         found.append(("Model", Path(str(path)).name[:80], ""))
@@ -107,14 +99,6 @@ def number(value: Any) -> str:
     if not isinstance(value, int | float):
         return "\N{EN DASH}"
     return (f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
-
-
-def duration(seconds: float) -> str:
-    """A time in words: "1.5 h", "3.2 min", "12 s"."""
-    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
 def settings_table(history: RunHistory) -> list[dict[str, Any]]:
@@ -218,7 +202,7 @@ def timing(history: RunHistory) -> dict[str, Any]:
         share = seconds / whole
         rows.append(
             {
-                "name": PHASE_WORDS[name],
+                "name": PHASES[name],
                 "total": duration(seconds),
                 "share": f"{share:.1%}",
                 "start": f"{100 * start:.3f}%",

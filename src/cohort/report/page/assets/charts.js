@@ -16,31 +16,47 @@ function colour(name) {
 const faint = (rgb, alpha) => rgb.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3)},${alpha})`);
 
 /**
- * A smooth curve without lag: at each point the least-squares line through the `width` points around it, at the ends
- * the line through the first or last points, with the 95% band of the line. As `cohort plot` computes it.
+ * A smooth curve without lag, and its 95% band: at each point the least-squares line through the `width` points around
+ * it, weighted by (1 - (d / D)^3)^3. The same as `series.loess` in Python, which says what is computed and why.
  */
 function runningFit(values, width) {
   const known = values.flatMap((value, i) => (value == null ? [] : [i])), y = known.map((i) => values[i]), count = y.length;
   const mean = values.map(() => null), low = [...mean], high = [...mean];
   width = Math.min(width, count % 2 ? count : count - 1);
   if (width < 3) return { mean: values, low: null, high: null };
-  const half = (width - 1) / 2, moment = half * (half + 1) * width / 3, t = student(width - 2), floor = Math.min(...y) >= 0 ? 0 : -Infinity;
-  let fitted = -1, centre, slope, variance;
+  const half = (width - 1) / 2, rows = fitWeights(width), fit = [], norms = [], squares = [], t = student(width - 2);
+  for (let i = 0; i < count; i++) {  // near the end, the rows of the beginning are reversed
+    const end = i > count - 1 - half, at = Math.min(i, count - 1 - i, half), { weights, norm } = rows[at];
+    const start = end ? count - width : Math.max(0, i - half);
+    let sum = 0;
+    for (let k = 0; k < width; k++) sum += weights[end ? width - 1 - k : k] * y[start + k];
+    fit.push(sum);
+    norms.push(norm);
+    squares.push((y[i] - sum) ** 2 / (1 - 2 * weights[at] + norm));
+  }
+  const sums = [0];
+  for (const square of squares) sums.push(sums.at(-1) + square);
   known.forEach((place, i) => {
     const start = Math.max(0, Math.min(count - width, i - half));
-    if (start !== fitted) {
-      const part = y.slice(start, start + width);
-      centre = part.reduce((sum, value) => sum + value, 0) / width;
-      slope = part.reduce((sum, value, at) => sum + (value - centre) * (at - half), 0) / moment;
-      variance = part.reduce((sum, value, at) => sum + (value - centre - slope * (at - half)) ** 2, 0) / (width - 2);
-      fitted = start;
-    }
-    const offset = i - start - half, reach = t * Math.sqrt(variance * (1 / width + offset ** 2 / moment));
-    mean[place] = Math.max(floor, centre + slope * offset);
-    low[place] = Math.max(floor, mean[place] - reach);
-    high[place] = mean[place] + reach;
+    const reach = t * Math.sqrt(Math.max(0, sums[start + width] - sums[start]) / width * norms[i]);
+    mean[place] = fit[i];
+    low[place] = fit[i] - reach;
+    high[place] = fit[i] + reach;
   });
   return { mean, low, high };
+}
+
+const fits = new Map();
+
+/** How the points of a window enter the line's value at its points from the first to the middle; kept by width. */
+function fitWeights(width) {
+  if (!fits.has(width)) fits.set(width, Array.from({ length: (width + 1) / 2 }, (_, at) => {
+    const tricube = Array.from({ length: width }, (_, k) => (1 - (Math.abs(k - at) / (width - at)) ** 3) ** 3);
+    const [s0, s1, s2] = [0, 1, 2].map((power) => tricube.reduce((sum, weight, k) => sum + weight * (k - at) ** power, 0));
+    const weights = tricube.map((weight, k) => weight * (s2 - s1 * (k - at)) / (s0 * s2 - s1 ** 2));
+    return { weights, norm: weights.reduce((sum, weight) => sum + weight ** 2, 0) };
+  }));
+  return fits.get(width);
 }
 
 /** The same on a logarithmic axis: the fit is that of the logarithms. */
@@ -146,7 +162,15 @@ function showValues({ spec, legend, x, lines }, index) {
   const where = index == null ? "last" : `${spec.axes[view.axis]} ${num(x[index])}`, several = lines.length > 1;
   legend.replaceChildren(el("span", {}, where), ...lines.map((line, i) => el("span", {},
     several ? el("i", { class: `f${(i % COLOURS.length) + 1}` }) : null, ...(several ? visible(line.label) : []), " ",
-    el("b", {}, num(at(line.values))), line.low && at(line.low) != null ? ` (${num(at(line.low), 3)} to ${num(at(line.high), 3)})` : null)));
+    el("b", {}, num(at(line.values))), line.low && at(line.low) != null ? ` (${num(at(line.low), 3)} to ${num(at(line.high), 3)})` : null,
+    spec.log ? notDrawn(line.values) : null)));
+}
+
+/** A logarithmic axis has no place for 0: in how many points a curve is not above it. */
+function notDrawn(values) {
+  const zeros = values.filter((value) => value === 0).length, below = values.filter((value) => value < 0).length;
+  const parts = [zeros && `0 in ${plural(zeros, "point")}`, below && `below 0 in ${plural(below, "point")}`].filter(Boolean);
+  return parts.length ? `, ${parts.join(", ")} (not drawn)` : null;
 }
 
 const tick = (value) => (Number.isInteger(value) && Math.abs(value) < 1e5 ? num(value) : num(value, 3));
@@ -258,7 +282,7 @@ function startCharts() {
   for (const place of document.querySelectorAll("[data-charts]"))
     for (const spec of DATA.charts.filter(({ section }) => section === place.dataset.charts)) addChart(place, chartOf(spec));
   const points = run.x.step.length, windows = [...new Set([1, 5, 11, 25, 51, 101, run.window])].filter((width) => width === 1 || width <= points);
-  fill(byId("smooth"), windows.sort((a, b) => a - b).map((width) => [String(width), width > 1 ? `${width} steps` : "none"]), String(run.window));
+  fill(byId("smooth"), windows.sort((a, b) => a - b).map((width) => [String(width), width > 1 ? `${width} points` : "none"]), String(run.window));
   byId("smooth").addEventListener("change", (event) => { view.smooth = Number(event.target.value); redraw(); });
   byId("keys").replaceChildren(...Object.keys(run.values).map((name) => el("option", { value: name })));
   const add = () => {

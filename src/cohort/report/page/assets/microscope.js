@@ -150,7 +150,7 @@ async function matching(wanted) {
     if (wanted.clipped && (all.clipped[i] > 0) !== (wanted.clipped === "yes")) continue;
     const text = (await group(all.group[i])).completions[all.at[i]].text;
     const where = wanted.text ? lower(text).indexOf(wanted.text) : 0;
-    if (where >= 0) found.push({ group: all.group[i], at: all.at[i], reward, length, finish: finishes[all.finish[i]], text, where });
+    if (where >= 0) found.push({ group: all.group[i], at: all.at[i], number: all.number[i], reward, length, finish: finishes[all.finish[i]], text, where });
   }
   return found;
 }
@@ -165,7 +165,7 @@ function showMatches(found, text) {
     const { step, group: name } = groups[one.group], from = Math.max(0, one.where - 30);
     const parts = text ? [one.text.slice(from, one.where), el("mark", {}, ...visible(one.text.slice(one.where, one.where + text.length))), one.text.slice(one.where + text.length, one.where + 160)] : [one.text.slice(0, 160)];
     return el("button", { type: "button", click: () => chooseGroup(one.group, one.at) },
-      el("span", {}, `step ${step}, group ${name}, #${one.at + 1}: reward ${num(one.reward)}, ${plural(one.length, "token")}, ${one.finish}`),
+      el("span", {}, `step ${step}, group ${name}, #${one.number}: reward ${num(one.reward)}, ${plural(one.length, "token")}, ${one.finish}`),
       el("span", { class: "snippet mono" }, ...parts.flatMap((part) => (typeof part === "string" ? visible(part.replaceAll("\n", "↵")) : [part]))));
   }));
   if (found?.length > LISTED) box.append(el("p", { class: "soft small" }, `The first ${LISTED} are listed.`));

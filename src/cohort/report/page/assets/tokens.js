@@ -90,8 +90,7 @@ const hasQuantity = (header, key) => (DERIVED[key]?.from || [key]).every((name) 
 
 /** How a value is coloured: -6..6, from the scale of its quantity over the group. */
 function scaleOf(header, { key, scale }) {
-  const centre = scale === "ratio" ? 1 : 0, found = [];
-  const count = header.arrays.sampler_logps?.length || 0;
+  const found = [], count = header.completions.at(-1)?.n[1] || 0;
   for (let n = 0; n < count; n++) {
     const value = quantity(header, key, n);
     if (Number.isFinite(value)) found.push(Math.abs(scale === "ratio" ? log(Math.max(value, 1e-9)) : value));
@@ -105,7 +104,7 @@ function scaleOf(header, { key, scale }) {
     return Math.sign(distance) * Math.min(6, Math.ceil(share * 6 - 0.5));
   };
   const ends = scale === "ratio" ? [Math.exp(-reach), Math.exp(reach)] : scale === "positive" ? [0, reach] : scale === "negative" ? [-reach, 0] : [-reach, reach];
-  return { level, ends, centre, known: found.length > 0 };
+  return { level, ends, known: found.length > 0 };
 }
 
 const shade = (level) => (level ? ` ${level < 0 ? "n" : "p"}${Math.abs(level)}` : "");
@@ -135,9 +134,9 @@ function renderTokens(box, header, completion, key, scale, size) {
     const part = document.createDocumentFragment();
     for (; next < Math.min(until, pieces.length); next++) {
       const piece = pieces[next];
-      if (turns.has(piece.first)) part.append(el("span", { class: "turn" }, turns.get(piece.first)));
       if (completion.gap && piece.first === completion.t[0] + completion.gap[0])
         part.append(el("span", { class: "turn" }, `${plural(completion.gap[1], "token")} left out of this page`));
+      if (turns.has(piece.first)) part.append(el("span", { class: "turn" }, turns.get(piece.first)));
       part.append(tokenElement(header, piece, key, scale));
     }
     more.before(part);
@@ -152,16 +151,27 @@ function renderTokens(box, header, completion, key, scale, size) {
 /** Where the turns of a trajectory begin, and where answers that the policy read begin. */
 function turnStarts(header, completion) {
   const starts = new Map(), flags = header.arrays.drawn, [from, to] = completion.t;
-  if (!flags || completion.gap) return starts;
+  if (!flags) return starts;
   let turn = 0, left = 0;
-  const lengths = completion.turns || [];
+  const lengths = completion.turns || [], resumed = completion.gap ? from + completion.gap[0] : -1;
+  const next = () => { do left = lengths[turn++] ?? Infinity; while (left <= 0); };
   for (let i = from; i < to; i++) {
-    if (!flags[i]) {
-      if (i > from && flags[i - 1]) starts.set(i, "answer, not drawn by the policy");
-    } else if (left-- === 0) {
-      left = (lengths[turn] ?? Infinity) - 1;
-      starts.set(i, `turn ${++turn}, drawn by the policy`);
+    if (i === resumed) {  // the tokens that are left out belong to turns, too
+      for (let skipped = completion.drawn - (completion.n[1] - completion.n[0]); skipped > 0;) {
+        if (!left) next();
+        const taken = Math.min(left, skipped);
+        left -= taken;
+        skipped -= taken;
+      }
     }
+    if (!flags[i]) {
+      if (i === resumed || (i > from && flags[i - 1])) starts.set(i, "answer, not drawn by the policy");
+    } else if (!left || i === resumed) {
+      const goes = left > 0;
+      if (!goes) next();
+      left--;
+      starts.set(i, `turn ${turn}, drawn by the policy${goes ? ", goes on" : ""}`);
+    } else left--;
   }
   return starts;
 }
