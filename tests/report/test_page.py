@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
+from cohort.report.diagnosis import Finding, Level
+from cohort.report.diagnosis.checks import CHECKS
 from cohort.report.history import RunHistory
-from cohort.report.page import sections, write_report
+from cohort.report.page import findings, sections, write_report
 from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.render import CONTROL, script_json
@@ -370,6 +373,25 @@ def test_packing_keeps_sixteen_bits() -> None:
     assert arrays["i"].tolist() == [-1, 2**31 - 1]
     assert arrays["b"].tolist() == [1, 0]
     assert header["a"] == "é"
+
+
+def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -> None:
+    line = {"step": 1, "reward/mean": 0.5, "kl/k3": 0.1, "tokens/clipped_low_share": 0.1, "length/cut_share": 0.2}
+    line |= {"eval/x/reward/mean": 0.5, f"eval/{'y' * 300}/reward/mean": 0.5}
+    history = RunHistory.read(make_run(tmp_path / "run", lines=[line], stored={}, tokenizer=False))
+    checks = {check.name: check.metrics for check in CHECKS}
+    names = ("kl_fast", "clipped", "end_token", "evaluation_falls")
+    found = [Finding(name, Level.NOTE, 4, "better", begin=2, metrics=checks[name]) for name in names]
+    found[0] = replace(found[0], worst=Finding("kl_fast", Level.ALARM, 3, "it was bad"))
+    marked = findings.marks(history, found)
+    assert [one["keys"] for one in marked] == [
+        ["kl/k3"],
+        ["tokens/clipped_low_share"],
+        ["length/cut_share"],
+        ["reward/mean", "eval/x/reward/mean"],
+    ]
+    assert [(one["step"], one["level"]) for one in marked[:2]] == [(2, "alarm"), (2, "note")]
+    assert [one["worst"] for one in findings.listed(found)][:2] == ["Worst, alarm at step 3: it was bad", ""]
 
 
 def seeds(folder: Path) -> list[Path]:

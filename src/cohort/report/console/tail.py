@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ class Tail:
         self._file = file
         self._position, self._mark, self._rest = 0, b"", b""
         self._identity: tuple[int, int] | None = None
-        self.num_damaged = 0
-        """Lines that are no metrics; they are left out."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
         """Whether the file has been replaced or cut, and the metrics of its new lines: all lines if it has. The lines
@@ -41,7 +40,7 @@ class Tail:
                 same = file.read(min(MARK, self._position)) == self._mark and status.st_size >= self._position
                 replaced = self._position > 0 and not (same and self._identity == (status.st_dev, status.st_ino))
                 if replaced:
-                    self._position, self._mark, self._rest, self.num_damaged = 0, b"", b"", 0
+                    self._position, self._mark, self._rest = 0, b"", b""
                     file.seek(0)
                 self._identity = status.st_dev, status.st_ino
                 return replaced, self._new_lines(file)
@@ -68,16 +67,13 @@ class Tail:
         return found
 
     def _metrics(self, line: bytes) -> dict[str, Any] | None:
-        """The numbers of a line; None if it has no step."""
-        try:
+        """The numbers of a line; None if it is damaged or has no step: such lines are left out."""
+        with suppress(*DAMAGE):
             if len(line) <= MAX_LINE:
                 metrics = json_object(line.decode())
                 step = metrics.get("step")
                 if type(step) is int and 0 <= step < MAX_STEP:
                     return {key: one for key, one in metrics.items() if type(one) in (int, float, type(None))}
-        except DAMAGE:
-            pass
-        self.num_damaged += 1
         return None
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from cohort.report.diagnosis import Diagnosis, Finding, diagnose, health_line
 from cohort.report.history import RunHistory
+from cohort.report.page.blocks import MAX_KEY
 
 MAX_FINDINGS = 300
 """Findings that are shown."""
+MAX_MARKED = 100
+"""Metrics on whose curves a finding is marked."""
 
 
 def found_in(history: RunHistory) -> list[Finding]:
@@ -28,7 +31,14 @@ def verdict(history: RunHistory, findings: Sequence[Finding]) -> str:
 def listed(findings: Sequence[Finding]) -> list[dict[str, str]]:
     """The findings for the template."""
     return [
-        {"level": str(one.level), "check": one.check, "when": _when(one), "found": one.found, "advice": one.advice}
+        {
+            "level": str(one.level),
+            "check": one.check,
+            "when": _when(one),
+            "found": one.found,
+            "worst": f"Worst, {one.worst.level} at step {one.worst.step:,}: {one.worst.found}" if one.worst else "",
+            "advice": one.advice,
+        }
         for one in findings
     ]
 
@@ -45,19 +55,24 @@ def timeline(history: RunHistory, findings: Sequence[Finding]) -> dict[str, Any]
     for one in findings:
         end = last if one.end is None else one.end - 1
         start, width = 100 * (one.begin - 1) / max(1, last), 100 * (end - one.begin + 1) / max(1, last)
-        bar = {"x": f"{start:.3f}%", "width": f"{max(width, 0.6):.3f}%", "level": str(one.level), "when": _when(one)}
+        bar = {"x": f"{start:.3f}%", "width": f"{max(width, 0.6):.3f}%", "level": _worst_level(one), "when": _when(one)}
         rows[names.index(one.check)]["bars"].append(bar)
     return {"rows": rows, "last": last}
 
 
 def marks(history: RunHistory, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Where findings begin, and the metrics on whose curves that is marked: those that the finding is about."""
-    keys = history.keys()
+    keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
     found = []
     for one in findings:
         named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in one.metrics)]
-        found.append({"step": one.begin, "level": str(one.level), "check": one.check, "keys": named})
+        mark = {"step": one.begin, "level": _worst_level(one), "check": one.check, "keys": named[:MAX_MARKED]}
+        found.append(mark)
     return found
+
+
+def _worst_level(finding: Finding) -> str:
+    return str((finding.worst or finding).level)
 
 
 def begins(findings: Sequence[Finding]) -> dict[int, str]:
