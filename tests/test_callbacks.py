@@ -43,6 +43,18 @@ def make(tokenizer, folder, *callbacks, **settings):
     return make_trainer(tokenizer, folder, callbacks=callbacks, **SMALL | {"max_steps": 2} | settings)
 
 
+EVALUATED = {"eval_rows": ROWS[:2], "eval_steps": 1, "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def straight(demo_tokenizer, tmp_path_factory):
+    """A run of two steps without callbacks, its folder, and the random generators after it."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    trainer = make(demo_tokenizer, folder, **EVALUATED, metric_for_best_model="eval/reward/mean")
+    trainer.train()
+    return trainer, folder, random_state()
+
+
 def raising(name, error=KeyError):
     """A callback whose method raises."""
 
@@ -52,17 +64,14 @@ def raising(name, error=KeyError):
     return type("Broken", (), {name: staticmethod(method)})()
 
 
-def test_what_each_event_tells(demo_tokenizer, tmp_path):
+def test_what_each_event_tells(demo_tokenizer, tmp_path, straight):
     """Two steps, evaluated and saved after each; the run is bit-equal to the one without callbacks."""
-    settings = {"eval_rows": ROWS[:2], "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "eval/reward/mean"}
-    plain, recorder = make(demo_tokenizer, tmp_path / "plain", **settings), Recorder()
-    plain.train()
-    state = random_state()
-    told = make(demo_tokenizer, tmp_path / "told", recorder, **settings)
+    recorder, (plain, plain_folder, state) = Recorder(), straight
+    told = make(demo_tokenizer, tmp_path / "told", recorder, **EVALUATED, metric_for_best_model="eval/reward/mean")
     told.train()
     assert random_state() == state
     assert same_parameters(plain, told)
-    assert untimed_metrics_of(tmp_path / "plain") == untimed_metrics_of(tmp_path / "told")
+    assert untimed_metrics_of(plain_folder) == untimed_metrics_of(tmp_path / "told")
 
     assert recorder.trainer is told
     names = [name for name, event in recorder.told if name != "on_save"]
@@ -106,8 +115,8 @@ class Stopper(Recorder):
             trainer.stop()
 
 
-@pytest.mark.parametrize("method", ["on_rollout", "on_step"])
-def test_stopped_by_a_callback_and_resumed(demo_tokenizer, tmp_path, method):
+@pytest.mark.parametrize("method", ["on_rollout", pytest.param("on_step", marks=pytest.mark.slow)])
+def test_stopped_by_a_callback_and_resumed(demo_tokenizer, tmp_path, straight, method):
     stopper, recorder = Stopper(method), Recorder()
     with pytest.raises(Stopped, match=r"stopped by stop\(\)"):
         make(demo_tokenizer, tmp_path / "run", stopper).train()
@@ -120,14 +129,14 @@ def test_stopped_by_a_callback_and_resumed(demo_tokenizer, tmp_path, method):
     resumed.train(resume=True)
     assert recorder.told[0][1].complete_steps == complete
     assert [event.step for name, event in recorder.told if name == "on_rollout"] == [1, 2][complete:]
-    straight = make(demo_tokenizer, tmp_path / "straight")
-    straight.train()
-    assert same_parameters(straight, resumed)
+    assert same_parameters(straight[0], resumed)
 
 
-@pytest.mark.parametrize("method", ["on_rollout", "on_evaluate", "on_save"])
-def test_an_exception_ends_the_run_with_a_checkpoint(demo_tokenizer, tmp_path, method):
-    settings = {"eval_rows": ROWS[:2], "eval_steps": 1, "eval_on_start": False, "save_steps": 1}
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow) for name in ("on_rollout", "on_evaluate")] + ["on_save"]
+)
+def test_an_exception_ends_the_run_with_a_checkpoint(demo_tokenizer, tmp_path, straight, method):
+    settings = EVALUATED | {"eval_on_start": False}
     recorder = Recorder()
     trainer = make(demo_tokenizer, tmp_path / "run", raising(method), recorder, **settings)
     where = "0" if method == "on_rollout" else "[12]" if method == "on_save" else "1"
@@ -137,11 +146,10 @@ def test_an_exception_ends_the_run_with_a_checkpoint(demo_tokenizer, tmp_path, m
         trainer.train()
     assert recorder.told[-1][1].outcome == "error"
     assert isinstance(recorder.told[-1][1].error.__cause__, KeyError)
-    resumed, straight = (make(demo_tokenizer, tmp_path / name, **settings) for name in ("run", "straight"))
+    resumed = make(demo_tokenizer, tmp_path / "run", **settings)
     resumed.train(resume=True)
-    straight.train()
-    assert same_parameters(straight, resumed)
-    assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
+    assert same_parameters(straight[0], resumed)
+    assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(straight[1])[1:]  # without the one before
 
 
 def test_an_exception_at_the_end(demo_tokenizer, tmp_path, caplog):
@@ -190,7 +198,10 @@ async def waits(self, trainer, event):
         (object(), "object has none of the methods on_start"),
         (print, "has none of the methods"),
         (Recorder, r"expected objects, got the class Recorder: pass Recorder\(...\)"),
-        (EarlyStoppingCallback(), "EarlyStoppingCallback is a callback of transformers"),
+        (
+            EarlyStoppingCallback(),
+            "EarlyStoppingCallback is a callback of transformers.* as the methods on_start, on_r",
+        ),
     ],
 )
 def test_objects_that_are_no_callbacks(callback, message):
@@ -210,11 +221,8 @@ def test_methods_with_more_parameters_that_have_defaults():
     check_callback(with_method("on_step", lambda self, *arguments: 0))
 
 
-def test_findings_of_a_resumed_run_know_the_steps_before(tmp_path):
+def test_findings_of_a_resumed_run_know_the_steps_before(trainer):
     """The diagnosis is fed the lines in the folder first: no completion is right for five steps."""
-    made_run(tmp_path / "run", steps=4)
-    folder = SimpleNamespace(path=tmp_path / "run", saved=deque(), best=tmp_path / "run" / "best")
-    trainer = Trainer(world=World(), folder=folder, args=GRPOConfig(), schedule=SimpleNamespace(steps=9))
     recorder = Recorder()
     callbacks = Callbacks(trainer, [recorder])
     callbacks.start(4, {})
@@ -226,6 +234,49 @@ def test_findings_of_a_resumed_run_know_the_steps_before(tmp_path):
 
 class Trainer(SimpleNamespace):
     """What callbacks see of a trainer."""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    made_run(tmp_path / "run", steps=4)
+    folder = SimpleNamespace(path=tmp_path / "run", saved=deque(), best=tmp_path / "run" / "best")
+    return Trainer(world=World(), folder=folder, args=GRPOConfig(), schedule=SimpleNamespace(steps=9))
+
+
+def test_what_is_drawn_in_the_background_is_not_drawn_again(trainer):
+    """With ``rollout.lag``, a reward function draws while a callback runs. Cohort's own callbacks are never wrapped."""
+    draws, pending = [], deque([SimpleNamespace(has_ended=True), SimpleNamespace(has_ended=False)])
+    draw = with_method("on_step", lambda self, trainer, event: draws.append(random.random()))
+    for own, users, waiting, differ in [((), [draw], (), False), ((), [draw], pending, True), ([draw], [], (), True)]:
+        callbacks = Callbacks(trainer, users, own=own)
+        callbacks.start(4, {}, waiting)
+        draws.clear()
+        callbacks.step({"step": 5})
+        callbacks.step({"step": 6})
+        assert (draws[0] != draws[1]) == differ
+
+
+def test_what_nobody_asks_for_is_not_made(trainer, monkeypatch):
+    """No event, no advantages, no diagnosis, and no exchange of the ranks."""
+    exchanges = []
+    monkeypatch.setattr("cohort.callbacks.on_main", lambda world, function: exchanges.append(1) or function())
+    monkeypatch.setattr("cohort.callbacks.Diagnosis.step", lambda self, metrics: 1 / 0)
+    callbacks = Callbacks(trainer, [with_method("on_end", lambda self, trainer, event: 0)])
+    callbacks.start(4, {})
+    callbacks.rollout(5, None, None)
+    callbacks.evaluation(0, {}, {})
+    callbacks.step(json.loads(line(5)))
+    assert len(exchanges) == 1  # which methods there are
+
+
+def test_an_error_in_the_diagnosis_does_not_end_the_run(trainer, monkeypatch, caplog):
+    monkeypatch.setattr("cohort.report.diagnosis.diagnosis.CHECKS", [SimpleNamespace(name="broken")])
+    recorder = Recorder()
+    callbacks = Callbacks(trainer, [recorder])
+    callbacks.start(4, {})
+    callbacks.step(json.loads(line(5)))
+    assert recorder.told[-1][1].findings == []
+    assert caplog.messages == ["the diagnosis failed at step 1: findings are incomplete"]
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------

@@ -6,31 +6,33 @@ the training thread, on rank 0. The events are the classes of this file; docs/tr
 
 ``trainer.stop()`` and ``trainer.save_now()`` may be called from any method. An exception in a method ends the run with
 a checkpoint and a ``CallbackError``. The random generators of Python, NumPy and torch are restored after each call, so
-a callback that only looks changes no number of the run.
+a callback that only looks changes no number of the run. They are not while rollouts are sampled ahead
+(``rollout.lag``), because reward functions may draw from them at the same time: then a callback should draw from a
+generator of its own.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from cohort.config import GRPOConfig
-from cohort.errors import CallbackError, ConfigError, Stopped
+from cohort.errors import CallbackError, ConfigError, Stopped, did_you_mean
 from cohort.evaluation import Evaluation
 from cohort.parallel import on_main
 from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.scores import Scores
 from cohort.runs.generators import preserved
+from cohort.train.ahead import Ahead
 from cohort.train.rollout import Rollout
 from cohort.types import Group, TokenBatch
 
@@ -145,37 +147,53 @@ class Callbacks:
         self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
         for callback in callbacks or ():
             check_callback(callback)
-        self._callbacks = [*own, *(callbacks or ())]
+        self._own, self._callbacks = own, [*own, *(callbacks or ())]
+        self._wanted: frozenset[str] = frozenset()
+        """The methods that the callbacks of rank 0 have, on every rank: for others, nothing is made or exchanged."""
+        self._pending: Collection[Ahead] = ()
+        """The run's rollouts of later steps."""
         self._diagnosis = Diagnosis()
 
     @property
     def _trainer(self) -> Any:
         return self._of()
 
-    def start(self, complete_steps: int, facts: Mapping[str, str]) -> None:
-        """Call ``on_start``. Every rank must call this method, and those below."""
-        run = self._trainer
-        self._diagnosis = Diagnosis(run.args.model_dump())
-        for metrics in Tail(run.folder.path / "metrics.jsonl").everything() if run.world.is_main else ():
-            self._diagnosis.step(metrics)  # of the steps before
-        self._tell(lambda: Start(run.folder.path, run.args, facts, complete_steps, run.schedule.steps))
+    def start(self, complete_steps: int, facts: Mapping[str, str], pending: Collection[Ahead] = ()) -> None:
+        """Call ``on_start``. Every rank must call this method, and those below.
+
+        Args:
+            complete_steps: steps that were made before.
+            facts: as in ``Start``.
+            pending: the run's rollouts of later steps, as they are at any time.
+        """
+        run, self._pending = self._trainer, pending
+        self._wanted = on_main(run.world, lambda: frozenset(name for name in EVENTS if self._with(name)))
+        if run.world.is_main and "on_step" in self._wanted:
+            self._diagnosis = Diagnosis(run.args.model_dump())
+            for metrics in Tail(run.folder.path / "metrics.jsonl").everything():
+                self._diagnosis.step_or_log(metrics)  # of the steps before
+        self._tell("on_start", lambda: Start(run.folder.path, run.args, facts, complete_steps, run.schedule.steps))
 
     def rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
         """Call ``on_rollout``."""
-        self._tell(lambda: ScoredRollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)))
+        self._tell(
+            "on_rollout",
+            lambda: ScoredRollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)),
+        )
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Call ``on_step``, and ``on_save`` for each model written meanwhile."""
-        self._tell(lambda: Step(metrics["step"], metrics, self._diagnosis.step(metrics)))
-        on_main(self._trainer.world, self._tell_saved)
+        self._tell("on_step", lambda: Step(metrics["step"], metrics, self._diagnosis.step_or_log(metrics)))
+        if "on_save" in self._wanted:
+            on_main(self._trainer.world, self._tell_saved)
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
         """Call ``on_evaluate``."""
         if step == 0:  # the others are part of their step's metrics
-            self._diagnosis.step({"step": 0, **metrics})
-        self._tell(lambda: Evaluated(step, metrics, evaluations))
+            self._diagnosis.step_or_log({"step": 0, **metrics})
+        self._tell("on_evaluate", lambda: Evaluated(step, metrics, evaluations))
 
-    def told_of_end(self, steps: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:
+    def with_on_end(self, steps: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:
         """The steps of a run; calls ``on_end`` when they end, however they do. Exchanges nothing: other ranks may have
         failed.
 
@@ -200,30 +218,34 @@ class Callbacks:
             try:
                 self._tell_saved()
             finally:
-                self._call(lambda: End(outcome, trainer.summary, error))
+                self._call("on_end", lambda: End(outcome, trainer.summary, error))
 
     def _tell_saved(self) -> None:
         folder = self._trainer.folder
         while folder.saved:
             step, path = folder.saved.popleft()
-            self._call(partial(Saved, step, path, path == folder.best))
+            self._call("on_save", partial(Saved, step, path, path == folder.best))
 
-    def _tell(self, make: Callable[[], Event]) -> None:
-        on_main(self._trainer.world, lambda: self._call(make))
+    def _with(self, name: str) -> list[Any]:
+        """The callbacks that have a method."""
+        return [callback for callback in self._callbacks if hasattr(callback, name)]
 
-    def _call(self, make: Callable[[], Event]) -> None:
-        """Make an event if there is a callback, and call those that have its method. None is called after one that
-        raised, except for the end of the run, which all are told."""
-        if not self._callbacks:
+    def _tell(self, name: str, make: Callable[[], Event]) -> None:
+        if name in self._wanted:
+            on_main(self._trainer.world, lambda: self._call(name, make))
+
+    def _call(self, name: str, make: Callable[[], Event]) -> None:
+        """Make an event if a callback has its method, and call those that have. None is called after one that raised,
+        except for the end of the run, which all are told."""
+        if not (callbacks := self._with(name)):
             return
         event, failure = make(), None
-        name = next(name for name, kind in EVENTS.items() if isinstance(event, kind))
-        for callback in self._callbacks:
-            if (method := getattr(callback, name, None)) is None or (failure and not isinstance(event, End)):
-                continue
+        for callback in callbacks:
+            if failure and name != "on_end":
+                break
             try:
-                with preserved():
-                    method(self._trainer, event)
+                with self._generators_kept(callback):
+                    getattr(callback, name)(self._trainer, event)
             except Exception as error:
                 step = f" of step {event.step}" if hasattr(event, "step") else ""
                 what = f"{type(callback).__name__}.{name}{step} raised {type(error).__name__}: {error}"
@@ -231,6 +253,12 @@ class Callbacks:
                 failure.__cause__ = failure.__cause__ or error
         if failure:
             raise failure
+
+    def _generators_kept(self, callback: Any) -> AbstractContextManager[None]:
+        """Restores the random generators after a callback of the user. Those of Cohort draw nothing; and while reward
+        functions run in the background, what they draw meanwhile would be drawn again."""
+        is_own = any(callback is one for one in self._own)
+        return nullcontext() if is_own or not all(one.has_ended for one in self._pending) else preserved()
 
 
 def check_callback(callback: Any) -> None:
@@ -246,12 +274,12 @@ def check_callback(callback: Any) -> None:
     found = [name for name in dir(callback) if name.startswith("on_")]
     if any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__):
         raise ConfigError(
-            f"callbacks: {kind.__name__} is a callback of transformers, which has other events than {known}"
+            f"callbacks: {kind.__name__} is a callback of transformers, which are called at other points with other "
+            f"arguments: write what it does as the methods {known} of an object (docs/trackers.md)"
         )
     for name in found:
         if name not in EVENTS:
-            near = difflib.get_close_matches(name, EVENTS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; the methods are {known}"
+            hint = did_you_mean(name, EVENTS) or f"; the methods are {known}"
             raise ConfigError(f"callbacks: {kind.__name__} has an unknown method {name}{hint}")
         _check_method(kind.__name__, name, getattr(callback, name))
     if not found:

@@ -37,7 +37,7 @@ from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
 from cohort.train.signals import obeying_signals
-from cohort.train.stop import save_instant, stop_point, told
+from cohort.train.stop import save_instant, stop_point, with_resume_hint
 from cohort.watchdog import dumps_on_quit
 
 
@@ -200,16 +200,16 @@ class GRPOTrainer:
         with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
             shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
-            with contextlib.closing(steps), shown as display, self._how_to_go_on_told():
+            with contextlib.closing(steps), shown as display, self._resume_hint():
                 for metrics in steps:
                     display.show(metrics)
         if self._prints:
             announce(*best_lines(self.summary))
         return self.summary
 
-    def _how_to_go_on_told(self) -> contextlib.AbstractContextManager[None]:
-        named = not self.started_by.needed(adapters=self.args.model.lora.wanted)
-        return told(self.summary.get("output_dir", "") if named else "", show=self._prints and self._found is None)
+    def _resume_hint(self) -> contextlib.AbstractContextManager[None]:
+        run = "" if self.started_by.needed(adapters=self.args.model.lora.wanted) else self.summary.get("output_dir", "")
+        return with_resume_hint(run, show=self._prints and self._found is None)
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
@@ -238,7 +238,7 @@ class GRPOTrainer:
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}
-        return closing(folder, self._callbacks.told_of_end(self._steps(folder, parts, first_step)))
+        return closing(folder, self._callbacks.with_on_end(self._steps(folder, parts, first_step)))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""
@@ -266,7 +266,7 @@ class GRPOTrainer:
 
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Generator[dict[str, Any]]:
         try:
-            self._callbacks.start(first_step, self._facts)
+            self._callbacks.start(first_step, self._facts, parts.pending)
             if before := self._evaluation_before(folder, parts, first_step):
                 self.summary["eval_before"] = before
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):

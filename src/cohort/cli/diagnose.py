@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -25,13 +26,14 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
         run: A run folder, of a run that has ended or is in progress.
         json_output: Print one JSON object instead of text.
     """
-    from cohort.report.diagnosis import Diagnosis, Level, health_line, worst
+    from cohort.report.diagnosis import Diagnosis, Level, health_line, not_run, plain, worst
     from cohort.report.history import RunHistory
     from cohort.runs import as_json
 
     history = RunHistory.read(run)
     diagnosis = Diagnosis(history.settings)
     said = [finding for metrics in history.metrics for finding in diagnosis.step(metrics)]
+    silent = not_run(history.keys())
     alarm = worst(diagnosis.findings) is Level.ALARM
     steps = [metrics for metrics in history.metrics if "updates" in metrics]
     health = (
@@ -41,14 +43,32 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
     )
     if json_output:
         findings = [finding.as_json() for finding in diagnosis.findings]
-        print(as_json({"ok": not alarm, "health": health, "steps": len(steps), "findings": findings}, indent=1), end="")
+        print(
+            as_json(
+                {"ok": not alarm, "health": health, "steps": len(steps), "findings": findings, "not_run": list(silent)},
+                indent=1,
+            ),
+            end="",
+        )
     else:
-        print("\n".join([*_lines(said), f"{'after step ' + str(steps[-1]['step']) + ', ' if steps else ''}{health}"]))
+        print(
+            "\n".join(
+                [
+                    *_lines(said, get_terminal_size((119, 24)).columns),
+                    f"{'after step ' + str(steps[-1]['step']) + ', ' if steps else ''}{health}",
+                ]
+            )
+        )
+        if steps and silent:
+            print(f"without their metrics: {', '.join(silent)} (docs/diagnosis.md)")
+        for damage in history.missing:
+            if damage.startswith("metrics.jsonl"):
+                print(plain(damage))
     return int(alarm)
 
 
-def _lines(said: list[Finding]) -> Iterator[str]:
+def _lines(said: list[Finding], width: int) -> Iterator[str]:
     for finding in said:
-        yield finding.show()
+        yield finding.show(width)
     if said:
         yield ""

@@ -30,17 +30,22 @@ def track(
         project: Its project or experiment. [default: report.tracker_project, the tracker's own variable, or cohort]
     """
     from cohort.errors import CohortError, TrackerError
+    from cohort.report.console.lines import one_line
     from cohort.report.trackers import KINDS, send_run
+    from cohort.report.trackers.state import error_text
+
+    def say(text: str) -> None:
+        print(one_line(text), flush=True)
 
     try:
-        sent = send_run(run, to, project)
+        sent = send_run(run, to, project, announce=say)
     except (CohortError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise TrackerError(f"{KINDS[to].title}: {type(error).__name__}: {error}") from error
+        raise TrackerError(f"{KINDS[to].title}: {error_text(error)}") from None  # its own text may hold secrets
     where = f"{KINDS[to].title}, project {sent.project}, run {sent.id}"
     if sent.steps:
         had = f" (up to step {sent.before} it was there)" if sent.before >= 0 else ""
-        print(f"sent {sent.steps} steps, up to step {sent.last}, to {where}{had}")
+        say(f"sent {sent.steps} steps, up to step {sent.last}, to {where}{had}")
     else:
-        print(f"nothing to send: {where} has all steps" if sent.last >= 0 else "nothing to send: no step is complete")
+        say(f"nothing to send: {where} has all steps" if sent.last >= 0 else "nothing to send: no step is complete")

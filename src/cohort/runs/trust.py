@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, Source, hidden_settings, hide_secrets
+from cohort.config.account import account_records
 from cohort.errors import RunFolderError
 from cohort.rewards.names import BUILTIN_REWARDS, split_spec
 
@@ -133,7 +134,7 @@ def remember(config: GRPOConfig, run: Path) -> None:
     """Record the code that the settings of a run name as known, unless it runs because of ``--trust``: this account has
     started or resumed the run with it."""
     for code in (code for code in code_in(config, run) if code.key not in _for_this_command):
-        record = _records() / code.key
+        record = account_records("known_code") / code.key
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
             if not record.exists():
@@ -186,7 +187,7 @@ def check_code(
     if read is not None and "model.path" in read:  # a flag for another model
         read = {*read, *MODEL_CODE}
     from_run = [code for code in named if read is None or code.setting in read]
-    unknown = [code for code in from_run if not (_records() / code.key).exists()]
+    unknown = [code for code in from_run if not (account_records("known_code") / code.key).exists()]
     if trusted is not None:
         _for_this_command.update(code.key for code in unknown)
     elif unknown:
@@ -196,13 +197,6 @@ def check_code(
             f"{listed}\nNothing was run. If you know this code, give --trust {run}; or override the settings that name "
             "it"
         )
-
-
-def _records() -> Path:
-    """``$COHORT_STATE``, else ``$XDG_STATE_HOME/cohort``, else ``~/.local/state/cohort``; in it, a file for each known
-    piece of code."""
-    state = os.environ.get("COHORT_STATE") or Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "cohort"
-    return Path(state).expanduser() / "known_code"
 
 
 def check_files(run: Path) -> None:

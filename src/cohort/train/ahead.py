@@ -110,6 +110,11 @@ class Ahead:
         assert self._sampled is not None
         return self._sampled
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is complete or has failed."""
+        return self._ended.is_set()
+
     def wait_until_ended(self) -> bool:
         """Wait until it is complete or has failed; returns whether it is complete."""
         self._ended.wait()

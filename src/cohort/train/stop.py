@@ -54,7 +54,7 @@ def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) 
 
 
 @contextmanager
-def told(run: str, *, show: bool) -> Iterator[None]:
+def with_resume_hint(run: str, *, show: bool) -> Iterator[None]:
     """Add to ``Stopped`` how to continue the run that the block trains.
 
     Args:

@@ -25,14 +25,15 @@ def test_the_exit_code_is_1_if_an_alarm_stands(run_of, capsys):
     assert main(["diagnose", run_of([LIVE] * 5 + [DEAD] * 20)]) == 1
     shown = capsys.readouterr().out
     assert shown.count("ALARM   all_wrong") == 1
-    assert shown.endswith("after step 25, unhealthy (all_wrong): 0% of groups teach\n")
+    assert "after step 25, unhealthy (all_wrong): 0% of groups teach\n" in shown
+    assert "learning_rate_low, " in shown.splitlines()[-1]
 
 
 def test_an_alarm_that_has_ceased_is_told_and_does_not_count(run_of, capsys):
     assert main(["diagnose", run_of([DEAD] * 20 + [LIVE] * 20)]) == 0
     shown = capsys.readouterr().out
     assert "ended   all_wrong" in shown
-    assert shown.endswith("after step 40, healthy: 75% of groups teach\n")
+    assert "after step 40, healthy: 75% of groups teach\n" in shown
 
 
 def test_the_findings_as_json(run_of, capsys):
@@ -47,3 +48,11 @@ def test_the_findings_as_json(run_of, capsys):
 def test_a_run_without_a_step(run_of, capsys):
     assert main(["diagnose", run_of([])]) == 0
     assert capsys.readouterr().out == "no step yet\n"
+
+
+def test_damaged_lines_are_mentioned(run_of, capsys, tmp_path):
+    folder = run_of([LIVE] * 6)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("no json\n")
+    assert main(["diagnose", folder]) == 0
+    assert "metrics.jsonl, line 7: " in capsys.readouterr().out

@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from cohort.report.diagnosis import Diagnosis, Level, health_line
+from cohort.report.diagnosis import NAMES, Diagnosis, Finding, Level, health_line, not_run, why_no_gradient
+from cohort.report.diagnosis.checks import CHECKS
 
 STEP = {"updates": 1, "updates_skipped": 0, "groups/sampled": 32, "groups/dead_share": 0.2}
 DEAD = {"updates": 1, "updates_skipped": 1, "groups/sampled": 32, "groups/dead_share": 1.0, "reward/std": 0.0}
@@ -114,3 +115,52 @@ def test_evaluations_of_a_plateau_are_not_called_a_fall():
         evaluated = {"eval/reward/mean": share, "eval/reward/low": share - 0.07, "eval/reward/high": share + 0.07}
         lines.append(STEP | {"reward/mean": 0.5 + 0.001 * step} | evaluated)
     assert fed(lines).findings == []
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"min_p": 0.05}, {"regex": "a+"}, {"json_schema": "{}"}, {"min_completion_length": 4}, {"top_k": 5}]
+)
+def test_truncated_sampling_is_named_as_the_cause_of_a_bias(sampling):
+    line = STEP | {"sampler/gap": 1e-6, "sampler/mean_ratio": 0.9, "sampler/mean_ratio_se": 0.001}
+    (finding,) = fed([line] * 6, rollout=sampling | {"replay_sampling": False}).findings
+    assert "sampling leaves out 10% of the probability" in finding.found
+    (finding,) = fed([line] * 6, rollout={"replay_sampling": False}).findings
+    assert "leaves out" not in finding.found
+    above = line | {"sampler/mean_ratio": 1.03}
+    assert "-3%" not in fed([above] * 6, rollout=sampling | {"replay_sampling": False}).findings[0].found
+
+
+def test_shorter_completions_are_no_drift_when_nothing_is_left_to_gain():
+    shorter = course(190, 110, key="length/mean")
+    known = {"groups/mean_reward_q10": 0.1, "groups/mean_reward_q90": 1.0}
+    assert ill(fed([STEP | known | {"reward/mean": 0.97} | line for line in shorter])) == {}
+    assert ill(fed([STEP | known | {"reward/mean": 0.5} | line for line in shorter])) == {"length_drift": "warning"}
+
+
+def test_no_gradient_of_the_reward_is_found_beside_a_kl_term():
+    line = STEP | {"tokens/active_share": 0.0, "tokens/masked_share": 1.0, "grad_norm": 0.1}
+    (finding,) = fed([line] * 4).findings
+    assert (finding.check, finding.level) == ("zero_gradient", Level.ALARM)
+    assert "only of the KL or entropy term" in finding.found
+    assert fed([line | {"tokens/active_share": 0.1}] * 4).findings == []
+
+
+def test_why_nothing_was_scored():
+    nothing = {"updates": 1, "reward/mean": None}
+    assert why_no_gradient(nothing).endswith("no completion was scored (reward/unscored)")
+    assert why_no_gradient(nothing | {"completions/errors": 4}).endswith("4 could not be sampled")
+
+
+def test_a_finding_fits_the_terminal():
+    finding = Finding("learning_rate_high", Level.ALARM, 12, "word " * 40, "do " * 40)
+    for width in (60, 80, 119):
+        assert width / 2 < max(map(len, finding.show(width).splitlines())) <= width
+
+
+def test_checks_name_metrics_and_those_without_are_listed():
+    assert not_run([]) == NAMES
+    lacking = set(not_run(["reward/mean", "entropy", "eval/easy/reward/mean"]))
+    assert {"learning_rate_high", "learning_rate_low", "stale_logps"} <= lacking
+    assert not {"reward_falls", "entropy_explosion", "evaluation_falls"} & lacking
+    assert all(check.metrics for check in CHECKS)
+    assert fed([STEP | {"length/cut_share": 0.97}] * 8).findings[0].metrics == ("length/cut_share",)

@@ -1,6 +1,8 @@
 """Runs are sent to trackers: each step once, whatever the folder holds."""
 
 import json
+import re
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +11,7 @@ import pytest
 from cohort.cli import main
 from cohort.errors import ConfigError, RunFolderError
 from cohort.lock import Lock
-from cohort.report.trackers import check_installed, outlets, send_run
+from cohort.report.trackers import KINDS, check_installed, outlets, send_run
 from cohort.report.trackers.send import hyperparameters, left_to_send, tables
 from cohort.report.trackers.state import State
 from tests.report.trackers.made import Stub, add_lines, made_run
@@ -26,6 +28,13 @@ def stub(monkeypatch):
     kind = type("Mine", (Stub,), {"sent": [], "opened": []})
     monkeypatch.setitem(outlets.OUTLETS, "tensorboard", kind)
     return kind
+
+
+@pytest.fixture
+def asked(stub, monkeypatch):
+    """The same class, of a tracker that says which steps it has, as W&B does."""
+    monkeypatch.setitem(KINDS, "tensorboard", replace(KINDS["tensorboard"], says_step=True))
+    return stub
 
 
 def steps_of(stub):
@@ -112,18 +121,18 @@ def test_every_step_once_and_in_order(run, stub):
     assert left_to_send(run, "tensorboard") == []
 
 
-def test_the_tracker_knows_best(run, stub, monkeypatch):
+@pytest.mark.parametrize("newer", [[], [13]])
+@pytest.mark.parametrize("noted", [12, 9, -1])
+def test_the_tracker_knows_best(run, asked, monkeypatch, noted, newer):
     """W&B says how far its run is: what had not arrived is sent again, and nothing twice."""
-    send_run(run, "tensorboard")
-    stub.sent.clear()
-    monkeypatch.setattr(stub, "step", 9)
-    add_lines(run, 13)
-    send_run(run, "tensorboard")
-    assert steps_of(stub) == [13]  # the lines before were passed when it was opened
-    stub.sent.clear()
-    State(id="stub-1", project="cohort", configured=True).write(run, "tensorboard")  # killed before it was noted
-    send_run(run, "tensorboard")
-    assert steps_of(stub) == [10, 11, 12, 13]
+    (run / "trackers" / "tensorboard").mkdir(parents=True)
+    State(id="stub-1", project="cohort", step=noted, configured=True).write(run, "tensorboard")
+    monkeypatch.setattr(asked, "step", 9)
+    add_lines(run, *newer)
+    sent = send_run(run, "tensorboard", "cohort")
+    assert steps_of(asked) == [10, 11, 12, *newer]
+    assert (sent.steps, sent.before, sent.last) == (3 + len(newer), 9, 12 + len(newer))
+    assert [one for one in asked.sent if one[0] == "all_wrong"] == []  # of step 5
 
 
 def test_what_is_sent_of_a_step(run, stub):
@@ -184,12 +193,25 @@ def test_settings_as_hyperparameters():
     assert hyperparameters(settings) == expected
 
 
+def test_ids_are_read_back(run):
+    """trackio's runs are known by their names, which are made of the folder's."""
+    name = outlets.run_name("sums lr=1e-5 \N{SNOWMAN}" + "x" * 200)
+    assert re.fullmatch(r"sums-lr-1e-5-x{87}-[0-9a-f]{6}", name)
+    (run / "trackers" / "tensorboard").mkdir(parents=True)
+    State(id=name).write(run, "tensorboard")
+    assert State.read(run, "tensorboard").id == name
+    with pytest.raises(AssertionError):
+        State(id="a b").write(run, "tensorboard")
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_and_missing_trackers(run, monkeypatch):
-    with pytest.raises(ConfigError, match="unknown tracker 'wand'; did you mean 'wandb'"):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'wand'; did you mean 'wandb'\?$"):
         send_run(run, "wand")
+    with pytest.raises(ConfigError, match="unknown tracker 'foo'; the trackers are tensorboard, wandb, "):
+        send_run(run, "foo")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs tensorboard, .* pip install 'cohort-rl\[tensorboard\]'"):
         check_installed(["tensorboard"])
@@ -199,6 +221,19 @@ def test_another_project(run, stub):
     send_run(run, "tensorboard", "one")
     with pytest.raises(ConfigError, match="is in project 'one' of TensorBoard, not in 'two': leave out the project"):
         send_run(run, "tensorboard", "two")
+
+
+def test_a_folder_of_somebody_else(run, stub, capsys, tmp_path):
+    """It names a run of this account's: nothing is written there unless the user names its project."""
+    send_run(run, "tensorboard", "sums")
+    add_lines(run, 13)
+    other = run.rename(tmp_path / "other")
+    with pytest.raises(ConfigError, match="names run stub-1 in project 'sums' of TensorBoard.* give --project sums;"):
+        send_run(other, "tensorboard")
+    assert len(stub.opened) == 1
+    assert send_run(other, "tensorboard", "sums").steps == 1
+    add_lines(other, 14)
+    assert send_run(other, "tensorboard").steps == 1  # from now on it is known
 
 
 def test_two_processes(run, stub):
@@ -236,15 +271,24 @@ def test_a_run_without_steps(tmp_path, stub, capsys):
     assert capsys.readouterr().out == "nothing to send: no step is complete\n"
 
 
+def fails(self, values, step):
+    raise OSError("no answer from https://me:word@host/api?token=abc\nmore")
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_command(run, stub, capsys, monkeypatch):
     assert main(["track", str(run), "--to", "tensorboard", "--project", "sums"]) == 0
-    assert capsys.readouterr().out == "sent 13 steps, up to step 12, to TensorBoard, project sums, run stub-1\n"
+    assert capsys.readouterr().out == (
+        "opening TensorBoard, project sums, a new run\n"
+        "sent 13 steps, up to step 12, to TensorBoard, project sums, run stub-1\n"
+    )
     assert main(["track", str(run), "--to", "tensorboard"]) == 0
     assert capsys.readouterr().out == "nothing to send: TensorBoard, project sums, run stub-1 has all steps\n"
     add_lines(run, 13)
-    monkeypatch.setattr(stub, "log", lambda *_, step: step / 0)
+    monkeypatch.setattr(stub, "log", fails)
     assert main(["track", str(run), "--to", "tensorboard"]) == 1
-    assert capsys.readouterr().err == "cohort: error: TensorBoard: ZeroDivisionError: division by zero\n"
+    said = capsys.readouterr()
+    assert said.out == "opening TensorBoard, project sums, run stub-1\n"
+    assert said.err == "cohort: error: TensorBoard: OSError: no answer from https://***@host/api?token=***\n"

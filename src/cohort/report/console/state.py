@@ -31,7 +31,7 @@ class RunState:
         """Take a step's metrics; return what is new to say: findings that begin, worsen or end, and the evaluation."""
         progress = self.progress
         progress.add(metrics)
-        said = [finding_text(one) for one in self._diagnosis.step(metrics)]
+        said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics)]
         if metrics["step"]:
             findings = self._diagnosis.findings
             progress.health = health_line(metrics, findings, groups_compared=self._diagnosis.groups_compared)

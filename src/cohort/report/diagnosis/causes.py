@@ -29,6 +29,10 @@ def why_no_gradient(metrics: Mapping[str, Any]) -> str:
         names = [key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1]
         verbs = ["failed on" if metrics.get(f"rewards/{name}/failed") else "returned None for" for name in names]
         reasons = [f"{name} {verb} every one" for name, verb in zip(names, verbs, strict=True)]
+        if (errors := number(metrics, "completions/errors")) and not reasons:
+            return f"no update had a gradient: no completion was scored; {errors:.0f} could not be sampled"
+        if not reasons:
+            return "no update had a gradient: no completion was scored (reward/unscored)"
         return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
     shares = {cause: number(metrics, f"tokens/{cause}_share") or 0.0 for cause in CAUSES}
     if not any(shares.values()):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from cohort.report.diagnosis import lengths, movement, signal, sources
 from cohort.report.diagnosis.case import Case
@@ -68,3 +69,13 @@ CHECKS = (
 )
 """Every check, causes before their consequences."""
 NAMES = tuple(check.name for check in CHECKS)
+
+
+def not_run(keys: Iterable[str]) -> tuple[str, ...]:
+    """The checks that have nothing to look at in a run with metrics of these keys.
+
+    >>> "learning_rate_low" in not_run(["reward/mean", "groups/dead_share"])
+    True
+    """
+    known = list(keys)
+    return tuple(check.name for check in CHECKS if not any(fnmatchcase(key, check.metrics[0]) for key in known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from cohort.report.diagnosis.finding import Finding, Level, Verdict, plain
 if TYPE_CHECKING:
     from cohort.report.history import RunHistory
 
+log = logging.getLogger("cohort.diagnosis")
 ENDS_AFTER = 5
 """Steps without a verdict, or with milder ones, after which a finding has ceased, or is milder: it does not flicker."""
 
@@ -41,6 +43,7 @@ class Diagnosis:
         """All so far, each once and as it is now (``Finding.worst``: as it was), in the order in which they began."""
         self._open: dict[str, _Open] = {}
         self._noted: set[str] = set()
+        self._has_failed = False
 
     @property
     def groups_compared(self) -> bool:
@@ -73,6 +76,17 @@ class Diagnosis:
             if (finding := self._said(check, verdict, step)) is not None:
                 said.append(finding)
         return said
+
+    def step_or_log(self, metrics: Mapping[str, Any]) -> list[Finding]:
+        """As ``step``, for runs and trackers, which an error in a check must not end: the first is logged, and a step
+        with an error has no findings."""
+        try:
+            return self.step(metrics)
+        except Exception:
+            if not self._has_failed:
+                log.exception("the diagnosis failed at step %s: findings are incomplete", metrics.get("step"))
+            self._has_failed = True
+            return []
 
     def _said(self, check: Check, verdict: Verdict | None, step: int) -> Finding | None:
         """What is new of a check at this step."""

@@ -10,6 +10,8 @@ from typing import Any
 
 Numbers = Mapping[str, float | int | str | None]
 NAME_WIDTH, TEXT_WIDTH = 19, 80
+NARROWEST = 36
+"""Columns of text below which it stands under the name of its check, not beside it."""
 MAX_TEXT = 2000
 """Characters of a sentence that are kept."""
 
@@ -69,20 +71,23 @@ class Finding:
         """Whether it has not ceased."""
         return self.end is None
 
-    def show(self) -> str:
-        """The finding for a terminal: when it begins or worsens, or that it has ceased."""
-        indent = " " * (20 + NAME_WIDTH)
+    def show(self, width: int = 2 + 18 + NAME_WIDTH + TEXT_WIDTH) -> str:
+        """The finding for a terminal of a width: when it begins or changes, or that it has ceased."""
         if self.end is not None:
             return (
                 f"  {f'step {self.end}':<10}{'ended':<8}{self.check:<{NAME_WIDTH}}after {_steps(self.end - self.begin)}"
             )
         level = self.level.upper() if self.level is Level.ALARM else str(self.level)
-        words = wrap(self.found, TEXT_WIDTH)
+        narrow = width < 20 + NAME_WIDTH + NARROWEST
+        indent = " " * (4 if narrow else 20 + NAME_WIDTH)
+        room = max(NARROWEST, min(width - len(indent), TEXT_WIDTH))
+        words = wrap(self.found, room)
         if self.worst is not None:
-            words += wrap(f"(worst: {self.worst.level} at step {self.worst.step})", TEXT_WIDTH)
-        words += wrap(self.advice, TEXT_WIDTH, initial_indent="-> ", subsequent_indent="   ")
+            words += wrap(f"(worst: {self.worst.level} at step {self.worst.step})", room)
+        words += wrap(self.advice, room, initial_indent="-> ", subsequent_indent="   ")
         first = f"  {f'step {self.step}':<10}{level:<8}{self.check:<{NAME_WIDTH}}"
-        return "\n".join([first + words[0], *(indent + one for one in words[1:])])
+        lines = [indent + one for one in words]
+        return "\n".join([first.rstrip(), *lines] if narrow else [first + words[0], *lines[1:]])
 
     def as_json(self) -> dict[str, Any]:
         """The finding in types of JSON."""

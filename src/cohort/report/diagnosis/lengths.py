@@ -17,6 +17,8 @@ CERTAIN = 4.0
 SHORT = 8.0
 """Mean length, in tokens, below which completions of a prompt are often equal without anything being wrong."""
 CORRELATED = 0.2
+NEAR = 0.1
+"""How near the highest reward is to be called reached, as a share of all rewards' range."""
 RISEN = 0.2
 """How much the share of repeated spans has to rise over its start."""
 MOST_REPEATED = 0.8
@@ -63,7 +65,9 @@ def length_drift(case: Case) -> Verdict | None:
         return None
     correlation = case.mean("advantage/length_correlation") or 0.0
     reward = case.mean("reward/mean", RECENT)
-    cause = "the advantage does not follow the length, so the denominator of the objective may favour it"
+    if factor < 1 and reward is not None and case.highest - reward <= NEAR * (case.highest - case.lowest):
+        return None  # nothing is left to gain but brevity
+    cause = "the advantage does not follow the length, so objective.aggregation may favour it"
     advice = "try objective.aggregation 'constant' or 'token_mean'; look at the longest completions in rollouts/"
     if abs(correlation) > CORRELATED and (correlation > 0) == (factor > 1):
         longer = "longer" if correlation > 0 else "shorter"
@@ -99,7 +103,7 @@ def duplicates(case: Case) -> Verdict | None:
 
 
 def repetition(case: Case) -> Verdict | None:
-    """Completions that run in circles."""
+    """Completions that repeat themselves."""
     before, after, certainty = case.since_start("completions/repetition", 5)
     if before is None or after is None or after <= case.limits.repetition:
         return None
@@ -112,7 +116,8 @@ def repetition(case: Case) -> Verdict | None:
         f"{after:.0%} of all spans of 4 tokens occurred earlier in the same completion"
         + (f" ({before:.0%} at the start)" if grown else "")
         + f"; {cut:.0%} of completions reach the length limit",
-        "read a few completions in rollouts/. If they run in circles, go back to an earlier checkpoint with a lower "
-        "optim.learning_rate; mask cut completions (objective.truncated 'mask') or penalize them",
+        "read a few completions in rollouts/. If they repeat themselves, start again from an earlier checkpoint "
+        "(RUN/checkpoints/step-N as model.path) with a lower optim.learning_rate; mask cut "
+        "completions (objective.truncated 'mask') or penalize them",
         {"repetition": after, "repetition_before": before, "cut_share": cut},
     )

@@ -37,10 +37,10 @@ def entropy_collapse(case: Case) -> Verdict | None:
     return Verdict(
         Level.ALARM if factor > case.limits.entropy_fall**2 else Level.WARNING,
         f"entropy fell from {before:.2g} to {after:.2g} nats and the reward no longer rises: the policy has stopped "
-        f"trying other answers, and {stuck:.0%} of groups are wrong and have nothing to learn from",
+        f"trying other answers, and {stuck:.0%} of groups are all wrong or all the same",
         ("raise objective.epsilon_high (0.28), " if case.facts.updates > 1 else "")
-        + "add an entropy bonus (objective.entropy), raise rollout.temperature, or go back to an earlier checkpoint "
-        "with a lower optim.learning_rate",
+        + "add an entropy bonus (objective.entropy), raise rollout.temperature, or start again from an earlier "
+        "checkpoint (RUN/checkpoints/step-N as model.path) with a lower optim.learning_rate",
         {"entropy_before": before, "entropy": after, "stuck_share": stuck},
     )
 
@@ -90,7 +90,7 @@ def kl_fast(case: Case) -> Verdict | None:
     return Verdict(
         Level.ALARM if speed > WORSE * limit else Level.WARNING,
         f"the KL to the reference grows by {speed:.2g} nats per token and step (now {values[-1]:.2g}): the policy "
-        "leaves what it knew faster than rewards can tell whether that is good",
+        "moves away from the reference very fast",
         "lower optim.learning_rate, or raise objective.beta",
         {"kl_per_step": speed, "kl": values[-1]},
     )
@@ -147,7 +147,7 @@ def stale_logps(case: Case) -> Verdict | None:
         f"every ratio is exactly 1 and the clip never acts, although each rollout has {case.facts.updates} updates and "
         f"the policy moves (update_kl {number(case.now, 'update_kl'):.2g}): the old log-probs are not those from "
         "before the updates",
-        "old log-probs must be computed once, before the first update of a rollout. With a loop of your own, do not "
+        "compute old log-probs once, before the first update of a rollout. With a loop of your own, do not "
         "recompute them per update; see 'When log-probs are computed' in docs/grpo.md",
         {"update_kl": number(case.now, "update_kl"), "updates": case.facts.updates},
     )
@@ -185,10 +185,10 @@ def few_tokens(case: Case) -> Verdict | None:
         return None
     return Verdict(
         Level.WARNING,
-        f"the gradient comes from about {count:.0f} of {tokens:,.0f} tokens (gradient/effective_tokens): a step "
-        "follows the accident of a few draws",
-        "more rollout.prompts_per_step; objective.scale 'none' if rare rewards are scaled up; a cap on the ratio "
-        "(objective.trust_region), or a mismatch weight",
+        f"the gradient comes from about {count:.0f} of {tokens:,.0f} tokens (gradient/effective_tokens): each "
+        "step depends on a few sampled tokens",
+        "raise rollout.prompts_per_step; set objective.scale 'none' if rare rewards are scaled up; cap the ratio "
+        "(objective.trust_region), or add a mismatch weight",
         {"effective_tokens": count, "tokens": tokens},
     )
 
@@ -203,7 +203,7 @@ def nonfinite(case: Case) -> Verdict | None:
     return Verdict(
         Level.ALARM if skipped >= made else Level.WARNING,
         f"{skipped:.0f} of the last {skipped + made:.0f} updates were skipped, because a value was NaN or infinite",
-        "the batch is in nonfinite/ of the run folder. Lower optim.learning_rate; use model.precision 'float32'",
+        "lower optim.learning_rate; set model.precision to 'float32'. The batch is in nonfinite/ of the run folder",
         {"skipped": skipped, "updates": made},
     )
 

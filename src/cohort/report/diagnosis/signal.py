@@ -3,7 +3,7 @@ gradient."""
 
 from __future__ import annotations
 
-from cohort.report.diagnosis.case import RECENT, Case
+from cohort.report.diagnosis.case import RECENT, Case, Metrics
 from cohort.report.diagnosis.causes import CAUSES, why_no_gradient
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.numbers import differs, number
@@ -31,7 +31,8 @@ def unscored(case: Case) -> Verdict | None:
     return Verdict(
         Level.ALARM if share >= MOST else Level.WARNING,
         f"{share:.0%} of completions have no reward: the reward functions returned None or failed",
-        "a function returns None only for what cannot be scored; a wrong answer is 0. The log has its first traceback",
+        "return None only for what cannot be scored, and 0 for a wrong answer. The log has the first traceback of each "
+        "step",
         {"unscored_share": share, "steps": len(steps)},
     )
 
@@ -130,9 +131,13 @@ def zero_gradient(case: Case) -> Verdict | None:
     by_design = cause == "no_advantage" and case.facts.objective.baseline == "second_best"  # a single best completion
     return Verdict(
         Level.NOTE if by_design else Level.ALARM,
-        f"the gradient was exactly 0 for {NO_GRADIENT_STEPS} steps, which is not the 0 that a healthy loss may show: "
+        f"the gradient was exactly 0 for {NO_GRADIENT_STEPS} steps: {why_no_gradient(case.now)}. (A loss of 0 can be "
+        "normal; a gradient of 0 is not.)"
+        if _skipped(case.now)
+        else f"no token had a gradient of the reward for {NO_GRADIENT_STEPS} steps, only of the KL or entropy term: "
         + why_no_gradient(case.now),
-        "no group had a single best completion, which is all that this objective learns from; it may need more prompts"
+        "raise rollout.prompts_per_step: no group had a single best completion, and this objective learns from nothing "
+        "else"
         if by_design
         else _advice_by_cause(cause),
         {f"tokens/{cause}_share": share for cause, share in shares.items() if share},
@@ -157,17 +162,25 @@ def value_zero(case: Case) -> Verdict | None:
 def _advice_by_cause(cause: str) -> str:
     return {
         "masked": "raise rollout.max_completion_length, or set objective.truncated to 'keep'",
-        "mismatch": "sampler and trainer disagree: see sampler/gap, and the rules of objective.mismatch",
-        "off_policy": "fewer updates per rollout, a smaller rollout.lag",
+        "mismatch": "compare sampler/gap with the rules of objective.mismatch: sampler and trainer disagree",
+        "off_policy": "make fewer updates per rollout, or lower rollout.lag",
         "clipped_low": "lower optim.learning_rate, or make fewer updates per rollout",
         "clipped_high": "lower optim.learning_rate, or make fewer updates per rollout",
         "no_advantage": "look at reward/within_group_std and at the advantages in rollouts/",
     }.get(cause, "see the table of tokens/..._share in docs/metrics.md")
 
 
-def _without_gradient(metrics: object) -> bool:
-    updates, skipped = (number(metrics, key) for key in ("updates", "updates_skipped"))  # type: ignore[arg-type]
-    return updates is not None and updates == skipped and not number(metrics, "updates_nonfinite")  # type: ignore[arg-type]
+def _without_gradient(metrics: Metrics) -> bool:
+    """Whether no token had a gradient of the reward, whatever a KL or entropy term did."""
+    if not number(metrics, "updates") or number(metrics, "updates_nonfinite"):
+        return False
+    return _skipped(metrics) or number(metrics, "tokens/active_share") == 0
+
+
+def _skipped(metrics: Metrics) -> bool:
+    """Whether every update's gradient was exactly 0."""
+    updates = number(metrics, "updates")
+    return updates is not None and updates == number(metrics, "updates_skipped")
 
 
 def _dead(case: Case, why: str, advice: str) -> Verdict:

@@ -41,7 +41,7 @@ def failing_rewards(case: Case) -> Verdict | None:
         + (f", {slow:.0f} of them by its time limit" if slow else ""),
         "raise reward.timeout, or make it faster"
         if slow > failed / 2
-        else "the log has a traceback of each step; the column reward_error of rollouts/ has the reasons",
+        else "read the log, which has the first traceback of each step, and the column reward_error of rollouts/",
         {"failed": failed, "completions": completions, "timeouts": slow},
     )
 
@@ -64,7 +64,7 @@ def drowned_reward(case: Case) -> Verdict | None:
             return Verdict(
                 Level.WARNING,
                 f"reward function {name} is drowned by {loud}: where it distinguishes completions of a prompt, it "
-                f"varies by {own:.2g} and {loud} by {other:.2g}, so advantages follow {loud} alone",
+                f"varies by {own:.2g} and {loud} by {other:.2g}, so advantages follow {loud} almost alone",
                 f"set reward.weights so that both vary alike ({name} times {other / own:.0f}), or set "
                 "objective.reward_aggregation to 'normalize_then_sum'",
                 {"drowned": name, "by": loud, "ratio": own / other},
@@ -95,7 +95,7 @@ def sampler_mismatch(case: Case) -> Verdict | None:
                 if lagging
                 else " for the same weights"
             ),
-            "a smaller rollout.lag"
+            "lower rollout.lag"
             if lagging
             else "set model.precision to 'float32', or add a mismatch weight "
             "(objective.mismatch); with vLLM see docs/scale.md",
@@ -151,7 +151,8 @@ def sampling_errors(case: Case) -> Verdict | None:
         Level.ALARM,
         f"{count:.0f} completions of the last {min(GAP_STEPS, len(case.last))} steps could not be sampled, because "
         "logits were NaN or infinite: weights have diverged, or soon will",
-        "go back to an earlier checkpoint with a lower optim.learning_rate; use model.precision 'float32'",
+        "start again from an earlier checkpoint (RUN/checkpoints/step-N as model.path) with a lower "
+        "optim.learning_rate; set model.precision to 'float32'",
         {"errors": count},
     )
 

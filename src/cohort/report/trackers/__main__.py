@@ -14,8 +14,9 @@ import time
 import traceback
 from pathlib import Path
 
+from cohort.config.secrets import hide_secrets
 from cohort.report.trackers.send import Sender
-from cohort.report.trackers.state import State
+from cohort.report.trackers.state import State, error_text
 
 LOOK_SECONDS, RETRY_SECONDS = 1.0, 30.0
 """Time between looks at the run folder, and between attempts after a failure."""
@@ -26,10 +27,14 @@ not."""
 
 def main(run: Path, kind: str, project: str | None, ended: threading.Event) -> int:
     """Send until the run has ended. Returns 0 if everything was sent."""
+    is_first = True
     while True:
         last = ended.is_set()
         try:
             with Sender.of(run, kind, project, live=True) as sender:
+                if is_first and sender.state.error:  # of an earlier process
+                    sender.state = sender.state.write(run, kind, error=None)
+                is_first = False
                 while True:
                     last = ended.is_set()  # before it looks: afterwards no line comes
                     sender.send()
@@ -38,10 +43,9 @@ def main(run: Path, kind: str, project: str | None, ended: threading.Event) -> i
                     ended.wait(LOOK_SECONDS)
             return 0
         except Exception as error:
-            traceback.print_exc()
+            print(hide_secrets(traceback.format_exc()), file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-                State.read(run, kind).write(run, kind, error=text)
+                State.read(run, kind).write(run, kind, error=error_text(error))
         if last:
             return 1
         ended.wait(RETRY_SECONDS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +19,8 @@ class Kind:
     """The name under which its library is imported."""
     project_variable: str | None
     """The environment variable with which its users name the project."""
+    says_step: bool = False
+    """Whether a run that is opened again says which steps arrived."""
 
     def project(self, given: str | None) -> str:
         """The project of a run: as given, by the tracker's environment variable, or "cohort"."""
@@ -28,7 +29,7 @@ class Kind:
 
 KINDS = {
     "tensorboard": Kind("TensorBoard", "tensorboard", None),
-    "wandb": Kind("W&B", "wandb", "WANDB_PROJECT"),
+    "wandb": Kind("W&B", "wandb", "WANDB_PROJECT", says_step=True),
     "mlflow": Kind("MLflow", "mlflow", "MLFLOW_EXPERIMENT_NAME"),
     "trackio": Kind("trackio", "trackio", "TRACKIO_PROJECT"),
     "swanlab": Kind("SwanLab", "swanlab", "SWANLAB_PROJECT"),
@@ -44,9 +45,8 @@ def check_installed(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in KINDS:
-            near = difflib.get_close_matches(name, KINDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"unknown tracker {name!r}{hint} There are {', '.join(KINDS)}")
+            hint = did_you_mean(name, KINDS, form="{!r}") or f"; the trackers are {', '.join(KINDS)}"
+            raise ConfigError(f"unknown tracker {name!r}{hint}")
         for package in (KINDS[name].package, "accelerate"):
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(

@@ -17,7 +17,7 @@ from typing import Any, Self
 from cohort.config.report import ReportConfig
 from cohort.report.trackers.kinds import KINDS, check_installed
 from cohort.report.trackers.send import left_to_send
-from cohort.report.trackers.state import State, folder_of
+from cohort.report.trackers.state import State, error_text, folder_of
 
 WARN_SECONDS = 60.0
 """Time between warnings about a tracker."""
@@ -36,10 +36,11 @@ class _Process:
     reason: str = ""
     """Why there is no process."""
     step: int = -1
-    """The last step that was sent, when it was looked at."""
+    """The last step that was sent, by the latest look."""
     since: float | None = None
-    """When that was first looked at."""
+    """The time (``time.monotonic``) of the first look that saw this step; None: there was no look."""
     warned: float = -WARN_SECONDS
+    """The time of the last warning."""
 
 
 class Trackers:
@@ -71,7 +72,7 @@ class Trackers:
             try:
                 one.process = _start(self._run, one.kind, self._project)
             except Exception as error:  # whatever it is, the run goes on
-                one.reason = f"{type(error).__name__}: {error}"
+                one.reason = error_text(error)
 
     def on_step(self, trainer: Any, event: Any) -> None:  # noqa: ARG002
         """Warn, once a minute, of trackers that are behind and fail or do not answer."""

@@ -166,13 +166,18 @@ class _MLflow(_Accelerated):
         mlflow.set_tag(f"findings/{finding.check}", _words(finding))
 
 
+def run_name(folder: str) -> str:
+    """A name that no other run has: trackio knows its runs by their names."""
+    return re.sub(r"[^\w.-]+", "-", folder)[:100] + f"-{os.urandom(3).hex()}"
+
+
 class _Trackio(_Accelerated):
     """trackio, on this machine or in a Space."""
 
     def __init__(self, opening: Opening) -> None:
         from accelerate.tracking import TrackioTracker
 
-        name = opening.id or f"{opening.name}-{os.urandom(3).hex()}"  # its runs are known by their names
+        name = opening.id or run_name(opening.name)
         self.tracker = _started(TrackioTracker(opening.project, name=name, resume="allow", embed=False))
         self.id = name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from cohort.report.history import RunHistory, flat
 from cohort.report.rollouts import StoredStep
 from cohort.report.trackers.kinds import KINDS, check_installed
 from cohort.report.trackers.outlets import Opening, Outlet, open_outlet
-from cohort.report.trackers.state import State, folder_of
+from cohort.report.trackers.state import State, file_of, folder_of
 
 TABLE_STEPS = 10
 """A table of completions is sent of the first step and of every this many steps."""
@@ -42,16 +42,20 @@ class Sent:
     id: str
 
 
-def send_run(run: str | Path, kind: str, project: str | None = None) -> Sent:
+def send_run(
+    run: str | Path, kind: str, project: str | None = None, announce: Callable[[str], None] | None = None
+) -> Sent:
     """Send a run to a tracker: what it was not sent yet.
 
     Args:
         run: the run folder; the run may be in progress, stopped or complete.
         kind: the tracker's name.
-        project: the project, if the run is not in one yet; None: see ``Kind.project``.
+        project: the project; None: the one that the run is in already, else see ``Kind.project``.
+        announce: is told the project and the tracker's run before they are opened.
 
     Raises:
-        ConfigError: the tracker is unknown or not installed, or the run is in another project.
+        ConfigError: the tracker is unknown or not installed, the run is in another project, or it is in a tracker's run
+            that this account has not written to and ``project`` is None.
         RunFolderError: the folder holds no run, leads elsewhere, or is being sent by another process.
         Exception: whatever the tracker raises.
     """
@@ -60,24 +64,48 @@ def send_run(run: str | Path, kind: str, project: str | None = None) -> Sent:
     check_installed([kind])
     history = RunHistory.read(run)
     check_files(history.path)
-    with Sender.of(history.path, kind, project) as sender:
-        before = sender.state.step
-        return Sent(sender.send(), before, sender.state.step, str(sender.state.project), str(sender.state.id))
+    with Sender.of(history.path, kind, project, announce=announce) as sender:
+        if project is None:
+            _check_known(history.path, kind, sender.state)
+        count = sender.send()
+        return Sent(count, sender.before, sender.state.step, str(sender.state.project), str(sender.state.id))
+
+
+def _check_known(run: Path, kind: str, state: State) -> None:
+    """Check that this account has written to the tracker's run that a run folder names, which may come from anybody."""
+    if state.id and not state.is_known(run, kind):
+        raise ConfigError(
+            f"{file_of(run, kind)} names run {state.id} in project {state.project!r} of {KINDS[kind].title}, to which "
+            f"this account has sent nothing from this folder, and a run folder may come from anybody. To go on in that "
+            f"run, give --project {state.project}; to send all of it to a new run, delete {folder_of(run, kind)}"
+        )
 
 
 class Sender:
-    """Sends one run to one tracker. Opens the run in the tracker when there is something to send.
+    """Sends one run to one tracker. Opens the run in the tracker when there is something to send, or when only the
+    tracker knows whether there is.
 
     Args:
         run: the run folder.
         kind: the tracker's name.
         project: the project; None: see ``Kind.project``.
         live: whether the run is in progress.
+        announce: is told where the run goes before it is opened there.
     """
 
-    def __init__(self, run: Path, kind: str, project: str | None = None, *, live: bool = False) -> None:
-        self._run, self._kind, self._live = run, kind, live
+    def __init__(
+        self,
+        run: Path,
+        kind: str,
+        project: str | None = None,
+        *,
+        live: bool = False,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        self._run, self._kind, self._live, self._announce = run, kind, live, announce
         self.state = State.read(run, kind)
+        self.before = self.state.step
+        """The last step that the tracker had when its run was opened."""
         if project and self.state.id and project != self.state.project:
             raise ConfigError(
                 f"the run {run} is in project {self.state.project!r} of {KINDS[kind].title}, not in {project!r}: leave "
@@ -94,7 +122,7 @@ class Sender:
 
     @classmethod
     @contextmanager
-    def of(cls, run: Path, kind: str, project: str | None = None, *, live: bool = False) -> Iterator[Self]:
+    def of(cls, run: Path, kind: str, project: str | None = None, **more: Any) -> Iterator[Self]:
         """A sender that no other process has for this run and tracker. Closes the tracker's run at the end.
 
         Raises:
@@ -108,7 +136,7 @@ class Sender:
         except RunFolderError:
             raise RunFolderError(f"another process is sending {run} to {KINDS[kind].title}: wait for its end") from None
         try:
-            sender = cls(run, kind, project, live=live)
+            sender = cls(run, kind, project, **more)
             try:
                 yield sender
             finally:
@@ -125,12 +153,14 @@ class Sender:
             Exception: whatever the tracker raises. What it was sent is written down; use another sender.
         """
         count = 0
+        if self._outlet is None and self.state.id and KINDS[self._kind].says_step:
+            self._open()  # before a line is read: it may lack steps that were sent
         replaced, lines = self._lines.read()
         while lines:
             if replaced:  # by a resumed run
                 self._diagnosis = Diagnosis(self._settings)
             for metrics in lines:
-                count += self._send_step(metrics, self._diagnosis.step(metrics))
+                count += self._send_step(metrics, self._diagnosis.step_or_log(metrics))
             replaced, lines = self._lines.read()
         return count
 
@@ -156,9 +186,14 @@ class Sender:
         """Open the tracker's run, and send the settings to a new one."""
         name = self._run.resolve().name
         opening = Opening(self._run, self._project, name, self.state.id, self.state.step)
+        if self._announce:
+            which = f"run {self.state.id}" if self.state.id else "a new run"
+            self._announce(f"opening {KINDS[self._kind].title}, project {self._project}, {which}")
         self._outlet = outlet = open_outlet(self._kind, opening)
         known = {} if outlet.step is None else {"step": outlet.step}
         self.state = self.state.write(self._run, self._kind, id=outlet.id, project=self._project, **known)
+        self.before = self.state.step
+        self.state.remember(self._run, self._kind)
         if not (self.state.configured and outlet.settings_once):
             outlet.configure(hyperparameters(self._settings))
             self.state = self.state.write(self._run, self._kind, configured=True)
@@ -215,6 +250,6 @@ def _short(value: Any) -> Any:
 
 
 def left_to_send(run: Path, kind: str) -> Sequence[int]:
-    """The steps that a run has metrics of and that a tracker was not sent, in order."""
+    """Steps in ``metrics.jsonl`` that the tracker has not received."""
     last = State.read(run, kind).step
     return [metrics["step"] for metrics in Tail(run / "metrics.jsonl").everything() if metrics["step"] > last]

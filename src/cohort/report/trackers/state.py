@@ -3,17 +3,23 @@ track``, continue from there."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from cohort.config.account import account_records
+from cohort.config.secrets import hide_secrets
 from cohort.report.history import json_object
 
 ID = re.compile(r"[\w.-]{1,128}")
 MAX_STATE = 1 << 16
 """Bytes of a state file."""
+MAX_ERROR = 500
+"""Characters of an error in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +55,27 @@ class State:
     def write(self, run: Path, kind: str, **changes: Any) -> Self:
         """Write the state with some changes; returns it."""
         changed = replace(self, **changes)
+        assert changed.id is None or ID.fullmatch(changed.id), changed.id  # or it would not be read again
         file = file_of(run, kind)
         part = file.with_suffix(".part")
         part.write_text(json.dumps(asdict(changed)) + "\n", encoding="utf-8")
         part.replace(file)
         return changed
+
+    def remember(self, run: Path, kind: str) -> None:
+        """Record that this account sends the run folder to this run of the tracker."""
+        record = self._record(run, kind)
+        with suppress(OSError):  # there may be no home to write to: then ``cohort track`` needs --project
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.touch()
+
+    def is_known(self, run: Path, kind: str) -> bool:
+        """Whether this account has sent the run folder to this run of the tracker."""
+        return self._record(run, kind).exists()
+
+    def _record(self, run: Path, kind: str) -> Path:
+        key = json.dumps([str(run.resolve()), kind, self.project, self.id])
+        return account_records("tracker_runs") / hashlib.sha256(key.encode()).hexdigest()
 
 
 def folder_of(run: Path, kind: str) -> Path:
@@ -64,6 +86,12 @@ def folder_of(run: Path, kind: str) -> Path:
 def file_of(run: Path, kind: str) -> Path:
     """The state file of a tracker in a run folder."""
     return folder_of(run, kind) / "state.json"
+
+
+def error_text(error: BaseException) -> str:
+    """The first line of a tracker's exception, without secrets: MLflow's name the server with user and password."""
+    text: str = hide_secrets(f"{type(error).__name__}: {error}".splitlines()[0][: 10 * MAX_ERROR])
+    return text[:MAX_ERROR]
 
 
 def _text(value: Any) -> str | None:
