@@ -10,7 +10,8 @@ from cohort.cli import main
 from cohort.errors import ConfigError
 from cohort.report.labels import words_for
 from cohort.report.plot import Look, describe, figure, save
-from cohort.report.series import curve, loess
+from cohort.report.series import curve
+from cohort.report.smooth import loess
 from tests.report.made import history, rewards
 
 

@@ -11,14 +11,15 @@ from cohort.errors import ConfigError
 from cohort.report.series import (
     aligned,
     check_key,
+    common_window,
     curve,
     grouped,
     interval,
-    loess,
     means_of_groups,
     over_seeds,
     positions,
 )
+from cohort.report.smooth import loess
 from tests.report.made import history, rewards
 
 
@@ -223,3 +224,9 @@ def test_a_wrong_key_names_the_nearest():
         check_key([run], "xyz")
     with pytest.raises(ConfigError, match="no metrics yet"):
         check_key([history([])], "reward/mean")
+
+
+def test_a_window_suits_the_shortest_run():
+    long, short, without = history(rewards([0.5] * 60)), history(rewards([0.5] * 8)), history([{"step": 1}])
+    assert common_window([long, without], "reward/mean") == 7
+    assert common_window([long, short], "reward/mean") == common_window([without], "reward/mean") == 1

@@ -14,7 +14,7 @@ import numpy as np
 from cohort.errors import ConfigError
 from cohort.report.history import RunHistory
 from cohort.report.labels import words_for
-from cohort.report.series import AXES, Curve, check_key, curve, grouped, over_seeds, window_for
+from cohort.report.series import AXES, Curve, check_key, common_window, curve, grouped, over_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ class Look:
     axis: str = "step"
     """One of ``series.AXES``."""
     window: int = 0
-    """Points of the local fit (``series.loess``); 0: a tenth of the curve; 1: none."""
+    """Points of the local fit (``smooth.loess``); 0: a tenth of the curve; 1: none."""
     log: str = ""
     """The axes with logarithmic scale: "", "x", "y" or "xy"."""
     theme: Literal["light", "dark"] = "light"
@@ -118,8 +118,7 @@ def check_output(path: str | Path) -> Path:
 
 def _panel(runs: Sequence[RunHistory], key: str, look: Look) -> list[tuple[Curve, list[Curve]]]:
     """A curve for each group, and those of its runs."""
-    points = max(len(run.series(key)[0]) for run in runs)
-    window = look.window or window_for(points)
+    window = look.window or common_window(runs, key)
     groups = grouped(runs)
     if look.separate:
         return [

@@ -9,7 +9,8 @@ from typing import Any
 
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY
-from cohort.report.series import AXES, interval, positions, window_for
+from cohort.report.series import AXES, interval, positions
+from cohort.report.smooth import window_for
 
 MAX_NUMBERS = 400_000
 """Numbers of all curves together. A longer run is shown as means over several steps."""

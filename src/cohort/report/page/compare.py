@@ -11,7 +11,7 @@ from cohort.report.page import findings as diagnosis
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.page.charts import CHARTS, Chart, evaluated_charts, rounded
 from cohort.report.page.sections import MAX_ROWS, number, run_state
-from cohort.report.series import AXES, Curve, Group, grouped, means_of_groups, window_for
+from cohort.report.series import AXES, Curve, Group, common_window, grouped, means_of_groups
 from cohort.report.verdict import conclusions, verdicts
 
 SHOWN_AXES = ("step", "updates", "tokens", "seconds")
@@ -81,8 +81,8 @@ def _charts(groups: Sequence[Group], histories: Sequence[RunHistory]) -> list[di
 def _curves(groups: Sequence[Group], chart: Chart) -> tuple[list[dict[str, Any]], str]:
     """The curve of each group on every axis, and what lines and bands are, in words."""
     key = chart.keys[0]
-    points = max(len(run.series(key)[0]) for group in groups for run in group.runs)
-    window = window_for(points) if chart.smooth and not key.startswith("eval/") else 1
+    runs = [run for group in groups for run in group.runs]
+    window = common_window(runs, key) if chart.smooth and not key.startswith("eval/") else 1
     found: dict[str, dict[str, Any]] = {}
     said = ""
     for axis in SHOWN_AXES:
