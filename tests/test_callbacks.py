@@ -1,5 +1,6 @@
 """Callbacks: what each is told and when, what is refused, and that a run with them is the run without."""
 
+import gc
 import json
 import random
 from collections import deque
@@ -172,6 +173,20 @@ def test_a_loop_that_is_left(demo_tokenizer, tmp_path):
     )
     for _ in make(demo_tokenizer, tmp_path / "run", callback).steps():
         break
+    assert outcomes == [("stopped", 1)]
+
+
+def test_a_loop_that_the_garbage_collector_ends(demo_tokenizer, tmp_path):
+    """It clears weak references to what it frees, before it ends the steps."""
+    outcomes = []
+    callback = with_method(
+        "on_end", lambda self, trainer, end: outcomes.append((end.outcome, trainer.summary["steps"]))
+    )
+    cycle = [make(demo_tokenizer, tmp_path / "run", callback).steps()]
+    next(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
     assert outcomes == [("stopped", 1)]
 
 

@@ -185,7 +185,7 @@ class Callbacks:
         """Call ``on_step``, and ``on_save`` for each model written meanwhile."""
         self._tell("on_step", lambda: Step(metrics["step"], metrics, self._diagnosis.step_or_log(metrics)))
         if "on_save" in self._wanted:
-            on_main(self._trainer.world, self._tell_saved)
+            on_main(self._trainer.world, partial(self._tell_saved, self._trainer))
 
     def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
         """Call ``on_evaluate``."""
@@ -216,15 +216,15 @@ class Callbacks:
     ) -> None:
         if trainer.world.is_main:
             try:
-                self._tell_saved()
+                self._tell_saved(trainer)
             finally:
-                self._call("on_end", lambda: End(outcome, trainer.summary, error))
+                self._call(trainer, "on_end", lambda: End(outcome, trainer.summary, error))
 
-    def _tell_saved(self) -> None:
-        folder = self._trainer.folder
+    def _tell_saved(self, trainer: Any) -> None:
+        folder = trainer.folder
         while folder.saved:
             step, path = folder.saved.popleft()
-            self._call("on_save", partial(Saved, step, path, path == folder.best))
+            self._call(trainer, "on_save", partial(Saved, step, path, path == folder.best))
 
     def _with(self, name: str) -> list[Any]:
         """The callbacks that have a method."""
@@ -232,11 +232,12 @@ class Callbacks:
 
     def _tell(self, name: str, make: Callable[[], Event]) -> None:
         if name in self._wanted:
-            on_main(self._trainer.world, lambda: self._call(name, make))
+            on_main(self._trainer.world, lambda: self._call(self._trainer, name, make))
 
-    def _call(self, name: str, make: Callable[[], Event]) -> None:
+    def _call(self, trainer: Any, name: str, make: Callable[[], Event]) -> None:
         """Make an event if a callback has its method, and call those that have. None is called after one that raised,
-        except for the end of the run, which all are told."""
+        except for the end of the run, which all are told. ``trainer``: the weak reference to it is dead while the
+        garbage collector ends the steps of a trainer."""
         if not (callbacks := self._with(name)):
             return
         event, failure = make(), None
@@ -245,7 +246,7 @@ class Callbacks:
                 break
             try:
                 with self._generators_kept(callback):
-                    getattr(callback, name)(self._trainer, event)
+                    getattr(callback, name)(trainer, event)
             except Exception as error:
                 step = f" of step {event.step}" if hasattr(event, "step") else ""
                 what = f"{type(callback).__name__}.{name}{step} raised {type(error).__name__}: {error}"

@@ -74,12 +74,20 @@ def page(browser: Any, report: Path) -> Iterator[Any]:
     assert {url for url in urls if not url.startswith(("data:", "chrome:"))} <= {report.as_uri()}
 
 
+@pytest.fixture
+def opened(browser: Any, report: Path) -> Any:
+    """The report as an earlier test left it: for functions of the page and its layout."""
+    if browser.current_url.partition("#")[0] != report.as_uri():
+        browser.get(report.as_uri())
+    return browser
+
+
 def wait(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     """The first true value of a condition."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "the page does not get there"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return found
 
 
@@ -105,20 +113,20 @@ def test_curves_are_drawn(page: Any) -> None:
     assert js(page, "document.querySelector('#chosen .values').textContent") == "last 0.001"
 
 
-def test_the_fit_is_that_of_python(page: Any) -> None:
+def test_the_fit_is_that_of_python(opened: Any) -> None:
     values = [math.sin(at / 3) + 0.3 * math.cos(7 * at) for at in range(24)]
     drawn = [*values[:5], None, *values[5:]]
     for width in (7, 99):
         fit, half = loess(np.array(values), width)
-        found = js(page, f"runningFit({json.dumps(drawn)}, {width})")
+        found = js(opened, f"runningFit({json.dumps(drawn)}, {width})")
         assert found["mean"].pop(5) is found["low"].pop(5) is None
         assert found["mean"] == pytest.approx(fit.tolist(), abs=1e-9)
         assert found["low"] == pytest.approx((fit - half).tolist(), abs=2e-3)  # the quantile of t is approximate
 
 
-def test_zeros_of_a_logarithmic_chart_are_counted(page: Any) -> None:
-    assert js(page, "notDrawn([1, 0, 0, -2, null])") == ", 0 in 2 points, below 0 in 1 point (not drawn)"
-    assert js(page, "notDrawn([1, null])") is None
+def test_zeros_of_a_logarithmic_chart_are_counted(opened: Any) -> None:
+    assert js(opened, "notDrawn([1, 0, 0, -2, null])") == ", 0 in 2 points, below 0 in 1 point (not drawn)"
+    assert js(opened, "notDrawn([1, null])") is None
 
 
 def test_the_microscope_shows_steps_groups_and_tokens(page: Any) -> None:
@@ -236,6 +244,17 @@ def test_print_shows_all_charts_in_light_colours(page: Any) -> None:
     js(page, "localStorage.clear()")
 
 
+def test_the_page_fits_a_phone(opened: Any) -> None:
+    opened.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        wait(lambda: js(opened, "innerWidth") == 400)
+        assert js(opened, "document.documentElement.scrollWidth") <= 400
+    finally:
+        opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
     target = write_report(seeds(tmp_path), tmp_path / "report.html")
     browser.get_log("browser")
@@ -271,14 +290,3 @@ def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path)
     js(browser, "(byId('quantity').value = 'entropy', byId('quantity').dispatchEvent(new Event('change')))")
     wait(lambda: js(browser, "document.querySelectorAll('.card .p6').length") > 0)  # without numbers of the sampler
     assert browser.get_log("browser") == []
-
-
-def test_the_page_fits_a_phone(page: Any) -> None:
-    page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    )
-    try:
-        wait(lambda: js(page, "innerWidth") == 400)
-        assert js(page, "document.documentElement.scrollWidth") <= 400
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
