@@ -62,6 +62,6 @@ def finding_text(finding: Finding) -> str:
       -> Take harder prompts.
     """
     if finding.end is not None:
-        return f"step {finding.end}: no longer: {finding.check}"
+        return f"step {finding.end}: ended ({finding.check})"
     text = f"step {finding.step}: {finding.level} ({finding.check}): {finding.found}"
     return clean(f"{text}\n  -> {finding.advice}" if finding.advice else text)
