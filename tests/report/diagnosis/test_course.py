@@ -164,3 +164,13 @@ def test_checks_name_metrics_and_those_without_are_listed():
     assert not {"reward_falls", "entropy_explosion", "evaluation_falls"} & lacking
     assert all(check.metrics for check in CHECKS)
     assert fed([STEP | {"length/cut_share": 0.97}] * 8).findings[0].metrics == ("length/cut_share",)
+
+
+def test_one_step_that_destroys_the_model_is_named():
+    """Nothing moves any more afterwards, so the median of the steps is 0."""
+    before = {**STEP, "update_kl": 6.5, "learning_rate": 0.05, "length/cut_share": 0.0, "length/ended_share": 1.0}
+    after = {**before, "update_kl": 0.0, "length/cut_share": 1.0, "length/ended_share": 0.0}
+    found = {one.check: one for one in fed([before, *[after] * 8]).standing}
+    assert found["learning_rate_high"].level is Level.ALARM
+    assert found["learning_rate_high"].found.startswith("step 1 moved the policy by 6.5 nats per token")
+    assert found["end_token"].found.startswith("no end token is drawn any more")

@@ -30,12 +30,16 @@ def end_token(case: Case) -> Verdict | None:
     completions = case.groups(NEVER) * case.facts.generations
     if len(cut) < NEVER or min(cut) < 1 or any(ended) or completions < FEWEST_COMPLETIONS or case.facts.fixed_length:
         return None
+    lost = any(case.start("length/ended_share"))
+    advice = (
+        "compare the run's end tokens with the token that ends a turn in the chat template ('cohort doctor', check "
+        "'ends'). A base model may need rollout.stop, or a larger rollout.max_completion_length"
+    )
     return Verdict(
         Level.ALARM,
-        f"no end token is ever drawn: each of the last {completions:.0f} completions reached "
-        f"{case.facts.max_length:,} tokens",
-        "compare the run's end tokens with the token that ends a turn in the chat template ('cohort doctor', check "
-        "'ends'). A base model may need rollout.stop, or a larger rollout.max_completion_length",
+        f"no end token is {'drawn any more' if lost else 'ever drawn'}: each of the last {completions:.0f} completions "
+        f"reached {case.facts.max_length:,} tokens",
+        "start again from an earlier checkpoint (model.path) with a lower optim.learning_rate" if lost else advice,
         {"completions": completions, "max_completion_length": case.facts.max_length},
     )
 

@@ -22,6 +22,8 @@ NARROW = 0.01
 """A trust region that ends this close to 1 is meant to clip often, as GSPO's."""
 MANY_TOKENS = 500
 STALE_STEPS = 3
+DESTROYS = 1.0
+"""Nats per token: a step that moves the policy by more is an alarm by itself."""
 
 
 def entropy_collapse(case: Case) -> Verdict | None:
@@ -97,7 +99,16 @@ def kl_fast(case: Case) -> Verdict | None:
 
 
 def learning_rate_high(case: Case) -> Verdict | None:
-    """Updates that move the policy too far."""
+    """Updates that move the policy too far: a single step, or most."""
+    worst = max(case.recent(), key=lambda one: number(one, "update_kl") or 0.0)
+    if (size := number(worst, "update_kl") or 0.0) > DESTROYS:
+        return Verdict(
+            Level.ALARM,
+            f"step {worst.get('step')} moved the policy by {size:.2g} nats per token (update_kl): that destroys most "
+            "of what a model knows",
+            "start again with a tenth of optim.learning_rate",
+            {"update_kl": size, "learning_rate": number(worst, "learning_rate")},
+        )
     values = case.values("update_kl", RECENT)
     if len(values) < FEWEST_STEPS or (size := median(values)) <= case.limits.update_kl_high:
         return None
