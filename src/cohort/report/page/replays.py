@@ -30,9 +30,18 @@ def share(value: Any) -> str:
     return f"{100 * value:.3g}%" if isinstance(value, int | float) and math.isfinite(value) else number(None)
 
 
+def one_line(value: Any) -> str:
+    """A text of the run, with its line breaks shown.
+
+    >>> one_line("\\n6+"), one_line("\\n")
+    ('↵6+', '↵')
+    """
+    return text(value.replace("\n", "↵") if isinstance(value, str) else value)
+
+
 def words(value: Any) -> str:
-    """The name of a cause or change, without underscores."""
-    return text(value).replace("_", " ")
+    """The name of a cause or change, as the terminal has it."""
+    return "has a gradient" if value in ("active", "held") else text(value).replace("_", " ")
 
 
 GRADIENT: tuple[Column, ...] = (
@@ -67,19 +76,19 @@ COMPLETIONS: tuple[Column, ...] = (
     ("in the replay", "advantage_replay", number),
     ("of the run's gradient", "share_run", share),
     ("of the replay's", "share_replay", share),
-    ("end of the text", "text", text),
+    ("end of the text", "text", one_line),
 )
 STRONGEST: tuple[Column, ...] = (
     ("group", "group", text),
     ("row", "row", text),
     ("place", "position", text),
-    ("text before", "before", text),
-    ("token", "text", text),
+    ("text before", "before", one_line),
+    ("token", "text", one_line),
     ("change", "change", words),
     ("coefficient in the run", "coefficient_run", number),
     ("in the replay", "coefficient_replay", number),
 )
-LEFT = {text, words}
+LEFT = {text, words, one_line}
 """How columns are shown that are not numbers."""
 
 
