@@ -23,7 +23,7 @@ from cohort.replay import compare, repeat, weights
 from cohort.replay.coefficients import Settings, coefficients_of, laid_out
 from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
-from cohort.replay.stored import Known, Stored, read_step
+from cohort.replay.stored import Known, Stored, read_step, stored_steps
 from cohort.replay.weights import Before
 from cohort.runs import as_json, check_code, check_files, steps_of, write_atomically
 
@@ -137,10 +137,10 @@ def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Set
 
 
 def _last_step(folder: Path) -> int:
-    steps = [int(p.stem[5:]) for p in (folder / "rollouts").glob("step-*.parquet") if p.stem[5:].isdecimal()]
+    steps = stored_steps(folder / "rollouts")
     if not steps:
         raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
-    return max(steps)
+    return steps[-1]
 
 
 def of_step(objective: Objective, stored: Stored) -> Objective:

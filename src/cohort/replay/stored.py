@@ -124,8 +124,13 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
         return _stored(step, file, config)
 
 
+def stored_steps(folder: Path) -> list[int]:
+    """The steps that ``rollouts/`` has files of, in order."""
+    return sorted(int(name) for path in folder.glob("step-*.parquet") if (name := path.stem[5:]).isdecimal())
+
+
 def _what_there_is(folder: Path) -> str:
-    steps = sorted(int(name) for path in folder.glob("step-*.parquet") if (name := path.stem[5:]).isdecimal())
+    steps = stored_steps(folder)
     if not steps:
         return (
             "no step is stored; set report.log_completions = true for the next run, and see report.store_steps and "

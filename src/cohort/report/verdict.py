@@ -31,7 +31,7 @@ BUDGETS = ("updates", "tokens", "seconds")
 WORDS = {"updates": "optimizer updates", "tokens": "drawn tokens", "seconds": "seconds of training", "step": "steps"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Two groups of runs compared at one budget. ``dataclasses.asdict`` makes JSON of it."""
 
@@ -44,24 +44,24 @@ class Verdict:
     """What both have spent on the axis."""
     metric: str
     """What is compared, such as "eval/reward" or "reward/mean"."""
-    difference: float | None
+    difference: float | None = None
     """Of the means, second minus first; None: they cannot be compared."""
-    low: float | None
+    low: float | None = None
     """The interval of the difference; None: there is none."""
-    high: float | None
-    p_value: float | None
+    high: float | None = None
+    p_value: float | None = None
     """Two-sided, of the hypothesis that the groups do not differ; None where it is not computed."""
     confidence: float
-    over: str
+    over: str = ""
     """What the interval is over: "seeds", "prompts", "blocks of steps"; empty without an interval."""
-    count: int
+    count: int = 0
     """How many of these."""
-    paired: bool
-    better: str | None
+    paired: bool = False
+    better: str | None = None
     """The label of the better group, if a difference can be claimed."""
     text: str
     """All of it as a sentence."""
-    caveat: str
+    caveat: str = ""
     """What the certainty does not cover, as a sentence."""
 
 
@@ -201,17 +201,8 @@ def _undecided(pair: Pair, key: str, reason: str) -> Verdict:
         axis=pair.axis,
         budget=pair.budget,
         metric=key,
-        difference=None,
-        low=None,
-        high=None,
-        p_value=None,
         confidence=pair.confidence,
-        over="",
-        count=0,
-        paired=False,
-        better=None,
         text=text,
-        caveat="",
     )
 
 

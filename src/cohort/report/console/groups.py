@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,10 +12,9 @@ from rich.text import Text
 from cohort.errors import RunFolderError
 from cohort.report.console.lines import clean, one_line
 from cohort.report.console.view import wrapped
-from cohort.report.history import inside
+from cohort.report.history import TABLE, inside
 from cohort.report.words import number
 
-FILE = re.compile(r"step-(0|[1-9][0-9]{0,15})\.parquet")
 COLUMNS = ("prompt", "completion", "reward", "advantage", "finish_reason", "reward_error", "episode_error")
 MAX_SHOWN = 10_000
 """Characters of a text that are shown."""
@@ -53,7 +51,7 @@ def newest_file(run: Path) -> Path | None:
     """The table of the newest step in a run folder that is stored; None without one."""
     try:
         folder = inside(run, run / "rollouts", directory=True)
-        steps = [int(match[1]) for path in folder.iterdir() if (match := FILE.fullmatch(path.name))]
+        steps = [int(match[1]) for path in folder.iterdir() if (match := TABLE.fullmatch(path.name)) and not match[2]]
         return inside(run, folder / f"step-{max(steps)}.parquet") if steps else None
     except OSError:
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -32,7 +31,7 @@ from cohort.report.console.lines import clean
 from cohort.report.console.screen import Printed, Screen
 from cohort.report.console.state import RunState
 from cohort.report.console.view import NARROW, Moment, hanging, view
-from cohort.report.history import inside
+from cohort.report.history import CHECKPOINT, inside
 
 TICK = 0.25
 """Seconds between two pictures."""
@@ -43,7 +42,6 @@ LOOK_SECONDS = 1.0
 SAID_SECONDS = 30.0
 """A saved checkpoint is said above the display unless another one was, this time ago."""
 JOIN_SECONDS = 2.0
-CHECKPOINT = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 PLAIN_TERMINALS = ("dumb", "unknown")
 log = logging.getLogger("cohort.report")
 
