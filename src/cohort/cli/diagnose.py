@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from cohort.cli.app import app
-
-if TYPE_CHECKING:
-    from cohort.report.diagnosis import Finding
 
 
 @app.command(
@@ -51,24 +47,11 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
             end="",
         )
     else:
-        print(
-            "\n".join(
-                [
-                    *_lines(said, get_terminal_size((119, 24)).columns),
-                    f"{'after step ' + str(steps[-1]['step']) + ', ' if steps else ''}{health}",
-                ]
-            )
-        )
+        lines = [finding.show(get_terminal_size((119, 24)).columns) for finding in said]
+        print("\n".join([*lines, f"after step {steps[-1]['step']}, {health}" if steps else health]))
         if steps and silent:
-            print(f"without their metrics: {', '.join(silent)} (docs/diagnosis.md)")
+            print(f"not checked, because the run has no metrics for it: {', '.join(silent)} (docs/diagnosis.md)")
         for damage in history.missing:
             if damage.startswith("metrics.jsonl"):
                 print(plain(damage))
     return int(alarm)
-
-
-def _lines(said: list[Finding], width: int) -> Iterator[str]:
-    for finding in said:
-        yield finding.show(width)
-    if said:
-        yield ""
