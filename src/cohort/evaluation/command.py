@@ -333,7 +333,9 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
     if not quiet:
         print(
             f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""),
-            f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}\n{subject.evaluator.describe_success()}",
+            engine.describe_model(),
+            f"sampling: {subject.evaluator.describe_sampling()}",
+            subject.evaluator.describe_success(),
             f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {settings.run.seed}",
             sep="\n",
             file=sys.stderr,
