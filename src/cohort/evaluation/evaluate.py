@@ -251,7 +251,8 @@ class Evaluator:
         """In words, what pass@k and maj@k are of, or why there are none."""
         if self.success:
             return f"correct: {self.success}"
-        return f"no pass@k: set eval.success to the function that decides what is correct ({', '.join(self.rewards.names)})"
+        names = ", ".join(self.rewards.names)
+        return f"no pass@k: set eval.success to the function that decides what is correct ({names})"
 
     def _answers(self, scores: Scores) -> Sequence[Any] | None:
         """The answers that the judging function logged; None without any."""

@@ -131,7 +131,8 @@ def _cell(estimate: Estimate, metric: str, *, signed: bool = False) -> str:
 
 def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
     """Write one JSON line per prompt: the row's columns, the completions as ``samples``, and ``pass_rate``, the share
-    of scored completions that are correct, if something decides what is correct. A column of the row with one of these names is written as ``row.NAME``.
+    of scored completions that are correct, if something decides what is correct. A column of the row with one of these
+    names is written as ``row.NAME``.
 
     Args:
         file: path of the output.

@@ -59,10 +59,8 @@ def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> st
         name, metric = split_metric(key)
         if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
             low, high = (number(metrics.get(key.removesuffix("mean") + end)) for end in ("low", "high"))
-            judged = f" by {success}" if success and "@" in metric else ""
-            sets.setdefault(name, []).append(
-                f"{metric.removeprefix('rewards/')}{judged} {number(mean)} ({low} to {high})"
-            )
+            title = metric.removeprefix("rewards/") + (f" by {success}" if success and "@" in metric else "")
+            sets.setdefault(name, []).append(f"{title} {number(mean)} ({low} to {high})")
     found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
     return f"evaluation {when}: " + "; ".join(found)
 
