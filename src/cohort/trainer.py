@@ -237,8 +237,7 @@ class GRPOTrainer:
             )
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}
-        self.summary |= {"success": self._success} if self._success else {}
+        self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
         return closing(folder, self._callbacks.with_on_end(self._steps(folder, parts, first_step)))
 
     def make_parts(self) -> TrainerParts:
@@ -306,14 +305,9 @@ class GRPOTrainer:
     def _record(self, metrics: dict[str, Any], parts: TrainerParts) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
-        self.summary |= parts.counts(self.args.rollout.num_generations)
+        self.summary |= parts.for_summary(self.args.rollout.num_generations)
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
-
-    @property
-    def _success(self) -> str:
-        """What counts as correct in evaluations, in words; empty without."""
-        return str((self.evaluator and self.evaluator.success) or "")
 
     def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
         """The evaluation before the first step: made now, or read by a resumed run."""
@@ -325,7 +319,7 @@ class GRPOTrainer:
         before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
         on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **before}))
         if self._prints:
-            announce(evaluation_line(before, "before training", self._success))
+            announce(evaluation_line(before, "before training"))
         return before
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
