@@ -260,7 +260,7 @@ class GRPOTrainer:
             )
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}
+        self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
         return closing(folder, self._callbacks.with_on_end(self._steps(folder, parts, first_step)))
 
     def make_parts(self) -> TrainerParts:

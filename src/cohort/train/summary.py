@@ -44,7 +44,7 @@ def record_step(
 ) -> None:
     """Add a step to the summary; ``started``: the run's start by ``time.perf_counter``."""
     summary.setdefault("seconds_to_first_update", round(time.perf_counter() - started, 2))
-    summary |= parts.counts(config.rollout.num_generations)
+    summary |= parts.for_summary(config.rollout.num_generations)
     if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
         summary["eval_after"] = evaluated
 
