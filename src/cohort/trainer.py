@@ -206,7 +206,8 @@ class GRPOTrainer:
 
     def _resume_hint(self) -> contextlib.AbstractContextManager[None]:
         run = "" if self.started_by.needed(adapters=self.args.model.lora.wanted) else self.summary.get("output_dir", "")
-        return with_resume_hint(run, show=self._prints and self._found is None)
+        how = f"cohort resume {run}" if run else "the same script and train(resume='auto')"
+        return with_resume_hint(how, show=self._prints and self._found is None)
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
