@@ -136,7 +136,8 @@ def resolve_reward(spec: str) -> RewardFunction:
 
     Raises:
         RewardError: the module, file or function does not exist or is not callable; a setting is unknown (a parameter
-            ``**settings`` takes any), missing or has a wrong value; or the package of a built-in reward is not installed.
+            ``**settings`` takes any), missing or has a wrong value; or the package of a built-in reward is not
+            installed.
 
     >>> resolve_reward("soft_overlong(max_length=1024, buffer=256)").keywords
     {'max_length': 1024, 'buffer': 256}
