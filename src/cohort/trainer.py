@@ -87,6 +87,8 @@ class GRPOTrainer:
         """Summary of the run; written to ``summary.json`` at its end."""
         self.last_metrics: dict[str, Any] = {}
         """Metrics of the latest step."""
+        self.last_updates: list[dict[str, Any]] = []
+        """Metrics of each of its updates, in order (``train.update_metrics.each_update``)."""
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self.started_by = Start()
@@ -303,7 +305,7 @@ class GRPOTrainer:
         on_main(self.world, lambda: folder.write_summary(self.summary))
 
     def _record(self, metrics: dict[str, Any], parts: TrainerParts) -> None:
-        self.last_metrics = metrics
+        self.last_metrics, self.last_updates = metrics, parts.each_update
         self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
         self.summary |= parts.counts(self.args.rollout.num_generations)
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
@@ -333,9 +335,7 @@ class GRPOTrainer:
 
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
         """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
-        evaluator = self.evaluator
-        if eval_dataset is not None:
-            evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
+        evaluator = self.evaluator if eval_dataset is None else self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         if self._parts is not None:

@@ -1,0 +1,1 @@
+"""A face for scripts that are written for TRL."""
