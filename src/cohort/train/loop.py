@@ -202,8 +202,9 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
     """
     assert parts.metrics is not None
     step, metrics = parts.complete_steps, parts.metrics
-    last = step == schedule.steps
-    if last or due(step, config.eval.eval_steps):
+    parts.companion.updated(metrics)
+    last, asked = step == schedule.steps, parts.requests.take_evaluate(parts.world)
+    if last or asked or due(step, config.eval.eval_steps):
         metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
         last |= parts.best.exhausted
 
