@@ -296,7 +296,7 @@ class GRPOTrainer:
             if before and self._prints:
                 announce(evaluation_line(before, "before training"))
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self.last_metrics = metrics
+                self.last_metrics, self.last_updates = metrics, parts.each_update
                 record_step(self.summary, parts, self.args, metrics, self.started)
                 self._callbacks.step(metrics)
                 yield metrics
@@ -325,29 +325,6 @@ class GRPOTrainer:
         end_summary(self.summary, parts, self.schedule, self.started)
         on_main(self.world, lambda: folder.write_summary(self.summary))
 
-<<<<<<< HEAD
-    def _record(self, metrics: dict[str, Any], parts: TrainerParts) -> None:
-        self.last_metrics, self.last_updates = metrics, parts.each_update
-        self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
-        self.summary |= parts.counts(self.args.rollout.num_generations)
-        if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
-            self.summary["eval_after"] = evaluated
-
-    def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
-        """The evaluation before the first step: made now, or read by a resumed run."""
-        evaluations = on_main(self.world, folder.evaluations)
-        if 0 in evaluations or first_step or self.evaluator is None or not self.args.eval.eval_on_start:
-            if last := max((step for step in evaluations if step), default=None):
-                self.summary["eval_after"] = evaluations[last]
-            return evaluations.get(0)
-        before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
-        on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **before}))
-        if self._prints:
-            announce(evaluation_line(before, "before training"))
-        return before
-
-=======
->>>>>>> main
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
         """Sample and score the evaluation prompts with the current policy; return the metrics with their intervals.
 
