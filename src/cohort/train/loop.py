@@ -113,7 +113,7 @@ def run(
 
         with clock("measure"):
             moved = context.within_memory(policy_movement, batch, updates.results, config.report.update_kl_completions)
-        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
+        metrics: dict[str, Any] = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | updates.term_norms
         metrics |= step_metrics(rollout, batch, updates.results, objective, updates.version_before)
         metrics |= rank_metrics(context.world, updates.results, metrics["seconds/step"]) | memory_metrics(policy.device)
