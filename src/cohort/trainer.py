@@ -88,6 +88,8 @@ class GRPOTrainer:
         """Summary of the run; written to ``summary.json`` at its end."""
         self.last_metrics: dict[str, Any] = {}
         """Metrics of the latest step."""
+        self.last_updates: list[dict[str, Any]] = []
+        """Metrics of each of its updates, in order (``train.update_metrics.each_update``)."""
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self.started_by = Start()
@@ -295,7 +297,7 @@ class GRPOTrainer:
             if before and self._prints:
                 announce(evaluation_line(before, "before training"))
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self.last_metrics = metrics
+                self.last_metrics, self.last_updates = metrics, parts.each_update
                 record_step(self.summary, parts, self.args, metrics, self.started)
                 self._callbacks.step(metrics)
                 yield metrics
@@ -335,9 +337,7 @@ class GRPOTrainer:
 
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
         """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
-        evaluator = self.evaluator
-        if eval_dataset is not None:
-            evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
+        evaluator = self.evaluator if eval_dataset is None else self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         if self._parts is not None:

@@ -80,6 +80,8 @@ class TrainerParts:
     """The last updates that were skipped."""
     metrics: dict[str, Any] | None = None
     """The metrics of the last complete step, until it is evaluated and they are written."""
+    each_update: list[dict[str, Any]] = field(default_factory=list)
+    """The metrics of each update of the last complete step."""
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     """What a stopped run has sampled and scored of its next rollout, by step."""
     saved_instant: tuple[Any, ...] | None = None
