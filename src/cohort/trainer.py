@@ -224,8 +224,7 @@ class GRPOTrainer:
         self._requests.evaluate = True
 
     def checkpoint(self) -> Path:
-        """Write a checkpoint, for a caller of ``steps`` between two of them; return its folder once it is complete.
-        Every rank must call."""
+        """Write a checkpoint between two of the ``steps``; return its folder once it is complete. Every rank calls."""
         if self.folder is None or self._parts is None:
             raise RunFolderError("there is no run to write a checkpoint of: it begins with train() or steps()")
         save_instant(self._parts, self.folder, wait=True)

@@ -14,9 +14,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_callback import CallbackHandler as Handler
 from transformers.trainer_callback import DefaultFlowCallback as DefaultFlow
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from cohort.errors import ConfigError
 from cohort.train import Companion
@@ -29,7 +29,7 @@ NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", 
 
 
 def handler_of(args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any) -> Handler:
-    """transformers' handler with its default callbacks, those of the trackers in ``report_to``, and the given ones.
+    """Transformers' handler with its default callbacks, those of the trackers in ``report_to``, and the given ones.
 
     Raises:
         ConfigError: one is no callback of transformers.
@@ -157,7 +157,9 @@ class Events(Companion):
 
 def state_of(trainer: Any) -> dict[str, Any]:
     """The state of transformers' trainer with that of its callbacks, in types of JSON: ``trainer_state.json``."""
-    exported = [one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)]
+    exported = [
+        one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)
+    ]
     values = {field.name: getattr(trainer.state, field.name) for field in fields(TrainerState)}
     return asdict(TrainerState(**values | {"stateful_callbacks": exported}))
 

@@ -49,7 +49,9 @@ def prepared_model(
     from cohort.policy import load_model, resolve_device, resolve_precision
 
     if not isinstance(peft_config, peft.PeftConfig):
-        raise ConfigError(f"peft_config: expected a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}")
+        raise ConfigError(
+            f"peft_config: expected a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}"
+        )
     if isinstance(model, peft.PeftModel):
         raise ConfigError(
             "the model has adapters, and peft_config asks for more: merge them first (merge_and_unload), or leave "
@@ -83,9 +85,7 @@ def _quantized(model: Any, config: GRPOConfig, quantization_config: Any) -> Any:
     )
 
 
-def reward_functions(
-    given: Any, tokenizers: Any, state: Callable[[], Any]
-) -> list[Callable[..., Any]] | None:
+def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> list[Callable[..., Any]] | None:
     """The reward functions. Names and models become reward models; a function with a parameter ``trainer_state`` gets
     transformers' state.
 

@@ -53,7 +53,9 @@ def create_repo(args: Any) -> str:
     return str(repo.repo_id)
 
 
-def upload(args: Any, repo: str, *, message: str | None, blocking: bool, token: str | None, revision: str | None) -> Any:
+def upload(
+    args: Any, repo: str, *, message: str | None, blocking: bool, token: str | None, revision: str | None
+) -> Any:
     """Upload the model in ``output_dir`` without what the run keeps beside it; as ``HfApi.upload_folder``."""
     from huggingface_hub import HfApi
 

@@ -18,11 +18,11 @@ import cohort.trainer
 from cohort.errors import ConfigError, RunFolderError, Stopped
 from cohort.report.console.describe import announce
 from cohort.train.stop import with_resume_hint
-from cohort.trl import hub
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
 from cohort.trl.given import count_prompts, default_arguments, prepared_model, reward_functions, rows
+from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.logs import evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
@@ -108,7 +108,7 @@ class GRPOTrainer:
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, self.core.optimizer)
         self.hub_model_id: str | None = None
         if args.push_to_hub and self.is_world_process_zero():
-            self.hub_model_id = hub.create_repo(args)
+            self.hub_model_id = create_repo(args)
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, batch.updates_per_rollout, per_epoch)
@@ -263,10 +263,10 @@ class GRPOTrainer:
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        self.hub_model_id = self.hub_model_id or hub.create_repo(self.args)
+        self.hub_model_id = self.hub_model_id or create_repo(self.args)
         self.create_model_card(**card)
         options = {"blocking": blocking, "token": token, "revision": revision}
-        return hub.upload(self.args, self.hub_model_id, message=commit_message, **options)
+        return upload(self.args, self.hub_model_id, message=commit_message, **options)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -281,9 +281,7 @@ class GRPOTrainer:
         if self.is_world_process_zero():
             tags = [tags] if isinstance(tags, str) else tags or []
             folder, found = Path(self.args.output_dir), {*tags, *self._tag_names}
-            hub.write_card(
-                folder, self.model, name=model_name, dataset=dataset_name, tags=found, hub_id=self.hub_model_id
-            )
+            write_card(folder, self.model, name=model_name, dataset=dataset_name, tags=found, hub_id=self.hub_model_id)
 
     log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
 
@@ -328,7 +326,9 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
     if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
         raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
     if any(one is not None for one in optimizers):
-        raise ConfigError("optimizers: a ready optimizer is not supported here; set optim, learning_rate and the others")
+        raise ConfigError(
+            "optimizers: a ready optimizer is not supported here; set optim, learning_rate and the others"
+        )
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ConfigError(f"eval_strategy is {str(args.eval_strategy.value)!r}, and there is no eval_dataset")
 
@@ -347,6 +347,9 @@ def _in_terms_of_trl() -> Iterator[None]:
         yield
     except RunFolderError as error:
         text = str(error)
-        for name, other in (("train(resume=True)", "train(resume_from_checkpoint=True)"), ("run.output_dir", "output_dir")):
+        for name, other in (
+            ("train(resume=True)", "train(resume_from_checkpoint=True)"),
+            ("run.output_dir", "output_dir"),
+        ):
             text = text.replace(name, other)
         raise RunFolderError(text) from error
