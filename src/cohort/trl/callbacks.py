@@ -1,4 +1,4 @@
-"""transformers' callbacks in a run of Cohort: what they are told, update by update, and what their ``control`` asks for.
+"""transformers' callbacks in a run of Cohort: what they are told of each update, and what they ask for.
 
 Callbacks are called on every rank after the updates of a rollout, once for each update and in transformers' order, with
 the weights after the rollout. ``should_log`` is obeyed at the update; ``should_evaluate``, ``should_save`` and
@@ -28,8 +28,37 @@ NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", 
 """Methods for moments that a run of Cohort does not stop at, or does not have."""
 
 
-def handler_of(args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any) -> Handler:
-    """Transformers' handler with its default callbacks, those of the trackers in ``report_to``, and the given ones.
+class Progress(ProgressCallback):  # type: ignore[misc]  # transformers has no types
+    """A progress bar that prints TRL's part of an entry of the log, without Cohort's own keys.
+
+    Args:
+        window: the log's.
+    """
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self._window = window
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Print an entry."""
+        super().on_log(args, state, control, logs=self._window.without_own(logs), **more)
+
+
+class Printer(PrinterCallback):  # type: ignore[misc]
+    """Prints TRL's part of an entry of the log, where there is no progress bar; see ``Progress``."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Print an entry."""
+        super().on_log(args, state, control, logs=self._window.without_own(logs), **more)
+
+
+def handler_of(
+    args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any, window: Window
+) -> Handler:
+    """A handler of transformers with its default callbacks, those of the trackers in ``report_to``, and the given ones.
 
     Raises:
         ConfigError: one is no callback of transformers.
@@ -40,7 +69,7 @@ def handler_of(args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer
         check_callback(callback)
     own = [DefaultFlow, *get_reporting_integration_callbacks(args.report_to), *(callbacks or ())]
     handler = Handler(own, model, tokenizer, optimizer.rules[0], optimizer.schedules[0])
-    handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+    handler.add_callback((Printer if args.disable_tqdm else Progress)(window))
     return handler
 
 
@@ -67,15 +96,15 @@ class Events(Companion):
 
     Args:
         trainer: the trainer.
+        window: the log's.
         updates_per_rollout: optimizer updates of a rollout, skipped ones included.
         updates_per_epoch: of an epoch.
     """
 
-    def __init__(self, trainer: Any, updates_per_rollout: int, updates_per_epoch: int) -> None:
+    def __init__(self, trainer: Any, window: Window, updates_per_rollout: int, updates_per_epoch: int) -> None:
         self._of = weakref.ref(trainer)  # the run's parts hold this object: no cycle
-        self.updates_per_rollout, self._per_epoch = updates_per_rollout, updates_per_epoch
-        self.window = Window(trainer.core.args)
-        self.evaluate = self.save = False
+        self.window, self.updates_per_rollout, self._per_epoch = window, updates_per_rollout, updates_per_epoch
+        self.evaluate = self.save = self.stop = False
         """What the callbacks have asked for at the end of the rollout."""
         self._rollouts = self._logged = 0
 
@@ -85,12 +114,12 @@ class Events(Companion):
         assert trainer is not None
         if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
             self._rollouts = metrics["step"]
-            self.evaluate = self.save = False
+            self.evaluate = self.save = self.stop = False
             if metrics["step"] == 1 and (before := trainer.core.summary.get("eval_before")):
                 trainer.evaluated(before)
-            each = metrics[EACH_UPDATE]
+            each, rollout = metrics[EACH_UPDATE], {key: one for key, one in metrics.items() if key != EACH_UPDATE}
             for number in range(self.updates_per_rollout):
-                self._update(trainer, each[number] if number < len(each) else {}, None if number else metrics)
+                self._update(trainer, each[number] if number < len(each) else {}, None if number else rollout)
         if self.evaluate and trainer.core.evaluator is not None:
             trainer.core.evaluate_now()
 
@@ -120,6 +149,7 @@ class Events(Companion):
             control = trainer.control
         self.evaluate |= control.should_evaluate
         self.save |= control.should_save
+        self.stop |= control.should_training_stop
 
     def state_dict(self) -> dict[str, Any]:
         """The state of transformers' trainer and of its callbacks, and what is to be logged."""
@@ -130,7 +160,7 @@ class Events(Companion):
             "window": self.window.state_dict(),
             "rollouts": self._rollouts,
             "logged": self._logged,
-            "wanted": [self.evaluate, self.save],
+            "wanted": [self.evaluate, self.save, self.stop],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,7 +182,7 @@ class Events(Companion):
         _restore_callbacks(trainer.callback_handler, restored.stateful_callbacks)
         self.window.load_state_dict(state["window"])
         self._rollouts, self._logged = state["rollouts"], state["logged"]
-        self.evaluate, self.save = state["wanted"]
+        self.evaluate, self.save, self.stop = state["wanted"]
 
 
 def state_of(trainer: Any) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] 
         raise RunFolderError(f"resume_from_checkpoint: there is no checkpoint {given}")
     if not given.resolve().is_relative_to(folder.resolve()):
         raise RunFolderError(
-            f"resume_from_checkpoint: {given} belongs to another run than output_dir {output_dir}: set output_dir to its "
-            "run to continue that, or pass the checkpoint as model to start a new run with its weights"
+            f"resume_from_checkpoint: {given} belongs to another run than output_dir {output_dir}: set output_dir to "
+            "its run to continue that, or pass the checkpoint as model to start a new run with its weights"
         )
     if given.resolve() != found.resolve():
         raise RunFolderError(

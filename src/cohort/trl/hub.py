@@ -11,8 +11,9 @@ from typing import Any
 from cohort.runs.anew import WRITTEN
 from cohort.trl.checkpoints import PREFIX_CHECKPOINT_DIR
 
-NOT_UPLOADED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*", "config.toml", "logs/*", "*.part", ".*", *WRITTEN) + tuple(
-    f"{name}/*" for name in WRITTEN if "." not in name
+NOT_UPLOADED = (
+    *("_*", f"{PREFIX_CHECKPOINT_DIR}-*", "config.toml", "logs/*", "*.part", ".*"),
+    *(f"{name}/*" if "." not in name else name for name in WRITTEN),
 )
 """What the run keeps beside the model: it may hold data and paths of this machine."""
 CITATION = """\

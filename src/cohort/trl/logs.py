@@ -56,8 +56,7 @@ class Window:
         """Tokens of all rollouts, each completion with its prompt."""
         self.total_loss, self.updates = 0.0, 0
         """Sum of the losses of all updates and their number: ``TrainOutput.training_loss`` is the mean."""
-        self.shown: set[str] = set()
-        """The keys of the latest entry that are TRL's."""
+        self._shown: set[str] = set()
         self._step_time: float | None = None
         self._of_rollouts: list[dict[str, float | None]] = []
         self._own: list[Numbers] = []
@@ -82,6 +81,11 @@ class Window:
         self.updates += 1
         self._of_updates.append(found | {"step_time": self._step_time})
 
+    def without_own(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """An entry of the log, of training or evaluation, with TRL's keys only."""
+        others = ("epoch", "eval_", "train_")
+        return {key: value for key, value in entry.items() if key in self._shown or key.startswith(others)}
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in types of JSON."""
         return {name: getattr(self, name) for name in _STATE}
@@ -97,7 +101,7 @@ class Window:
         means = _means(self._of_rollouts) | _means(self._of_updates)
         if self._own:
             means["num_tokens"] = self.num_tokens
-        self.shown = set(means)
+        self._shown = set(means)
         means = _means(self._own) | means
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}

@@ -23,7 +23,7 @@ from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
 from cohort.trl.given import count_prompts, default_arguments, prepared_model, reward_functions, rows
 from cohort.trl.hub import create_repo, upload, write_card
-from cohort.trl.logs import evaluation_keys
+from cohort.trl.logs import Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
@@ -31,6 +31,8 @@ from cohort.trl.translate import check_args, translate
 
 AGAIN = "the same script and train(resume_from_checkpoint=True)"
 """How to continue a run."""
+TERMS = {"train(resume=True)": "train(resume_from_checkpoint=True)", "run.output_dir": "output_dir"}
+"""Names in errors about the run folder, and TRL's."""
 
 
 class GRPOTrainer:
@@ -105,13 +107,14 @@ class GRPOTrainer:
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
-        self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, self.core.optimizer)
+        window, optimizer = Window(config), self.core.optimizer
+        self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
         self.hub_model_id: str | None = None
         if args.push_to_hub and self.is_world_process_zero():
             self.hub_model_id = create_repo(args)
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
-        self._events = Events(self, batch.updates_per_rollout, per_epoch)
+        self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
         self._set_state(steps, max(1, round(steps / per_epoch)))
         self._notice = differences(args, config, batch, steps)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
@@ -149,7 +152,9 @@ class GRPOTrainer:
             with contextlib.closing(steps), self._state_of_a_stop():
                 for metrics in steps:
                     self._end_rollout(metrics)
-                    if self.control.should_training_stop:
+                    wants_stop = self._events.stop or self.control.should_training_stop
+                    if wants_stop and metrics["step"] < self.core.schedule.steps:
+                        self._link(self.core.checkpoint())
                         break
         return self._end(started, first)
 
@@ -189,14 +194,17 @@ class GRPOTrainer:
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:  # noqa: ARG002 - TRL's signature
         """Append an entry to ``state.log_history`` and give it to the callbacks."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,  # noqa: ARG002 - TRL's signature
+        metric_key_prefix: str = "eval",
     ) -> dict[str, Any]:
         """Sample and score the evaluation prompts with the present weights; return TRL's metrics with Cohort's beside
         them. Every rank must call.
@@ -347,9 +355,6 @@ def _in_terms_of_trl() -> Iterator[None]:
         yield
     except RunFolderError as error:
         text = str(error)
-        for name, other in (
-            ("train(resume=True)", "train(resume_from_checkpoint=True)"),
-            ("run.output_dir", "output_dir"),
-        ):
+        for name, other in TERMS.items():
             text = text.replace(name, other)
         raise RunFolderError(text) from error
