@@ -60,7 +60,8 @@ def upload(
     """Upload the model in ``output_dir`` without what the run keeps beside it; as ``HfApi.upload_folder``."""
     from huggingface_hub import HfApi
 
-    return HfApi().upload_folder(
+    api: Any = HfApi()
+    return api.upload_folder(
         repo_id=repo,
         folder_path=args.output_dir,
         commit_message=message,

@@ -220,7 +220,7 @@ class GRPOTrainer:
         is_own = eval_dataset is None and self.core.evaluator is not None
         metrics = self.core.evaluate(None if is_own else given)
         found = self.evaluated(metrics, given, metric_key_prefix)
-        return found | speed_metrics(metric_key_prefix, started)
+        return {**found, **speed_metrics(metric_key_prefix, started)}
 
     def evaluated(self, metrics: Mapping[str, Any], given: Any = None, prefix: str = "eval") -> dict[str, Any]:
         """Log the metrics of an evaluation and tell the callbacks; return what was logged.
@@ -273,7 +273,7 @@ class GRPOTrainer:
             return None
         self.hub_model_id = self.hub_model_id or create_repo(self.args)
         self.create_model_card(**card)
-        options = {"blocking": blocking, "token": token, "revision": revision}
+        options: dict[str, Any] = {"blocking": blocking, "token": token, "revision": revision}
         return upload(self.args, self.hub_model_id, message=commit_message, **options)
 
     def create_model_card(
