@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig
 
 from cohort.errors import ConfigError
 from cohort.presets.parts import KL, BatchStd, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask
@@ -94,6 +95,14 @@ def test_keywords_of_sampling_and_of_loading():
     assert found.model.precision == "bfloat16"
 
 
+def test_the_weight_of_the_auxiliary_loss_is_the_model_s_own_unless_set():
+    args, model = GRPOConfig("out"), MixtralConfig(router_aux_loss_coef=0.02)
+    assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0.02
+    assert translate(args, num_prompts=8, model_config=LlamaConfig()).model.router_aux_loss_coef == 0
+    args.router_aux_loss_coef = 0.0
+    assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0
+
+
 def test_other_arguments_precede():
     args = GRPOConfig("out")
     assert translate(args, num_prompts=8, given={"model": {"lora": {"rank": 4}}}).model.lora.rank == 4
@@ -117,6 +126,8 @@ def test_tool_calls_are_turns():
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0"),
         ({"learning_rate": -1.0}, "learning_rate: input should be greater than or equal to 0"),
         ({"num_generations_eval": -1}, "num_generations_eval: input should be greater"),
+        ({"reward_weights": 0.5}, "reward_weights: input should be a list"),
+        ({"generation_kwargs": {"min_new_tokens": 600}}, "must be at most max_completion_length (512)"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),
