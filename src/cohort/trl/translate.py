@@ -135,11 +135,10 @@ def _model(args: Any, model_config: Any) -> Settings:
     settings: Settings = {
         "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
         "device": "cpu" if args.use_cpu else "auto",
+        "revision": "" if revision in (None, "main") else revision,
         "trust_remote_code": trusted,
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
-    if revision not in (None, "main"):
-        settings["revision"] = revision
     if args.cast_lm_head_to_fp32:
         settings["float32_head"] = True
     text = model_config.get_text_config() if model_config is not None else None
@@ -226,12 +225,11 @@ def _optim(args: Any, updates: int) -> Settings:
         )
     settings: Settings = {
         "optimizer": OPTIMIZERS[rule],
+        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
         "lr_scheduler_type": schedule,
         "warmup_steps": 0 if schedule == "constant" else int(args.get_warmup_steps(updates)),
         "max_grad_norm": float(args.max_grad_norm or 0.0),
     }
-    if args.lr_scheduler_kwargs:
-        settings["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     numbers = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     return settings | {name: float(getattr(args, name)) for name in numbers}
 
