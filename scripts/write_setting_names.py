@@ -42,7 +42,7 @@ def main() -> int:
     text = HEAD + "".join(f"    {line}\n" for line in lines())
     if "--check" in sys.argv[1:]:
         is_new = FILE.read_text(encoding="utf-8") == text
-        print("setting names: up to date" if is_new else f"{FILE} is out of date: run {__doc__.split('``')[3]}")
+        print("setting names: up to date" if is_new else f"{FILE} is out of date: run python scripts/write_setting_names.py")
         return 0 if is_new else 1
     FILE.write_text(text, encoding="utf-8")
     return 0
