@@ -139,7 +139,18 @@ class SettingNames(TypedDict, total=False):
     adam_beta2: float
     adam_epsilon: float
     max_grad_norm: float
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"]
+    lr_scheduler_type: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ]
     lr_scheduler_kwargs: Mapping[str, Any]
     warmup_steps: int | float
     microbatch_tokens: int | None
