@@ -12,9 +12,9 @@ demo: .venv/demo.stamp
 quick: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -n auto tests/config tests/presets tests/objective tests/data
 
-# One worker per core with one thread each.
+# One worker per core with one thread each. `make parity` has the comparison with TRL, whose import takes seconds.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --ignore=tests/parity
 
 parity: .venv/bench.stamp
 	$(BIN)/python -m pytest -q tests/parity
@@ -46,6 +46,8 @@ check: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_limits.py
+	$(BIN)/python scripts/write_setting_names.py --check
+	$(BIN)/python scripts/write_trl_fields.py --check
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python scripts/check_metrics.py
 	$(BIN)/python scripts/check_rooms.py

@@ -25,6 +25,8 @@ if "cohort-tests-" not in os.environ.get("COHORT_STATE", ""):  # workers and chi
 
 import pytest
 
+os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
+
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "src" / "cohort" / "demo" / "model"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -33,7 +35,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     if "torch" in sys.modules:  # imported by some test module
-        sys.modules["torch"].set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+        sys.modules["torch"].set_num_threads(1)  # a second one only waits: the models are small
 
 
 @pytest.fixture(scope="session", autouse=True)
