@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -188,10 +188,9 @@ def test_evaluation_on_demand_and_files_of_scripts(straight, tmp_path, capsys):
     assert trainer.get_num_trainable_parameters() == sum(one.numel() for one in trainer.model.parameters())
 
 
-def test_uploads_leave_the_runs_own_files_here(straight, monkeypatch):
-    """The hub is asked for a repository, and gets the model and its card."""
-    trainer, _, _, folder = straight
-    asked = []
+def test_uploads_leave_the_runs_own_files_here(demo_tokenizer, tmp_path, monkeypatch):
+    """The hub is asked for a repository, and gets the model and its card at the end of the run, and when asked to."""
+    folder, asked = tmp_path / "run", []
 
     class Hub:
         def create_repo(self, name, **options):
@@ -203,8 +202,11 @@ def test_uploads_leave_the_runs_own_files_here(straight, monkeypatch):
             return "done"
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    trainer = make(demo_tokenizer, folder, push_to_hub=True, max_steps=2)
+    trainer.train()
     assert trainer.push_to_hub(dataset_name="me/sums", tags="sums") == "done"
-    (name, _), options = asked
+    (name, _), ended, options = asked
+    assert ended == options
     assert (name, options["repo_id"], options["commit_message"]) == ("run", "me/run", "End of training")
     from huggingface_hub.utils import filter_repo_objects
 
@@ -251,6 +253,8 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"processing_class": print}, "processing_class: expected a tokenizer, got builtin_function_or_method"),
+        ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs metric_for_best_model"),
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
@@ -270,6 +274,10 @@ def test_what_is_refused(demo_tokenizer, tmp_path, given, message):
 def test_other_configurations_are_refused(demo_tokenizer):
     with pytest.raises(ConfigError, match="Cohort's own GRPOConfig"):
         GRPOTrainer(tiny_llama(), with_state, cohort.GRPOConfig(), ROWS, processing_class=demo_tokenizer)
+    with pytest.raises(
+        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig: pass arguments by name"
+    ):
+        GRPOTrainer(tiny_llama(), GRPOConfig("unused", **SETTINGS), train_dataset=ROWS)
 
 
 def test_an_evaluation_without_rows_is_refused(demo_tokenizer, tmp_path):

@@ -24,6 +24,20 @@ def default_arguments(model: Any) -> Arguments:
     return Arguments(f"{Path(name).name}-GRPO")
 
 
+def checked_tokenizer(given: Any) -> Any:
+    """The tokenizer of ``processing_class``, which may be a processor that has one; None for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    found = getattr(given, "tokenizer", given)
+    if found is not None and not isinstance(found, PreTrainedTokenizerBase):
+        raise ConfigError(f"processing_class: expected a tokenizer, got {type(given).__name__}: pass arguments by name")
+    return found
+
+
 def of_revision(model: Any, args: Any) -> Any:
     """The folder of the revision that ``args.model_init_kwargs`` names. A loaded model has its revision, as in TRL.
 
@@ -109,12 +123,18 @@ def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> l
         state: gives the state of the run.
 
     Raises:
-        ConfigError: there are not as many tokenizers as functions.
+        ConfigError: there are not as many tokenizers as functions, or one is of another type.
         RewardError: a reward model cannot be used.
     """
     if given is None:
         return None
     listed = list(given) if isinstance(given, list | tuple) else [given]
+    for one in listed:
+        if not callable(one) and not isinstance(one, str | Path):
+            raise ConfigError(
+                f"reward_funcs: expected functions, or names or models of reward models, got {type(one).__name__}: "
+                "pass arguments by name"
+            )
     classes = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
     if tokenizers is None:
         classes *= len(listed)

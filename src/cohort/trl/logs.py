@@ -116,7 +116,7 @@ class Window:
         if self._own:
             means["num_tokens"] = self.num_tokens
         self._shown = set(means)
-        means = _means(self._own) | means
+        means = {key: value for key, value in _means(self._own).items() if value is not None} | means
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
         first = [key for key in ("loss", "grad_norm", "learning_rate") if key in means]
