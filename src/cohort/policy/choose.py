@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.policy.anatomy import UnsupportedModel
-from cohort.policy.compute import ComputeModel
+from cohort.policy.compute import ComputeModel, modes_restored
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.head import Head
 from cohort.policy.lean import LeanLayers
@@ -70,7 +70,8 @@ def logit_gap(passes: Passes, model: ComputeModel) -> float:
     prompts = [tokens(length) for length in TRIAL_PROMPTS]
     completions = [tokens(length) for _, length in TRIAL_COMPLETIONS]
     rows = PackedRows.of([prompt for prompt, _ in TRIAL_COMPLETIONS], completions)
-    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states)
+    with model.training():  # the update's mode
+        logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states)
     expected = [
         own_logits(model, [*prompts[prompt], *completion], len(completion) + 1)[:-1]
         for (prompt, _), completion in zip(TRIAL_COMPLETIONS, completions, strict=True)
@@ -108,9 +109,8 @@ def first_correct(
         failures: reasons why better implementations cannot be used. Extended here, and added to the description of the
             implementation that is returned.
     """
-    mode = model.model.training
-    model.model.eval()
-    try:
+    with modes_restored(list(model.model.modules())):
+        model.model.eval()
         for name, construct in candidates:
             try:
                 candidate = construct()
@@ -125,8 +125,6 @@ def first_correct(
                 candidate.description += in_parentheses(failures)
                 return candidate
             failures.append(f"{name}: off by {error:.2g} from the model's forward pass")
-    finally:
-        model.model.train(mode)
     return None
 
 

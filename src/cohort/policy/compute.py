@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class ComputeModel:
         dropout: whether dropout stays on. False sets every dropout of the model to 0, the attention's included.
         adapter: the adapter that is active in ``compute()``, for a model with adapters. None: no adapter.
 
-    The model is in evaluation mode except inside ``training()``.
+    The model is in evaluation mode; see ``training()``.
     """
 
     def __init__(
@@ -110,12 +110,15 @@ class ComputeModel:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Training mode inside the block: gradient checkpointing and dropout need it."""
-        self.model.train()
-        try:
+        """The mode of an update inside the block: with dropout, training mode; else evaluation mode, as in sampling,
+        because training mode may change more than dropout (router noise, skipped layers, a dropout that the model reads
+        from its config). Layers that are checkpointed are in training mode, in which transformers checkpoints them;
+        what they compute is in evaluation mode (``passes.recomputed_in``)."""
+        modules = list(self.model.modules()) if self.dropout else checkpointed_modules(self.model)
+        with modes_restored(modules):
+            for module in modules:
+                module.training = True
             yield
-        finally:
-            self.model.eval()
 
     @contextlib.contextmanager
     def gradients_in_place(self) -> Iterator[None]:
@@ -165,6 +168,26 @@ def enable_checkpointing(model: Any) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that recompute activations when they are in training mode: layers, or in models with their own code
+    also what contains the layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    return [module for module in found if isinstance(module, GradientCheckpointingLayer)] or found
+
+
+@contextlib.contextmanager
+def modes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore each module's mode, training or evaluation, at the end of the block."""
+    before = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.attention import packed_attention
-from cohort.policy.compute import ComputeModel
+from cohort.policy.compute import ComputeModel, modes_restored
 from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
@@ -232,13 +232,16 @@ class PackedPass:
 
 @contextlib.contextmanager
 def recomputed_in(context: Callable[[], AbstractContextManager[None]], model: Any) -> Iterator[None]:
-    """Let checkpointed layers that run in this block be recomputed, in the backward pass, inside ``context()``. (A
-    block around ``Tensor.backward`` would not do: torch function modes are off there.)"""
+    """Let checkpointed layers that run in this block be recomputed, in the backward pass, inside ``context()`` and in
+    the mode of the model, not in that of the layer (``ComputeModel.training``). (A block around ``Tensor.backward``
+    would not do: torch function modes are off there.)"""
     before = [(m, m._gradient_checkpointing_func) for m in model.modules() if getattr(m, "gradient_checkpointing", 0)]
+    mode = model.training
 
-    def checkpoint(function: Any, layer: Any, *arguments: Any) -> Any:
+    def checkpoint(module: nn.Module, function: Any, layer: Any, *arguments: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with context():
+            with context(), modes_restored([module]):
+                module.training = mode
                 return layer(*arguments)
 
         if getattr(function, "keywords", {}).get("use_reentrant"):
@@ -247,7 +250,7 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]], model: An
         return function(run, *arguments)
 
     for module, function in before:
-        module._gradient_checkpointing_func = functools.partial(checkpoint, function)
+        module._gradient_checkpointing_func = functools.partial(checkpoint, module, function)
     try:
         yield
     finally:
