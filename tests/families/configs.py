@@ -88,7 +88,7 @@ SMALL = {
     # sparse attention
     "index_topk": 4,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few of them, scores are 0 after the ReLU, and ties are broken by chance
     "index_block_size": 4,
     "index_topk_blocks": 2,
     "shared_expert_intermediate_size": 16,
@@ -129,7 +129,9 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
         "mellum ministral mimo_v2_flash".split(),
         WINDOWS,
     ),
-    **dict.fromkeys("kimi_linear olmo_hybrid qwen3_next qwen3_5_text qwen3_5_moe_text bamba".split(), LINEAR),
+    **dict.fromkeys("olmo_hybrid qwen3_next qwen3_5_text qwen3_5_moe_text".split(), LINEAR),
+    "bamba": {"attn_layer_indices": [1]},
+    "kimi_linear": LATENT | LINEAR,
     "cohere_compass_text": {"layer_types": ["full_attention"] * 2},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": LATENT,
@@ -154,7 +156,9 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "longcat_flash": {"zero_expert_num": 2, "expert_ffn_hidden_size": 16},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "minimax": LINEAR | {"block_size": 4},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_block_size": 8,
+    },
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
     "qwen4_exp_text": {"hc_lowrank": 4},
     "recurrent_gemma": {"num_hidden_layers": 3, "w_init_variance_scale": 1.0},
