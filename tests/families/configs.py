@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SMALL = {
     "vocab_size": 37,
@@ -91,7 +89,6 @@ SMALL = {
     "index_n_heads": 16,  # with few of them, scores are 0 after the ReLU, and ties are broken by chance
     "index_block_size": 4,
     "index_topk_blocks": 2,
-    "shared_expert_intermediate_size": 16,
     "shared_experts_intermediate_size": 16,
     "shared_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16,
@@ -122,14 +119,39 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa minicpm3 youtu".split(), LATENT
+        [
+            "axk1",
+            "axk2",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "minicpm3",
+            "youtu",
+        ],
+        LATENT,
     ),
     **dict.fromkeys(
-        "afmoe beam cohere2 cohere2_moe exaone4 exaone_moe gemma3_text gpt_oss granite_swa granitemoe_swa olmo3 "
-        "mellum ministral mimo_v2_flash".split(),
+        [
+            "afmoe",
+            "beam",
+            "cohere2",
+            "cohere2_moe",
+            "exaone4",
+            "exaone_moe",
+            "gemma3_text",
+            "gpt_oss",
+            "granite_swa",
+            "granitemoe_swa",
+            "olmo3",
+            "mellum",
+            "ministral",
+            "mimo_v2_flash",
+        ],
         WINDOWS,
     ),
-    **dict.fromkeys("olmo_hybrid qwen3_next qwen3_5_text qwen3_5_moe_text".split(), LINEAR),
+    **dict.fromkeys(["olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], LINEAR),
     "bamba": {"attn_layer_indices": [1]},
     "kimi_linear": LATENT | LINEAR,
     "cohere_compass_text": {"layer_types": ["full_attention"] * 2},
@@ -141,14 +163,25 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "inkling_text": {
-        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6,
-        "d_rel": 4, "rel_extent": 128,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 6,
+        "d_rel": 4,
+        "rel_extent": 128,
     },
     "inkling2_text": {
-        "swa_num_attention_heads": 4, "swa_head_dim": 8, "sliding_window_size": 6, "d_rel": 4, "rel_extent": 128,
+        "swa_num_attention_heads": 4,
+        "swa_head_dim": 8,
+        "sliding_window_size": 6,
+        "d_rel": 4,
+        "rel_extent": 128,
     },
     "jamba": {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -157,7 +190,9 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "minimax": LINEAR | {"block_size": 4},
     "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_block_size": 8,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 8,
     },
     "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
     "qwen4_exp_text": {"hc_lowrank": 4},

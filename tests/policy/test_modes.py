@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy
 from cohort.policy.compute import enable_checkpointing
+from tests.families.configs import small_model
 from tests.policy.plain import COMPLETIONS, PROMPTS, SINGLE, TEMPERATURE, assert_near, gradients, weighted
 from tests.policy.plain import model_of as small
 from tests.rollout.test_families import ATTENTION, COMMON
@@ -57,3 +59,9 @@ def test_dropout_needs_training_mode():
     with policy.training():
         assert all(module.training for module in policy.model.modules())
     assert not policy.model.training
+
+
+@pytest.mark.parametrize("family", ["jetmoe", "ctrl"])
+def test_checkpointing_that_transformers_does_not_support_is_refused(family):
+    with pytest.raises(ModelError, match="transformers does not support it for"):
+        enable_checkpointing(small_model(family))
