@@ -57,7 +57,7 @@ def test_settings_by_name_go_to_their_sections():
 
 def test_settings_are_frozen_and_can_be_pickled_and_copied():
     config = GRPOConfig(num_generations=4, data={"train": ["a.jsonl"]})
-    with pytest.raises(Exception, match="frozen"):
+    with pytest.raises(ConfigError, match=r"settings do not change: make new ones with \w+="):
         config.rollout.num_generations = 3
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
@@ -165,6 +165,26 @@ def test_errors_name_where_each_mistake_is(tmp_path):
         load(tmp_path, "[optim]\nlearnin_rate = 1\n", "--run.seed", "x")
 
 
+def test_all_unknown_settings_are_named_at_once(tmp_path):
+    both = r"\Aunknown setting 'lr': set optim.learning_rate\nunknown setting 'rank': set model.lora.rank\Z"
+    with pytest.raises(ConfigError, match=both):
+        GRPOConfig(lr=1e-5, rank=8)
+    with pytest.raises(ConfigError, match=r"(?s)unknown setting --lr: .*unknown setting --group_size: .*: run.seed: "):
+        load(tmp_path, "", "--lr", "1", "--group_size", "4", "--run.seed", "x")
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)setting epochs is outside a section: set.*unknown section \[optimizer\]; did you mean \[optim\]",
+    ):
+        load(tmp_path, "epochs = 3\n[optimizer]\nlr = 1\n")
+
+
+def test_what_foreign_names_point_to_exists():
+    known = set(setting_paths(GRPOConfig).values())
+    for name, text in foreign_names().items():
+        for path in re.findall(r"\b(?:model|data|rollout|reward|optim|eval|run|report)\.[a-z_]+", text):
+            assert path in known or path == "model.lora", (name, path)
+
+
 def test_overrides_may_correct_the_file(tmp_path):
     file = '[rollout]\nnum_generations = 4\n[objective]\npreset = "gfpo"\n'
     assert load(tmp_path, file, "--rollout.num_generations", "16").rollout.num_generations == 16
@@ -174,7 +194,7 @@ def test_overrides_may_correct_the_file(tmp_path):
 
 OUT_OF_RANGE = {
     **{"temperature": 0, "top_p": 0.0, "min_p": 1.5, "repetition_penalty": 0.0, "stop": [""], "top_k": -1},
-    **{"learning_rate": float("inf"), "adam_beta1": 1.0, "max_grad_norm": 0.0, "seed": -1, "max_steps": 0},
+    **{"learning_rate": float("inf"), "adam_beta1": 1.0, "max_grad_norm": -1.0, "seed": -1, "max_steps": 0},
     **{"pass_at_k": [0], "temperature_eval": -0.1, "confidence": 1.0, "bootstrap_samples": 10, "timeout": 0},
     **{"order": "random", "max_prompt_length": 0, "overlong_prompts": "cut", "ref_model_mixup_alpha": 1.1},
 }
@@ -199,6 +219,10 @@ def test_values_out_of_range(name):
         ({"regex": "a", "json_schema": "{}"}, "regex and rollout.json_schema exclude each other"),
         ({"json_schema": "{"}, "rollout.json_schema: expected a JSON schema, as JSON text"),
         ({"warmup_steps": 3}, "constant_with_warmup"),
+        ({"warmup_steps": 2.5}, "a share of the run's updates below 1, got 2.5"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 1}}, "did you mean num_cycles"),
+        ({"lr_scheduler_kwargs": {"power": 1}}, "has no argument 'power'; it takes none"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs lr_scheduler_kwargs with min_lr or min_lr_rate"),
         ({"reward": {"functions": ["a"], "weights": [1.0, 2.0]}}, "2 numbers for 1 functions"),
         ({"kl": {"direction": "k3"}}, "kl.direction: expected 'reverse' or 'forward', got 'k3'"),
         ({"preset": 5}, "preset: input should be a valid string, got 5"),

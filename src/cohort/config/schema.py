@@ -64,6 +64,8 @@ class ModelConfig(Section):
 
     path: PathName = ""
     """A Hugging Face causal language model: a folder or a hub id. In Python, pass the `model` argument instead."""
+    revision: str = ""
+    """Branch, tag or commit of a hub id. Empty: the newest of the main branch."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute precision. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16 over
     them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and CPUs with AVX512-BF16 from a
@@ -121,8 +123,8 @@ class RolloutConfig(Section):
     regex: str | None = None
     """Sample only completions that match this regular expression as a whole. Unset: anything."""
     json_schema: str | None = None
-    """Sample only JSON that this schema accepts: JSON text, or the name of a .json file, which is read at once. Unset:
-    anything."""
+    """Sample only JSON that this schema accepts, with the spaces of `json.dumps`: JSON text, or the name of a .json
+    file, which is read at once. Unset: anything."""
     replay_sampling: bool = True
     """Compute the update's log-probabilities over the tokens that sampling could choose from, instead of over the whole
     vocabulary. Off: ratios treat the truncated distribution as the policy's. Makes a difference only with the settings
@@ -237,37 +239,6 @@ class RewardConfig(Section):
     """Maximum number of concurrent async calls."""
 
 
-class OptimConfig(Section):
-    """The optimizer."""
-
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
-    """"adamw_8bit" keeps AdamW's state in 8 bits (bitsandbytes, in the extra "quantized"); "adafactor" keeps one row
-    and one column per matrix, and uses none of `adam_*`; "muon" orthogonalises the updates of the layers' matrices,
-    scaled to AdamW's size, and uses AdamW for embeddings, head and vectors."""
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay, on matrices only."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the gradient's running mean."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of the squared gradient's running mean."""
-    adam_epsilon: PositiveFloat = 1e-8
-    """Added to the root of the squared gradient's mean."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it."""
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
-    """Schedule after the warm-up, by transformers' names."""
-    warmup_steps: Count = 0
-    """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
-    microbatch_tokens: PositiveInt | None = None
-    """Maximum number of tokens in one forward and backward pass. Affects memory only: the gradient is the same. Unset:
-    what half of the free memory holds, at most 1,024 on a CPU and 16,384 on CUDA. Halved when memory runs out."""
-    max_nonfinite_updates: PositiveInt = 3
-    """An update with non-finite log-probabilities, coefficients or gradient is skipped, and its batch is written to
-    nonfinite/ in the run folder. This many in a row stop the run."""
-
-
 class ParallelConfig(Section):
     """Several processes (ranks) that train together: `torchrun` or `cohort launch` starts them (docs/scale.md)."""
 
@@ -298,15 +269,17 @@ class EvalConfig(Section):
     """Sample from tokens at least this fraction as likely as the most likely one. 0: all."""
     max_completion_length_eval: PositiveInt | None = None
     """Maximum number of tokens of a completion."""
-    pass_at_k: PositiveInts = (1,)
-    """Log the probability that at least one of k completions is correct, for each of these k. []: off."""
+    success: str | None = None
+    """The reward function that decides whether a completion is correct, for pass@k and maj@k. Unset: the only one; with
+    several, there is neither."""
+    success_threshold: float = 1.0
+    """A completion is correct if that function returns at least this."""
+    pass_at_k: PositiveInts | None = None
+    """Log the probability that at least one of k completions is correct, for each of these k. []: off. Unset: 1, if a
+    function decides what is correct."""
     maj_at_k: PositiveInts = ()
     """Log the probability that the most frequent answer of k completions is correct, for each of these k. Needs a
     reward function that logs the column "answer" (`log_extra`)."""
-    pass_function: str | None = None
-    """The reward function that decides whether a completion is correct. Unset: the first."""
-    pass_threshold: float = 1.0
-    """A completion is correct if that function returns at least this."""
     bootstrap_samples: Annotated[int, Field(ge=100, le=1_000_000)] = 2_000
     """Resamples of each confidence interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
@@ -322,7 +295,7 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> EvalConfig:
         for name in ("pass_at_k", "maj_at_k"):
-            if (k := max(getattr(self, name), default=0)) > self.num_generations_eval:
+            if (k := max(getattr(self, name) or (), default=0)) > self.num_generations_eval:
                 raise ValueError(
                     f"{name} needs {k} completions per prompt, and num_generations_eval is "
                     f"{self.num_generations_eval}: raise it, or lower k"
@@ -343,7 +316,7 @@ class EvalConfig(Section):
         sampling = {name for name in type(self).model_fields if name.endswith("_eval")}
         names = {"metric_for_best_model", "greater_is_better"} | sampling
         if "@" in metric:
-            names |= {"pass_function", "pass_threshold"}
+            names |= {"success", "success_threshold"}
         if metric.endswith(("/low", "/high")):
             names |= {"bootstrap_samples", "confidence"}
         return self.model_dump(include=names, mode="json")

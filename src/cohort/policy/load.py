@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cohort.errors import ModelError
+from cohort.errors import ModelError, did_you_mean
 from cohort.policy.files import (
     ADAPTER_FILE,
     check_adapter,
@@ -28,6 +28,8 @@ from cohort.policy.files import (
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 """A folder with a tokenizer has one of these."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+"""Files of a hub model that are downloaded for a revision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,14 +342,38 @@ def longrope_length(config: Any) -> int | None:
 
 
 def _check_folder(path: str) -> str:
-    """The path with its ``~`` expanded; a hub id unchanged."""
+    """The path with its ``~`` expanded; a hub id unchanged. No network is asked for a name whose first part is a folder
+    here."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     expanded = os.path.expanduser(path)  # noqa: PTH111 - Path raises for an unknown user
-    if looks_local and not Path(expanded).is_dir():
-        raise ModelError(f"no model folder {path}")
+    parent = Path(expanded).parent
+    if not Path(expanded).is_dir() and (looks_local or ("/" in path and parent.is_dir())):
+        there = sorted(one.name for one in parent.iterdir() if one.is_dir()) if parent.is_dir() else []
+        hint = did_you_mean(Path(expanded).name, there, form=f"{parent}/{{}}")
+        raise ModelError(f"no model folder {path}{hint}")
     return expanded if looks_local else path
+
+
+def folder_of_revision(model: str, revision: str, *, allow_pickled_weights: bool = False) -> str:
+    """The folder of a hub model's snapshot, which is downloaded if it is not there.
+
+    Args:
+        model: hub id.
+        revision: branch, tag or commit.
+        allow_pickled_weights: download pickled weights too.
+
+    Raises:
+        ModelError: ``model`` is a folder, or there is no such revision.
+    """
+    from huggingface_hub import snapshot_download
+
+    if Path(_check_folder(model)).is_dir():
+        raise ModelError(f"model.revision chooses a revision of a hub id, and {model} is a folder: unset it")
+    patterns = [*MODEL_FILES, "*.bin"] if allow_pickled_weights else [*MODEL_FILES]
+    with _errors(f"cannot load revision {revision!r} of {model!r}", model):
+        return str(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
 @contextlib.contextmanager
