@@ -130,7 +130,8 @@ class ComputeModel:
             if isinstance(module, nn.Linear) and module.weight.dtype == before.compute:
                 hooks += [module.register_forward_pre_hook(_widen), module.register_forward_hook(_narrow)]
         try:
-            yield
+            with torch.autocast(self.device.type, enabled=False):  # of a ``compute()`` around the block
+                yield
         finally:
             self.precision = before
             for hook in hooks:
