@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cohort.config import ModelConfig
 from cohort.errors import ModelError
@@ -23,6 +24,7 @@ from cohort.policy.adapters import (
 from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
 from cohort.policy.finite import check_finite_weights
+from cohort.policy.float32_head import use_float32_head
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes
@@ -128,6 +130,11 @@ class Policy(ComputeModel):
                 mine.copy_(theirs)
         self.version = other.version
 
+    def weights_beside(self, other: Policy) -> dict[str, Tensor]:
+        """The weights that this ``snapshot`` of a policy does not share with it, by name."""
+        theirs = {id(weight) for weight in other.model.parameters()}
+        return {name: weight for name, weight in self.model.named_parameters() if id(weight) not in theirs}
+
     def _like(self, model: Any, *, adapter: str | None) -> Policy:
         other = Policy(model, self.precision, dropout=self.dropout, adapter=adapter)
         other.version, other.native_kernels = self.version, self.native_kernels
@@ -170,6 +177,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model = add_adapters(
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
+    if config.float32_head and precision.compute not in (torch.float32, torch.float64):
+        use_float32_head(model)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     policy = Policy(model, precision, dropout=config.dropout)

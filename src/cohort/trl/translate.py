@@ -5,20 +5,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import cohort.config
 from cohort.config import GRPOConfig
-from cohort.errors import ConfigError, did_you_mean
-from cohort.trl import config as face
+from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.trl.batch import Batch
+from cohort.trl.config import GRPOConfig as Arguments
+from cohort.trl.config import check_refused
 from cohort.trl.fields import setting_fields
 from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
+SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -35,8 +39,8 @@ SAMPLING = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
 }
 """Keys of ``generation_kwargs`` with Cohort's settings."""
-LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
-"""Keys of ``model_init_kwargs`` without effect."""
+LOADING = ("revision", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
+"""Keys of ``model_init_kwargs`` that the trainer reads, and those without effect."""
 DTYPES = {"bfloat16": "bfloat16", "float32": None, "auto": None}
 
 
@@ -45,6 +49,7 @@ def translate(
     *,
     world_size: int = 1,
     num_prompts: int | None = None,
+    model_config: Any = None,
     given: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> GRPOConfig:
     """Cohort's settings for TRL's arguments.
@@ -56,6 +61,7 @@ def translate(
         args: a ``cohort.trl.GRPOConfig``.
         world_size: processes that train together.
         num_prompts: prompts of the training data; None: streamed.
+        model_config: transformers' config of the model, which has the default of ``router_aux_loss_coef``.
         given: further settings by section, which precede those of ``args``: what other arguments of TRL's trainer
             become, such as adapters.
 
@@ -67,12 +73,12 @@ def translate(
     batch = Batch.of(args, world_size)
     updates = batch.max_steps(args, num_prompts)
     settings: Settings = {
-        "model": _model(args),
+        "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args) if args.use_vllm else {},
         "environment": {"max_turns": _max_turns(args)},
-        "reward": {} if args.reward_weights is None else {"weights": tuple(map(float, args.reward_weights))},
+        "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
         "objective": {
             **objective_settings(args),
             "num_iterations": batch.num_iterations,
@@ -86,10 +92,8 @@ def translate(
     }
     for section, values in (given or {}).items():
         settings[section] = {**settings[section], **values}
-    try:
+    with errors_in_trl_terms():
         return GRPOConfig(**settings)
-    except ConfigError as error:
-        raise ConfigError("\n".join(map(_in_trl_terms, str(error).splitlines()))) from None
 
 
 def check_args(args: Any) -> None:
@@ -100,26 +104,38 @@ def check_args(args: Any) -> None:
     """
     if isinstance(args, cohort.config.GRPOConfig):
         raise ConfigError("args is Cohort's own GRPOConfig: use cohort.GRPOTrainer, or cohort.trl.GRPOConfig")
-    if not isinstance(args, face.GRPOConfig):
+    if not isinstance(args, Arguments):
         kind = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
         raise ConfigError(f"args is {kind}: expected cohort.trl.GRPOConfig (from cohort.trl import GRPOConfig)")
-    face.check_refused(args)
+    check_refused(args)
 
 
-def _in_trl_terms(line: str) -> str:
-    """A line of an error about a setting, with the names of the fields that become it."""
-    setting, colon, text = line.partition(": ")
-    names = setting_fields(setting)
-    return f"{' or '.join(names)}{colon}{text}" if colon and names else line
+@contextmanager
+def errors_in_trl_terms() -> Iterator[None]:
+    """Errors name TRL's fields in place of Cohort's settings."""
+    try:
+        yield
+    except CohortError as error:
+        error.args = (in_trl_terms(str(error)),)
+        raise
 
 
-def _model(args: Any) -> Settings:
+def in_trl_terms(text: str) -> str:
+    """A text with TRL's fields in place of Cohort's settings.
+
+    >>> in_trl_terms("rollout.max_completion_length must be positive; see optim.microbatch_tokens")
+    'max_completion_length must be positive; see optim.microbatch_tokens'
+    """
+    text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
+    return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
+
+
+def _model(args: Any, model_config: Any) -> Settings:
     loading = dict(args.model_init_kwargs or {})
     dtype = str(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "auto").removeprefix("torch.")
     loading.pop("torch_dtype", None)
     compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
     trusted = bool(args.trust_remote_code or loading.pop("trust_remote_code", False))
-    revision = loading.pop("revision", None)
     if unknown := sorted(set(loading) - set(LOADING)):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
@@ -131,12 +147,11 @@ def _model(args: Any) -> Settings:
         "trust_remote_code": trusted,
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
-    if revision not in (None, "main"):
-        settings["revision"] = revision
     if args.cast_lm_head_to_fp32:
         settings["float32_head"] = True
-    if args.router_aux_loss_coef is not None:
-        settings["router_aux_loss_coef"] = float(args.router_aux_loss_coef)
+    text = model_config.get_text_config() if model_config is not None else None
+    own = getattr(text, "router_aux_loss_coef", 0.0) if hasattr(text, "output_router_logits") else 0.0
+    settings["router_aux_loss_coef"] = float(own if args.router_aux_loss_coef is None else args.router_aux_loss_coef)
     return settings
 
 
@@ -213,17 +228,16 @@ def _optim(args: Any, updates: int) -> Settings:
         )
     if rule not in OPTIMIZERS:
         raise ConfigError(
-            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}; Cohort's own trainer also has "
-            "adafactor and muon"
+            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}, or pass an optimizer as "
+            "optimizers=(optimizer, None) to GRPOTrainer"
         )
     settings: Settings = {
         "optimizer": OPTIMIZERS[rule],
+        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
         "lr_scheduler_type": schedule,
         "warmup_steps": 0 if schedule == "constant" else int(args.get_warmup_steps(updates)),
         "max_grad_norm": float(args.max_grad_norm or 0.0),
     }
-    if args.lr_scheduler_kwargs:
-        settings["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     numbers = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     return settings | {name: float(getattr(args, name)) for name in numbers}
 
