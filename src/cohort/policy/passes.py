@@ -28,10 +28,10 @@ from cohort.errors import ModelError
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.attention import packed_attention
 from cohort.policy.compute import ComputeModel, modes_restored
+from cohort.policy.context import longrope_length
 from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
-from cohort.policy.load import longrope_length
 from cohort.policy.rows import PackedRows
 
 KeysValues = dict[int, tuple[Tensor, Tensor]]
