@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import cohort
-from cohort.errors import ConfigError, RunFolderError, Stopped
+from cohort.errors import ConfigError, DataError, RunFolderError, Stopped
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.overrides import PRIVATE
 from tests.conftest import tiny_llama
@@ -220,12 +220,21 @@ def test_uploads_leave_the_runs_own_files_here(demo_tokenizer, tmp_path, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
-def test_adapters_and_a_ready_optimizer(demo_tokenizer, tmp_path):
+def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_path, monkeypatch):
     """peft's configuration is used as it is; an optimizer of the model's parameters steps in place of AdamW."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    trainer = make(demo_tokenizer, tmp_path / "lora", given={"peft_config": lora}, max_steps=2)
+    args = GRPOConfig(str(tmp_path / "lora"), **SETTINGS | {"max_steps": 2, "save_steps": 2})
+    with monkeypatch.context() as context:
+        context.setattr("cohort.trl.given.load_model", None)
+        with pytest.raises(DataError):  # before the model is loaded
+            GRPOTrainer(demo_model_path, with_state, args, [{"prompt": 1}] * 4, peft_config=lora)
+
+    def by_tokens(completion_ids, **_):
+        return [float(sum(ids) * 7 % 11) + position for position, ids in enumerate(completion_ids)]
+
+    trainer = GRPOTrainer(demo_model_path, by_tokens, args, ROWS, peft_config=lora)
     trainer.train()
     assert isinstance(trainer.model, PeftModel)
     assert (tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
