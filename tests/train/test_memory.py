@@ -186,6 +186,7 @@ PLACES = {
 def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch):
     """Wherever memory runs out, no update is left out or made twice: the metrics are those of a run with enough."""
     settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 2048, "term_norms_steps": 1}
+    settings |= {"prompts_per_step": 2, "num_generations": 2}
     expected = list(make_trainer(demo_tokenizer, tmp_path / "enough", **settings).steps())
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     for place, name, at in PLACES.values():
