@@ -224,25 +224,27 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
     """peft's configuration is used as it is; an optimizer of the model's parameters steps in place of AdamW."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    def lora():  # peft writes the model's name into it
+        return LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
     args = GRPOConfig(str(tmp_path / "lora"), **SETTINGS | {"max_steps": 2, "save_steps": 2})
     with monkeypatch.context() as context:
         context.setattr("cohort.trl.given.load_model", None)
         with pytest.raises(DataError):  # before the model is loaded
-            GRPOTrainer(demo_model_path, with_state, args, [{"prompt": 1}] * 4, peft_config=lora)
+            GRPOTrainer(demo_model_path, with_state, args, [{"prompt": 1}] * 4, peft_config=lora())
 
     def by_tokens(completion_ids, **_):
         return [float(sum(ids) * 7 % 11) + position for position, ids in enumerate(completion_ids)]
 
-    trainer = GRPOTrainer(demo_model_path, by_tokens, args, ROWS, peft_config=lora)
+    trainer = GRPOTrainer(demo_model_path, by_tokens, args, ROWS, peft_config=lora())
     trainer.train()
     assert isinstance(trainer.model, PeftModel)
     assert (tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert any(bool(one.any()) for name, one in trainer.model.named_parameters() if "lora_B" in name)
 
-    model = get_peft_model(tiny_llama(vocab_size=len(demo_tokenizer)), lora)
+    model = get_peft_model(tiny_llama(vocab_size=len(demo_tokenizer)), lora())
     with pytest.raises(ConfigError, match="the model has adapters"):
-        GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora)
+        GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora())
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5)
     args = GRPOConfig(str(tmp_path / "sgd"), **SETTINGS | {"max_steps": 2, "lr_scheduler_type": "constant"})
