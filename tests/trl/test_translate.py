@@ -147,6 +147,7 @@ def test_tool_calls_are_turns():
         ({"reward_weights": 0.5}, "reward_weights: input should be a list"),
         ({"generation_kwargs": {"min_new_tokens": 600}}, "must be at most max_completion_length (512)"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
+        ({"save_strategy": "best"}, "save_strategy 'best' is not supported"),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has 'num_beams'"),
