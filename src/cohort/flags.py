@@ -126,6 +126,8 @@ class EvalFlags(SamplingFlags):
     """Run the code that the settings in this run folder name, though this account has not run it before."""
     k: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
     """Report pass@k for each of these k. [default: 1]"""
+    success: Annotated[str | None, DATA] = None
+    """The reward function that decides what is correct, for pass@k and maj@k. [default: the only one]"""
     maj: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
     """Report the majority vote of k completions for each of these k. Needs a reward that logs answers."""
     output: Annotated[str | None, OUTPUT, FILE] = None

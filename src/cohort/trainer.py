@@ -237,7 +237,7 @@ class GRPOTrainer:
             )
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {**parts.counts(self.args.rollout.num_generations), "output_dir": str(folder.path)}
+        self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
         return closing(folder, self._callbacks.with_on_end(self._steps(folder, parts, first_step)))
 
     def make_parts(self) -> TrainerParts:
@@ -305,7 +305,7 @@ class GRPOTrainer:
     def _record(self, metrics: dict[str, Any], parts: TrainerParts) -> None:
         self.last_metrics = metrics
         self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
-        self.summary |= parts.counts(self.args.rollout.num_generations)
+        self.summary |= parts.for_summary(self.args.rollout.num_generations)
         if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
             self.summary["eval_after"] = evaluated
 

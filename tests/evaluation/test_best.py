@@ -195,11 +195,11 @@ def test_early_stopping(demo_tokenizer, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("metric", "changed", "kept"),
     [
-        (METRIC, {"eval_steps": 9, "pass_at_k": [], "pass_threshold": 0.5, "confidence": 0.9}, True),
+        (METRIC, {"eval_steps": 9, "pass_at_k": [], "success_threshold": 0.5, "confidence": 0.9}, True),
         (METRIC, {"temperature_eval": 0.5}, False),
         ("eval/reward/high", {"confidence": 0.9}, False),
         ("eval/reward/high", {"bootstrap_samples": 300}, False),
-        ("eval/pass@1/mean", {"pass_threshold": 0.5}, False),
+        ("eval/pass@1/mean", {"success_threshold": 0.5}, False),
         ("eval/pass@1/mean", {"pass_at_k": [1, 2], "num_generations_eval": 2, "maj_at_k": [2]}, True),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from cohort.errors import ConfigError, DataError
-from cohort.evaluation.evaluate import WINDOW, correct
+from cohort.evaluation.evaluate import WINDOW, Success
 from cohort.report.console.lines import evaluation_line
 from tests.train.harness import (
     ROWS,
@@ -44,7 +44,7 @@ def logs_answers(completion, answer, log_extra, log_metric):
 
 
 def test_the_metrics_are_those_of_the_completions(demo_tokenizer, tmp_path):
-    settings = {"eval_rows": ROWS[:6], "num_generations_eval": 3, "pass_threshold": 0.1}
+    settings = {"eval_rows": ROWS[:6], "num_generations_eval": 3, "success_threshold": 0.1}
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     before = parameters(trainer)
     found = trainer.evaluations()[""]
@@ -144,7 +144,7 @@ def test_majority_votes_and_what_functions_log(demo_tokenizer, tmp_path):
     assert found.counts["custom/has_answer"] == np.mean(answers.ravel() != None)  # noqa: E711
 
 
-def test_majority_votes_use_the_answers_of_the_pass_function(demo_tokenizer, caplog):
+def test_majority_votes_use_the_answers_of_the_function_that_decides(demo_tokenizer, caplog):
     def other(prompt, completion, log_extra):
         if prompt == ROWS[2]["prompt"]:  # an answer for one prompt only
             log_extra("answer", "A")
@@ -155,7 +155,7 @@ def test_majority_votes_use_the_answers_of_the_pass_function(demo_tokenizer, cap
         return 1.0
 
     settings = {"eval_rows": ROWS[:6], "num_generations_eval": 2, "maj_at_k": [2], "max_batch_size": 1}
-    trainer = make_trainer(demo_tokenizer, None, rewards=[other, judge], pass_function="judge", **settings)
+    trainer = make_trainer(demo_tokenizer, None, rewards=[other, judge], success="judge", **settings)
     assert trainer.evaluations()[""].values["maj@2"].tolist() == [1.0] * 6
     assert not caplog.records
 
@@ -169,18 +169,37 @@ def test_votes_without_answers(demo_tokenizer, caplog):
 
     settings = {"eval_rows": ROWS[:3], "num_generations_eval": 2, "maj_at_k": [2]}
     with pytest.raises(ConfigError, match="reward function mute logs, but it takes no log_extra"):
-        make_trainer(demo_tokenizer, None, rewards=[mute, logs_answers], **settings)
-    trainer = make_trainer(demo_tokenizer, None, rewards=[silent, logs_answers], **settings)
+        make_trainer(demo_tokenizer, None, rewards=[mute, logs_answers], success="mute", **settings)
+    trainer = make_trainer(demo_tokenizer, None, rewards=[silent, logs_answers], success="silent", **settings)
     assert np.isnan(trainer.evaluate()["eval/maj@2/mean"])  # answers of another function do not count
     assert caplog.messages == ["reward function silent logged no column 'answer': maj@k has no value"]
 
 
 def test_what_is_correct(demo_tokenizer):
-    (judged,) = correct(np.array([[1.0, 0.5, np.nan, 2.0]]), 1.0)
+    (judged,) = Success("math", 1.0).of_rewards(np.array([[1.0, 0.5, np.nan, 2.0]]))
     assert judged.tolist() == pytest.approx([1, 0, np.nan, 1], nan_ok=True)
-    settings = {"eval_rows": ROWS[:6], "pass_function": "logs_answers", "num_generations_eval": 2}
-    found = make_trainer(demo_tokenizer, None, rewards=[digits_reward, logs_answers], **settings).evaluations()[""]
+    settings = {"eval_rows": ROWS[:6], "success": "logs_answers", "num_generations_eval": 2}
+    trainer = make_trainer(demo_tokenizer, None, rewards=[digits_reward, logs_answers], **settings)
+    found = trainer.evaluations()[""]
     assert found.values["pass@1"] == pytest.approx(found.values["rewards/logs_answers"])
+    assert str(found.success) == "logs_answers >= 1"
+    assert "\n  correct: logs_answers >= 1" in trainer.describe()
+
+
+def test_what_is_correct_is_not_guessed_between_several_functions(demo_tokenizer):
+    rewards = [digits_reward, logs_answers]
+    trainer = make_trainer(demo_tokenizer, None, rewards=rewards, eval_rows=ROWS[:3])
+    assert "no pass@k: set eval.success" in trainer.describe()
+    found = trainer.evaluations()[""]
+    assert found.success is None
+    assert set(found.values) == {"reward", "rewards/digits_reward", "rewards/logs_answers", "length", "cut_share"}
+    for settings in ({"pass_at_k": [1]}, {"maj_at_k": [1]}):
+        (name,) = settings
+        with pytest.raises(ConfigError, match=rf"eval\.{name} is set, but not which of .*digits_reward, logs_answers"):
+            make_trainer(demo_tokenizer, None, rewards=rewards, eval_rows=ROWS[:3], **settings)
+    best = {"metric_for_best_model": "eval/pass@1/mean"}
+    with pytest.raises(ConfigError, match="which no evaluation logs"):
+        make_trainer(demo_tokenizer, None, rewards=rewards, eval_rows=ROWS[:3], **best)
 
 
 def test_evaluations_do_not_change_the_training(demo_tokenizer, tmp_path):
@@ -253,7 +272,7 @@ def test_text_that_is_not_utf8_is_escaped(demo_tokenizer):
             DataError,
             r"max_completion_length_eval \(500\) leaves no room",
         ),
-        (ROWS[:3], {"pass_function": "math"}, ConfigError, "'math', but the reward functions are digits_reward"),
+        (ROWS[:3], {"success": "math"}, ConfigError, "'math', but the reward functions are digits_reward"),
     ],
 )
 def test_invalid_sets_and_settings(demo_tokenizer, sets, settings, error, message):
@@ -272,6 +291,7 @@ def test_the_line_of_an_evaluation():
         metrics |= {f"eval/{name}/mean": mean, f"eval/{name}/low": mean - 0.1, f"eval/{name}/high": None}
     line = "reward 0.500 (0.400 to none), math 0.250 (0.150 to none), pass@1 0.500 (0.400 to none)"
     assert evaluation_line(metrics | {"eval/errors": 0}, "after step 3") == f"evaluation after step 3: {line}"
+    assert "pass@1 by math >= 1 0.500" in evaluation_line(metrics, "after step 3", "math >= 1")
 
 
 def test_the_description_includes_the_evaluation(demo_tokenizer, tmp_path):

@@ -298,15 +298,17 @@ class EvalConfig(Section):
     """Sample from tokens at least this fraction as likely as the most likely one. 0: all."""
     max_completion_length_eval: PositiveInt | None = None
     """Maximum number of tokens of a completion."""
-    pass_at_k: PositiveInts = (1,)
-    """Log the probability that at least one of k completions is correct, for each of these k. []: off."""
+    success: str | None = None
+    """The reward function that decides whether a completion is correct, for pass@k and maj@k. Unset: the only one; with
+    several, there is neither."""
+    success_threshold: float = 1.0
+    """A completion is correct if that function returns at least this."""
+    pass_at_k: PositiveInts | None = None
+    """Log the probability that at least one of k completions is correct, for each of these k. []: off. Unset: 1, if a
+    function decides what is correct."""
     maj_at_k: PositiveInts = ()
     """Log the probability that the most frequent answer of k completions is correct, for each of these k. Needs a
     reward function that logs the column "answer" (`log_extra`)."""
-    pass_function: str | None = None
-    """The reward function that decides whether a completion is correct. Unset: the first."""
-    pass_threshold: float = 1.0
-    """A completion is correct if that function returns at least this."""
     bootstrap_samples: Annotated[int, Field(ge=100, le=1_000_000)] = 2_000
     """Resamples of each confidence interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
@@ -322,7 +324,7 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> EvalConfig:
         for name in ("pass_at_k", "maj_at_k"):
-            if (k := max(getattr(self, name), default=0)) > self.num_generations_eval:
+            if (k := max(getattr(self, name) or (), default=0)) > self.num_generations_eval:
                 raise ValueError(
                     f"{name} needs {k} completions per prompt, and num_generations_eval is "
                     f"{self.num_generations_eval}: raise it, or lower k"
@@ -343,7 +345,7 @@ class EvalConfig(Section):
         sampling = {name for name in type(self).model_fields if name.endswith("_eval")}
         names = {"metric_for_best_model", "greater_is_better"} | sampling
         if "@" in metric:
-            names |= {"pass_function", "pass_threshold"}
+            names |= {"success", "success_threshold"}
         if metric.endswith(("/low", "/high")):
             names |= {"bootstrap_samples", "confidence"}
         return self.model_dump(include=names, mode="json")

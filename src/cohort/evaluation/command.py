@@ -42,6 +42,7 @@ SETTINGS = {
     "top_p": "eval.top_p_eval",
     "min_p": "eval.min_p_eval",
     "k": "eval.pass_at_k",
+    "success": "eval.success",
     "maj": "eval.maj_at_k",
     "seed": "run.seed",
     "precision": "model.precision",
@@ -66,7 +67,8 @@ class Request(EvalFlags):
         """
         source, given = self._source(), [*self.overrides, *self._flags()]
         if self.reward:
-            given = ["--reward.weights", "none", *given]  # the run's weights belong to its own functions
+            # The run's weights and its choice of what is correct belong to its own functions.
+            given = ["--reward.weights", "none", "--eval.success", "none", *given]
         config = load_config(source, given) if source else apply_overrides({}, given)
         if source and self.config is None:
             check_code(Path(source).parent, config, self.trust, given=setting_names(given))
@@ -331,7 +333,9 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
     if not quiet:
         print(
             f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""),
-            f"{engine.describe_model()}\nsampling: {subject.evaluator.describe_sampling()}",
+            engine.describe_model(),
+            f"sampling: {subject.evaluator.describe_sampling()}",
+            subject.evaluator.describe_success(),
             f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {settings.run.seed}",
             sep="\n",
             file=sys.stderr,

@@ -38,6 +38,29 @@ NOT_PROPORTIONS = ("length",)
 
 
 @dataclass(frozen=True, slots=True)
+class Success:
+    """What decides whether a completion is correct."""
+
+    function: str
+    """Name of the reward function."""
+    threshold: float
+
+    @classmethod
+    def of(cls, settings: EvalConfig, functions: Sequence[str]) -> Success | None:
+        """The choice of ``eval.success``, or the only reward function; None with several, as any may be meant."""
+        function = settings.success or (functions[0] if len(functions) == 1 else None)
+        return cls(function, settings.success_threshold) if function else None
+
+    def of_rewards(self, rewards_PG: Floats) -> Floats:
+        """1 for rewards of at least the threshold, 0 for others, NaN for NaN."""
+        return np.where(np.isnan(rewards_PG), np.nan, (rewards_PG >= self.threshold).astype(np.float64))
+
+    def __str__(self) -> str:
+        """As in "math >= 1"."""
+        return f"{self.function} >= {self.threshold:g}"
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The evaluation of one set."""
 
@@ -49,6 +72,8 @@ class Evaluation:
     """Numbers without an interval: unscored and failed completions, and what functions logged."""
     table: Any
     """Every completion with its scores: a ``pyarrow.Table`` with the columns of ``rollouts/``."""
+    success: Success | None
+    """What pass@k and maj@k count as correct; None: there are none."""
 
     @property
     def reward(self) -> Estimate:
@@ -165,7 +190,7 @@ class Evaluator:
         """The sets and the sampling in words."""
         sets = ", ".join(f"{name} {len(prompts):,}".strip() for name, prompts in self.sets.items())
         count = self.settings.num_generations_eval
-        lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}"]
+        lines = [f"evaluation: {sets} prompts x {count}; {self.describe_sampling()}", f"  {self.describe_success()}"]
         for name, prompts in self.sets.items():
             lines += [f"  {name and f'{name}: '}{line}" for line in prompts.describe()]
         return "\n".join(lines)
@@ -201,7 +226,7 @@ class Evaluator:
         table, scores = pyarrow.concat_tables(tables, promote_options="default"), reduce(add, scored)
         for name, column in score_columns(scores).items():
             table = table.append_column(name, pyarrow.array(column))
-        values = per_prompt(scores, completions, settings, self.seed, self._answers(scores))
+        values = per_prompt(scores, completions, settings, self.success, self.seed, self._answers(scores))
         confidence, resamples = settings.confidence, settings.bootstrap_samples
         found = estimates(values, confidence, resamples, self.seed, NOT_PROPORTIONS)
         counts = {
@@ -209,7 +234,7 @@ class Evaluator:
             "errors": sum(reason is FinishReason.ERROR for _, reason in completions),
             **{f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()},
         }
-        return Evaluation(values, found, counts, table)
+        return Evaluation(values, found, counts, table, self.success)
 
     def describe_sampling(self) -> str:
         """The sampling in words, with a warning if all completions of a prompt are the same."""
@@ -217,12 +242,25 @@ class Evaluator:
         same = count > 1 and self.sampling.temperature == 0
         return self.sampling.describe() + f"; at temperature 0 a prompt's {count} completions are the same one" * same
 
+    @property
+    def success(self) -> Success | None:
+        """What decides whether a completion is correct."""
+        return Success.of(self.settings, self.rewards.names)
+
+    def describe_success(self) -> str:
+        """In words, what pass@k and maj@k are of, or why there are none."""
+        if self.success:
+            return f"correct: {self.success}"
+        names = ", ".join(self.rewards.names)
+        return f"no pass@k: set eval.success to the function that decides what is correct ({names})"
+
     def _answers(self, scores: Scores) -> Sequence[Any] | None:
         """The answers that the judging function logged; None without any."""
-        judge = judge_of(self.settings, self.rewards.names)
-        answers = scores.extras.get(self.rewards.column(ANSWER, judge))
+        if self.success is None:
+            return None
+        answers = scores.extras.get(self.rewards.column(ANSWER, self.success.function))
         if self.settings.maj_at_k and answers is None:
-            log.warning("reward function %s logged no column %r: maj@k has no value", judge, ANSWER)
+            log.warning("reward function %s logged no column %r: maj@k has no value", self.success.function, ANSWER)
         return answers
 
 
@@ -230,6 +268,7 @@ def per_prompt(
     scores: Scores,
     completions: Sequence[tuple[int, FinishReason]],
     settings: EvalConfig,
+    success: Success | None,
     seed: int,
     answers: Sequence[Any] | None = None,
 ) -> dict[str, Floats]:
@@ -239,6 +278,7 @@ def per_prompt(
         scores: scores of all completions, ``num_generations_eval`` per prompt, failed ones included.
         completions: number of tokens and finish reason of each.
         settings: the metrics.
+        success: what decides whether a completion is correct; None: no pass@k.
         seed: seed of random subsets for majority votes.
         answers: answer of each completion, for majority votes; None: votes are NaN.
     """
@@ -252,17 +292,19 @@ def per_prompt(
     }
     by_prompt = {name: np.asarray(column, np.float64).reshape(-1, count) for name, column in columns.items()}
     values = {name: _mean(values_PG) for name, values_PG in by_prompt.items()}
-    correct_PG = correct(by_prompt[f"rewards/{judge_of(settings, scores.names)}"], settings.pass_threshold)
-    values |= {f"pass@{k}": pass_at_k(correct_PG, k) for k in settings.pass_at_k}
+    if success is None:
+        return values
+    correct_PG = success.of_rewards(by_prompt[f"rewards/{success.function}"])
+    values |= {f"pass@{k}": pass_at_k(correct_PG, k) for k in ks_of(settings, success)}
     if answers is None:
         return values | {f"maj@{k}": np.full(len(correct_PG), np.nan) for k in settings.maj_at_k}
     answers_PG = [answers[first : first + count] for first in range(0, len(answers), count)]
     return values | {f"maj@{k}": majority_at_k(correct_PG, answers_PG, k, seed=seed) for k in settings.maj_at_k}
 
 
-def correct(rewards_PG: Floats, threshold: float) -> Floats:
-    """1 for rewards of at least ``threshold``, 0 for others, NaN for NaN."""
-    return np.where(np.isnan(rewards_PG), np.nan, (rewards_PG >= threshold).astype(np.float64))
+def ks_of(settings: EvalConfig, success: Success | None) -> Sequence[int]:
+    """The k of pass@k: those of the settings, or 1 if something decides what is correct."""
+    return settings.pass_at_k if settings.pass_at_k is not None else (1,) * (success is not None)
 
 
 def _mean(values_PG: Floats) -> Floats:
@@ -281,23 +323,21 @@ def eval_sampling(config: GRPOConfig) -> Sampling:
     return replace(Sampling.of(config.rollout), record_support=False, **overrides)
 
 
-def judge_of(settings: EvalConfig, functions: Sequence[str]) -> str:
-    """The reward function that decides whether a completion is correct."""
-    return settings.pass_function or functions[0]
-
-
 def check_votes(settings: EvalConfig, rewards: RewardRunner) -> None:
     """Check that the judging function can log the answers that majority votes count.
 
     Raises:
         ConfigError: votes are requested, but the function does not take ``log_extra``.
     """
-    judge = judge_of(settings, rewards.names)
-    logs = {function.name: function.logs for function in rewards.functions}[judge]
-    if settings.maj_at_k and "log_extra" not in logs:
+    success = Success.of(settings, rewards.names)
+    if not settings.maj_at_k or success is None:
+        return
+    logs = {function.name: function.logs for function in rewards.functions}[success.function]
+    if "log_extra" not in logs:
         raise ConfigError(
-            f"eval.maj_at_k counts the answers that reward function {judge} logs, but it takes no log_extra: let it "
-            f"call log_extra({ANSWER!r}, ...), set eval.pass_function to a function that does, or eval.maj_at_k to []"
+            f"eval.maj_at_k counts the answers that reward function {success.function} logs, but it takes no "
+            f"log_extra: let it call log_extra({ANSWER!r}, ...), set eval.success to a function that does, or "
+            "eval.maj_at_k to []"
         )
 
 
@@ -312,17 +352,23 @@ def check_settings(settings: EvalConfig, sets: Sequence[str], functions: Sequenc
     Raises:
         ConfigError: a function or metric does not exist.
     """
-    if settings.pass_function is not None and settings.pass_function not in functions:
-        raise ConfigError(
-            f"eval.pass_function is {settings.pass_function!r}, but the reward functions are {', '.join(functions)}"
-        )
+    if settings.success is not None and settings.success not in functions:
+        raise ConfigError(f"eval.success is {settings.success!r}, but the reward functions are {', '.join(functions)}")
+    success = Success.of(settings, functions)
+    for name in ("pass_at_k", "maj_at_k"):
+        if getattr(settings, name) and success is None:
+            raise ConfigError(
+                f"eval.{name} is set, but not which of the reward functions {', '.join(functions)} decides whether a "
+                "completion is correct: set eval.success to its name, and eval.success_threshold to the least reward "
+                "of a correct completion"
+            )
     metric = settings.metric_for_best_model
     if metric is None:
         return
     if not sets:
         raise ConfigError(f"eval.metric_for_best_model is {metric!r}, but there is no evaluation: set data.eval")
     names = ["reward", *(f"rewards/{name}" for name in functions), "length", "cut_share"]
-    names += [f"pass@{k}" for k in settings.pass_at_k] + [f"maj@{k}" for k in settings.maj_at_k]
+    names += [f"pass@{k}" for k in ks_of(settings, success)] + [f"maj@{k}" for k in settings.maj_at_k]
     known = [f"{prefix(name)}{metric}/{kind}" for name in sets for metric in names for kind in ("mean", "low", "high")]
     known += [f"{prefix(name)}{count}" for name in sets for count in ("unscored", "errors")]
     custom = any(metric.startswith(f"{prefix(name)}custom/") for name in sets)  # what functions log

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
@@ -13,15 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from cohort.config import GRPOConfig, hide_secrets
-from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, eval_sampling, prefix
+from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, Success, eval_sampling, prefix
 from cohort.runs import as_json, write_atomically
 from cohort.statistics import Comparison, Estimate, compare
 
 Evaluations = Mapping[str, Evaluation]
 Comparisons = Mapping[str, Mapping[str, Comparison]]
 """By set and metric."""
-SUMMARY_SETTINGS = ("num_generations_eval", "pass_function", "pass_threshold", "bootstrap_samples", "confidence")
+SUMMARY_SETTINGS = ("num_generations_eval", "bootstrap_samples", "confidence")
 """Settings in the summary beside the sampling."""
+JUDGED = ("pass@", "maj@")
+"""Beginnings of the metrics that depend on what is correct."""
 OUTPUT_COLUMNS = ("set", "samples", "pass_rate")
 
 
@@ -51,7 +54,8 @@ def show(console: Console, found: Sequence[Evaluations], comparisons: Comparison
             if comparisons:
                 comparison = comparisons[name][metric]
                 cells += [_cell(comparison.difference, metric, signed=True), f"{comparison.p_value:.2g}"]
-            table.add_row(metric, *cells)
+            judged = f" ({evaluation.success})" if metric.startswith(JUDGED) else ""
+            table.add_row(metric + judged, *cells)
         for count in dict.fromkeys(count for one in found for count, number in one[name].counts.items() if number):
             table.add_row(count, *(f"{one[name].counts.get(count, 0):g}" for one in found))
         console.print(table)
@@ -75,6 +79,9 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
     reward: better by 3.1 points, 95% interval 0.4 to 5.8 (30 prompts better, 80 equal, 10 worse; p = 0.02)
     >>> print(verdict(Comparison(Estimate(-0.5, -1.5, 0.5), 3, 0, 5, 0.3), 0.95, points=False))
     reward: no difference shown: -0.5, 95% interval -1.5 to 0.5 (3 prompts better, 0 equal, 5 worse; p = 0.3)
+    >>> print(verdict(Comparison(Estimate(0.363, 0.0188, 0.669), 3, 20, 0, 0.25), 0.95, points=False))
+    reward: no difference shown: 0.363 (3 prompts better, 20 equal, 0 worse; p = 0.25). The 95% interval, 0.0188 to
+    0.669, is above 0, but the permutation test does not confirm it.
     >>> nan = math.nan
     >>> print(verdict(Comparison(Estimate(0.0, nan, nan), 0, 12, 0, 1.0), 0.95, points=True))
     reward: no difference shown: all equal on 12 prompts
@@ -95,7 +102,13 @@ def verdict(comparison: Comparison, confidence: float, *, points: bool) -> str:
     counts = f"{comparison.wins} prompts better, {comparison.ties} equal, {comparison.losses} worse"
     interval = f"{_share(confidence)} interval {low:.3g} to {high:.3g}"
     interval = interval if difference.has_interval else f"the same on all {prompts:,}, no interval"
-    return f"reward: {result}, {interval} ({counts}; p = {comparison.p_value:.2g})"
+    counts = f"({counts}; p = {comparison.p_value:.2g})"
+    if difference.has_interval and not shown and low * high > 0:
+        return (
+            f"reward: {result} {counts}. The {interval.replace(' interval', ' interval,')}, is "
+            f"{'above' if low > 0 else 'below'} 0, but the permutation test does not confirm it."
+        )
+    return f"reward: {result}, {interval} {counts}"
 
 
 def _share(confidence: float) -> str:
@@ -118,7 +131,8 @@ def _cell(estimate: Estimate, metric: str, *, signed: bool = False) -> str:
 
 def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
     """Write one JSON line per prompt: the row's columns, the completions as ``samples``, and ``pass_rate``, the share
-    of scored completions that are correct. A column of the row with one of these names is written as ``row.NAME``.
+    of scored completions that are correct, if something decides what is correct. A column of the row with one of these
+    names is written as ``row.NAME``.
 
     Args:
         file: path of the output.
@@ -126,14 +140,12 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
         found: the evaluation of each set.
     """
     settings, lines = evaluator.settings, []
-    judge = f"rewards/{settings.pass_function or evaluator.rewards.names[0]}"
     for name, evaluation in found.items():
         unused = [key for key in ("prompt", "sampler_logps", "full_logps") if key in evaluation.table.column_names]
         table = evaluation.table.drop_columns(unused).to_pylist()
         count = settings.num_generations_eval
         for index, first in enumerate(range(0, len(table), count)):
             row, samples = evaluator.sets[name].prompt(index, uid=index).columns, table[first : first + count]
-            scored = [one[judge] >= settings.pass_threshold for one in samples if one[judge] is not None]
             line = {
                 **{(f"row.{key}" if key in OUTPUT_COLUMNS else key): value for key, value in row.items()},
                 **({"set": name} if name else {}),
@@ -145,12 +157,18 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
                     }
                     for one in samples
                 ],
-                "pass_rate": sum(scored) / len(scored) if scored else None,
+                **({"pass_rate": pass_rate(samples, evaluation.success)} if evaluation.success else {}),
             }
             lines.append(as_json(line, ensure_ascii=False, default=str))
     # Lone surrogates, which UTF-8 cannot encode, are escaped as JSON escapes them.
     text = "".join(lines).encode("utf-8", "backslashreplace").decode()
     write_atomically(Path(file).expanduser(), text)
+
+
+def pass_rate(samples: Sequence[Mapping[str, Any]], success: Success) -> float | None:
+    """Share of the scored completions that are correct; None if none was scored."""
+    rewards = [reward for one in samples if (reward := one[f"rewards/{success.function}"]) is not None]
+    return float(np.mean([reward >= success.threshold for reward in rewards])) if rewards else None
 
 
 def write_summary(
@@ -162,6 +180,7 @@ def write_summary(
         "data": hide_secrets(settings.data.model_dump(mode="json")["eval"]),
         "rewards": hide_secrets(list(settings.reward.functions)),
         "sampling": eval_sampling(settings).describe(),
+        "success": next((str(one.success) for one in found[0].values() if one.success), None),
         "settings": {name: getattr(settings.eval, name) for name in SUMMARY_SETTINGS} | {"seed": settings.run.seed},
         "metrics": [
             {key: value for name, one in each.items() for key, value in one.metrics(name).items()} for each in found

@@ -66,7 +66,7 @@ def cosine_length(
     rLc: float = 0.5,
     r0w: float = -1.0,
     rLw: float = -0.5,
-    exceeded: float = -1.0,
+    exceeded: float | None = -1.0,
     correct: Annotated[str, AfterValidator(lambda spec: _judge(spec) and spec)] = "math",
     **columns: Any,
 ) -> float | None:
@@ -80,7 +80,7 @@ def cosine_length(
         max_length: number of tokens, the end token included.
         r0c, rLc: rewards of correct completions at 0 tokens and at max_length.
         r0w, rLw: rewards of wrong completions.
-        exceeded: reward of completions with max_length tokens or more.
+        exceeded: reward of completions with max_length tokens or more. None: rLc and rLw.
         correct: the reward that decides what is correct, named as in reward.functions: correct if it returns 1 or
             more. It must see one sample and must not be async. If it returns None, the completion is unscored.
 
@@ -91,8 +91,8 @@ def cosine_length(
     judged = judge.call(**judge.accepted({"completion": completion, "completion_ids": completion_ids, **columns}))
     if judged is None:
         return None
-    tokens = len(completion_ids)
-    if tokens >= max_length:
+    tokens = min(len(completion_ids), max_length)
+    if tokens == max_length and exceeded is not None:
         return exceeded
     start, end = (r0c, rLc) if judged >= 1 else (r0w, rLw)
     return end + (start - end) * (1 + math.cos(math.pi * tokens / max_length)) / 2

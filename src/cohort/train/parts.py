@@ -114,10 +114,12 @@ class TrainerParts:
             return f"{step}, while it was sampled or scored"
         return f"{step}, before its updates" if self.current else f"after step {self.complete_steps}"
 
-    def counts(self, num_generations: int) -> dict[str, int]:
-        """Complete steps, updates and completions so far, for the summary."""
+    def for_summary(self, num_generations: int) -> dict[str, Any]:
+        """Complete steps, updates and completions so far, and what evaluations count as correct."""
         completions = self.cursor.position * num_generations
-        return {"steps": self.complete_steps, "updates": self.policy.version, "completions": completions}
+        done = {"steps": self.complete_steps, "updates": self.policy.version, "completions": completions}
+        success = self.evaluator.success if self.evaluator else None
+        return done | ({"success": str(success)} if success else {})
 
     def saved_state(self) -> SavedState:
         """Everything that a checkpoint stores besides the models. Waits for pending rollouts. Every rank must call."""

@@ -46,14 +46,21 @@ def reward_functions(metrics: dict[str, Any]) -> dict[str, str]:
     return {key.removeprefix("rewards/"): key for key in keys}
 
 
-def evaluation_line(metrics: dict[str, Any], when: str) -> str:
-    """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set."""
+def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> str:
+    """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set.
+
+    Args:
+        metrics: the metrics of a step.
+        when: when it was, in words.
+        success: what decides that a completion is correct, as in "math >= 1"; empty: unknown.
+    """
     sets: dict[str, list[str]] = {}
     for key, mean in metrics.items():
         name, metric = split_metric(key)
         if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
             low, high = (number(metrics.get(key.removesuffix("mean") + end)) for end in ("low", "high"))
-            sets.setdefault(name, []).append(f"{metric.removeprefix('rewards/')} {number(mean)} ({low} to {high})")
+            title = metric.removeprefix("rewards/") + (f" by {success}" if success and "@" in metric else "")
+            sets.setdefault(name, []).append(f"{title} {number(mean)} ({low} to {high})")
     found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
     return f"evaluation {when}: " + "; ".join(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cohort.report.console.lines import clean, evaluation_line
+from cohort.report.console.lines import clean, evaluation_line, number
 from cohort.report.console.progress import RunProgress
 from cohort.report.diagnosis import Diagnosis, Finding, health_line, worst
 from cohort.report.history import DAMAGE, read_file, toml_table
@@ -38,12 +38,24 @@ class RunState:
             progress.level = worst(findings) or "note"
         if any(key.startswith("eval/") for key in metrics):
             step = metrics["step"]
-            said.append(clean(evaluation_line(metrics, f"after step {step}" if step else "before training")))
+            when = f"after step {step}" if step else "before training"
+            said.append(clean(evaluation_line(metrics, when, success_of(self.settings))))
         return said
 
     def standing(self) -> list[str]:
         """The warnings and alarms that stand, in words."""
         return [finding_text(one) for one in self._diagnosis.standing if one.level != "note"]
+
+
+def success_of(settings: dict[str, Any]) -> str:
+    """What counts as correct in the evaluations of a run, from its settings; empty if they do not say.
+
+    >>> success_of({"eval": {"success": "math", "success_threshold": 0.5}})
+    'math >= 0.5'
+    """
+    chosen, functions = settings.get("eval", {}), settings.get("reward", {}).get("functions", [])
+    function = chosen.get("success") or (functions[0] if len(functions) == 1 else "")
+    return f"{function} >= {number(chosen.get('success_threshold', 1.0), 'g')}" if function else ""
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Runs scripts that are written for TRL's GRPO trainer: same names, same arguments, same meaning.
+
+>>> from cohort.trl import GRPOConfig, GRPOTrainer  # doctest: +SKIP
+
+docs/trl.md has the table of all arguments, and lists where a run differs from TRL's. Importing the package imports no
+torch; each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from cohort.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from cohort.trl.arguments import (
+        DatasetMixtureConfig,
+        ModelConfig,
+        ScriptArguments,
+        get_dataset,
+        get_kbit_device_map,
+        get_peft_config,
+        get_quantization_config,
+    )
+    from cohort.trl.parser import TrlParser
+
+if importlib.util.find_spec("accelerate") is None:
+    raise ImportError("cohort.trl needs accelerate, which is not installed: pip install 'cohort-rl[trl]'")
+
+_MODULES = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "TrlParser": "parser",
+    "DatasetMixtureConfig": "arguments",
+    "ModelConfig": "arguments",
+    "ScriptArguments": "arguments",
+    "get_dataset": "arguments",
+    "get_kbit_device_map": "arguments",
+    "get_peft_config": "arguments",
+    "get_quantization_config": "arguments",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"cohort.trl.{_MODULES[name]}"), name)
+    if name.startswith("_"):
+        raise AttributeError(f"module 'cohort.trl' has no attribute {name!r}")
+    # Of an AttributeError, ``from cohort.trl import name`` would not show the message.
+    raise ImportError(
+        f"cohort.trl has no {name}: it has what GRPO scripts import ({', '.join(_MODULES)}); import other names "
+        f"from trl{did_you_mean(name, _MODULES)}"
+    )
