@@ -37,6 +37,7 @@ COMMON: Mapping[str, Any] = {
     # Adam divides a gradient by its own size: with 1e-8, an entry whose gradient is rounding (1e-8, where the norm is 4)
     # would move by a good part of the learning rate, in a direction of its own on each side.
     "adam_epsilon": 1e-5,
+    "max_grad_norm": 1e3,  # does not clip: a clipped gradient hides a wrong factor
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",

@@ -172,3 +172,43 @@ def test_weights_and_logs(name, model, tmp_path):
     assert ours.sampled == theirs.sampled
     assert largest_gap(ours, theirs) < WEIGHTS
     assert differing(theirs, ours) == {}
+
+
+ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+"""The eight completions of an update in two passes."""
+GENERATIONS = {"generation_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 2}
+"""An update of two generations."""
+TOGETHER = {"per_device_train_batch_size": 16, "max_steps": 2}
+"""The same completions as one generation."""
+PARTED = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_steps": 4, "learning_rate": 3e-3}
+"""Two updates of four completions from one generation."""
+
+DIFFERENT = {
+    "groups stay whole": (Case({"loss_type": "grpo", **PARTED}), Case({"loss_type": "grpo", **PARTED}, in_order=True)),
+    "token mean of each update": (Case(PARTED, in_order=True), Case({"loss_type": "bnpo", **PARTED}, in_order=True)),
+    "token mean of all generations": (Case(GENERATIONS), Case(TOGETHER)),
+    "std of all generations": (
+        Case({"scale_rewards": "batch", "loss_type": "grpo", **GENERATIONS}),
+        Case({"scale_rewards": "batch", "loss_type": "grpo", **TOGETHER}),
+    ),
+    "bnpo": (Case({"loss_type": "bnpo", **ACCUMULATED}), Case({"loss_type": "bnpo"})),
+    "entropy threshold": (
+        Case({"loss_type": "grpo", "top_entropy_quantile": 0.5, **ACCUMULATED}),
+        Case({"loss_type": "grpo", "top_entropy_quantile": 0.5}),
+    ),
+    "entropy bonus": (
+        Case({"loss_type": "grpo", "entropy_coef": 0.5, **ACCUMULATED}),
+        Case({"loss_type": "grpo", "entropy_coef": 0.5}),
+    ),
+}
+"""Arguments whose weights differ, and those with which TRL has Cohort's."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_differs(name, model, tmp_path):
+    """What Cohort makes of the first case is what TRL makes of the second."""
+    case, equal = DIFFERENT[name]
+    ours = run(face_run, case, model, tmp_path / "face")
+    assert largest_gap(ours, run(trl_run, case, model, tmp_path / "trl")) > 10 * WEIGHTS
+    assert largest_gap(ours, run(trl_run, equal, model, tmp_path / "equal")) < WEIGHTS
